@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all their set-up by themselves; they need Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-fast check format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## Build every model of the paper and show that streaming equals the parallel forward
+	$(BIN)/tcnca demo
+
+test: $(READY)  ## Run all tests
+	$(BIN)/python -m pytest --numprocesses auto
+
+test-fast: $(READY)  ## Run the tests that take no more than a few seconds each
+	$(BIN)/python -m pytest --numprocesses auto -m "not slow"
+
+check: $(READY)  ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## Format the code and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

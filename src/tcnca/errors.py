@@ -1,0 +1,25 @@
+"""The errors that the library raises. Each message names the field, what it got and what is allowed."""
+
+
+class TcncaError(ValueError):
+    """Base of every error raised on purpose by this library."""
+
+
+class ConfigError(TcncaError):
+    """A configuration that cannot be built."""
+
+
+class InputError(TcncaError):
+    """A tensor of the wrong shape, type or value."""
+
+
+class VocabularyError(InputError, IndexError):
+    """A token outside the vocabulary."""
+
+
+class StateError(TcncaError):
+    """A streaming state that does not belong to this model, batch or call."""
+
+
+class CheckpointError(TcncaError):
+    """A checkpoint that cannot be read, or holds what this library cannot honour."""

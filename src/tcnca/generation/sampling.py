@@ -1,0 +1,86 @@
+"""Sampling from a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError
+from tcnca.models import LanguageModelHead, SequenceModel
+
+
+def stream(
+    model: SequenceModel,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield one new token for each sequence at a time, `[batch]`, as soon as it is known.
+
+    A token costs the same however long the past is: the model's state holds all of it that matters.
+
+    Args:
+        model: a language model; put it in evaluation mode first, or its dropout stays on.
+        prompt: `[batch, time]`, at least one token a row.
+        tokens: how many to generate.
+        temperature: of the distribution; 0 takes the most likely token.
+        top_k: draw from the so many most likely tokens only.
+        lengths: `[batch]`, if prompts of several lengths are padded at the right.
+        generator: for the random numbers; by default PyTorch's.
+    """
+    if not isinstance(model.config.head, LanguageModelHead):
+        raise InputError(f"model: got a {type(model.config.head).__name__}, allowed is a language model")
+    if tokens < 0:
+        raise InputError(f"tokens: got {tokens}, allowed is 0 or more")
+    if temperature < 0.0:
+        raise InputError(f"temperature: got {temperature}, allowed is 0 or more")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k: got {top_k}, allowed is 1 or more, or None")
+    return _stream(model, prompt, tokens, temperature, top_k, lengths, generator)
+
+
+def generate(model: SequenceModel, prompt: Tensor, tokens: int, **options: object) -> Tensor:
+    """The `tokens` new tokens of `stream` (same options), together: `[batch, tokens]`."""
+    drawn = list(stream(model, prompt, tokens, **options))  # type: ignore[arg-type]
+    return torch.stack(drawn, 1) if drawn else prompt.new_zeros(prompt.shape[0], 0)
+
+
+def _stream(
+    model: SequenceModel,
+    prompt: Tensor,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    lengths: Tensor | Sequence[int] | None,
+    generator: torch.Generator | None,
+) -> Iterator[Tensor]:
+    # A decorator would leave gradients off for the caller between two tokens.
+    with torch.no_grad():
+        logits, state = model(prompt, lengths=lengths)
+        if lengths is None:
+            last = logits[:, -1]
+        else:
+            place = torch.as_tensor(lengths, device=logits.device).long() - 1
+            last = logits[torch.arange(len(place), device=logits.device), place]
+    for _ in range(tokens):
+        token = _draw(last, temperature, top_k, generator)
+        yield token
+        with torch.no_grad():
+            logits, state = model(token.unsqueeze(1), state=state, inplace=True)
+        last = logits[:, -1]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, -1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)

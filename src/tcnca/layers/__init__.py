@@ -1,0 +1,48 @@
+"""Layers: modules with parameters, built from `tcnca.ops` and chosen by typed configurations."""
+
+from tcnca.layers.attention import ChunkedAttention
+from tcnca.layers.block import Block, BlockConfig, GatedMixing, LayerState, PlainMixing
+from tcnca.layers.config import (
+    AttentionConfig,
+    EMAConfig,
+    Mixer,
+    TCNConfig,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_probability,
+)
+from tcnca.layers.dropout import Dropout
+from tcnca.layers.ema import EMA
+from tcnca.layers.feed_forward import FeedForward
+from tcnca.layers.linear import linear
+from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
+from tcnca.layers.tcn import TCN
+
+__all__ = [
+    "EMA",
+    "NORM_KINDS",
+    "TCN",
+    "AttentionConfig",
+    "BatchNorm",
+    "Block",
+    "BlockConfig",
+    "ChunkedAttention",
+    "Dropout",
+    "EMAConfig",
+    "FeedForward",
+    "GatedMixing",
+    "LayerNorm",
+    "LayerState",
+    "Mixer",
+    "NormKind",
+    "PlainMixing",
+    "RMSNorm",
+    "TCNConfig",
+    "check_at_least",
+    "check_choice",
+    "check_flag",
+    "check_probability",
+    "linear",
+    "make_norm",
+]

@@ -1,0 +1,180 @@
+"""Typed, checked configurations of the parts. Errors name the field, what it got and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from tcnca.errors import ConfigError
+from tcnca.ops import (
+    ACTIVATIONS,
+    ATTENTION_FUNCTIONS,
+    METHODS,
+    Activation,
+    AttentionFunction,
+    Method,
+    receptive_field,
+)
+
+TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
+TCNInit = Literal["decay", "normal"]
+Position = Literal["none", "simple", "rotary", "rope"]
+
+
+def check_at_least(name: str, value: Any, least: int) -> None:
+    """Raise a ConfigError unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: got {value!r}, allowed is a whole number of at least {least}")
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise a ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Raise a ConfigError unless `value` can be a dropout probability."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name}: got {value!r}, allowed is a number from 0 up to, not including, 1")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise a ConfigError unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: got {value!r}, allowed are True and False")
+
+
+def check_reach(name: str, chunk: int | None, reach: int) -> None:
+    """Raise a ConfigError if a `simple` position bias is too short for the chunk."""
+    if chunk is not None and chunk > reach:
+        raise ConfigError(
+            f"{name}: got {chunk}, allowed is at most {reach}, as far as the simple position bias reaches; "
+            f"rotary and rope positions have no such limit"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TCNConfig:
+    """The structure of a TCN: `depth` residual blocks, block `i` of dilation `dilation_factor^i`."""
+
+    kernel_size: int = 17
+    """Taps of every kernel (the paper's K)."""
+    dilation_factor: int = 8
+    """Growth of the dilation from block to block (the paper's f)."""
+    depth: int = 4
+    """Number of residual blocks (the paper's D)."""
+    convolutions: int = 1
+    """Convolutions in one residual block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
+    activation: Activation = "silu"
+    """Non-linearity after each convolution."""
+    norm: TCNNorm = "none"
+    """Normalisation after each convolution. `weight` normalises the kernels and `batch` each channel;
+    `rms` and `layer` mix channels, which the paper's TCN does not."""
+    bias: bool = False
+    """Whether convolutions have a bias."""
+    dropout: float = 0.0
+    """Dropout inside the blocks."""
+    init: TCNInit = "decay"
+    """`decay`: first block of random mixtures of decaying exponentials, the dilated blocks small.
+    `normal`: all kernels N(0, 1 / kernel_size)."""
+
+    def __post_init__(self) -> None:
+        for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
+            check_at_least(f"mixer.{name}", getattr(self, name), 1)
+        check_choice("mixer.activation", self.activation, ACTIVATIONS)
+        check_choice("mixer.norm", self.norm, get_args(TCNNorm))
+        check_choice("mixer.init", self.init, get_args(TCNInit))
+        check_flag("mixer.bias", self.bias)
+        check_probability("mixer.dropout", self.dropout)
+
+    @property
+    def receptive_field(self) -> int:
+        """Number of inputs that one output depends on."""
+        return receptive_field(self.kernel_size, self.dilation_factor, self.depth, self.convolutions)
+
+    @classmethod
+    def covering(cls, length: int, **fields: Any) -> TCNConfig:
+        """The TCN with the smallest dilation factor whose receptive field is at least `length`.
+
+        This is the rule of the paper's runtime comparison. `fields` sets the others, for example `depth=4`.
+        """
+        check_at_least("length", length, 1)
+        config = cls(dilation_factor=1, **fields)
+        if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
+            raise ConfigError(
+                f"length: got {length}, allowed is at most {config.receptive_field} with depth {config.depth} and "
+                f"kernel_size {config.kernel_size}, whatever the dilation factor"
+            )
+        while config.receptive_field < length:
+            config = dataclasses.replace(config, dilation_factor=config.dilation_factor + 1)
+        return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """MEGA's multi-dimensional damped EMA."""
+
+    hidden: int = 16
+    """Hidden states of each channel (the paper's N)."""
+    truncation: int | None = None
+    """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
+    method: Method = "fft"
+    """How it is computed: `fft`, `scan` or `steps`. All give the same."""
+
+    def __post_init__(self) -> None:
+        check_at_least("mixer.hidden", self.hidden, 1)
+        if self.truncation is not None:
+            check_at_least("mixer.truncation", self.truncation, 1)
+        check_choice("mixer.method", self.method, METHODS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention of one head inside chunks."""
+
+    key_width: int = 64
+    """Width of queries and keys (the paper's z)."""
+    value_width: int = 128
+    """Width of values (the paper's v)."""
+    chunk: int | None = 128
+    """Tokens in a chunk (the paper's C); None for attention over everything."""
+    function: AttentionFunction = "softmax"
+    """Turns scores into weights."""
+    position: Position = "simple"
+    """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
+    on queries and keys. `none`."""
+    max_length: int | None = None
+    """How many tokens a `simple` bias reaches over; by default the chunk. Needed without chunks."""
+    dropout: float = 0.0
+    """Dropout of attention weights."""
+
+    def __post_init__(self) -> None:
+        check_at_least("attention.key_width", self.key_width, 1)
+        check_at_least("attention.value_width", self.value_width, 1)
+        for name in ("chunk", "max_length"):
+            if getattr(self, name) is not None:
+                check_at_least(f"attention.{name}", getattr(self, name), 1)
+        check_choice("attention.function", self.function, ATTENTION_FUNCTIONS)
+        check_choice("attention.position", self.position, get_args(Position))
+        check_probability("attention.dropout", self.dropout)
+        if self.position in ("rotary", "rope") and self.key_width % 2:
+            raise ConfigError(
+                f"attention.key_width: got {self.key_width}, allowed is an even number, as position "
+                f"{self.position!r} turns pairs"
+            )
+        if self.position == "simple":
+            check_reach("attention.chunk", self.chunk, self.reach)
+
+    @property
+    def reach(self) -> int:
+        """How many tokens a `simple` bias reaches over."""
+        reach = self.chunk if self.max_length is None else self.max_length
+        if reach is None:
+            raise ConfigError(
+                "attention.max_length: got None, allowed is a whole number: a simple bias without chunks needs a length"
+            )
+        return reach
+
+
+Mixer = TCNConfig | EMAConfig

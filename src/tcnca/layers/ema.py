@@ -1,0 +1,105 @@
+"""The EMA as a module."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnca.layers.config import EMAConfig
+from tcnca.ops import EMAState, ema, ema_kernel, initial_ema_state
+
+
+class EMA(nn.Module):
+    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, each of `width` channels with `hidden` decays of its own.
+
+    Bidirectional, a second set of parameters looks into the future.
+    In evaluation, without gradients, the kernel is kept between calls until a parameter changes.
+    """
+
+    def __init__(self, width: int, config: EMAConfig, causal: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.causal = causal
+        shape = (1 if causal else 2, width, config.hidden)
+        self.delta = nn.Parameter(torch.empty(shape))
+        self.alpha = nn.Parameter(torch.empty(shape))
+        self.beta = nn.Parameter(torch.empty(shape))
+        self.gamma = nn.Parameter(torch.empty(shape))
+        self.omega = nn.Parameter(torch.empty(width))
+        self._kernel: Tensor | None = None
+        self._kernel_made_of: tuple[object, ...] = ()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new parameters as MEGA does."""
+        nn.init.normal_(self.delta, std=0.2)
+        nn.init.normal_(self.alpha, std=0.2)
+        nn.init.normal_(self.beta, std=0.02)
+        # Neighbouring hidden states start with opposite signs.
+        self.beta[..., 0::2] += 1.0
+        self.beta[..., 1::2] -= 1.0
+        nn.init.normal_(self.gamma)
+        nn.init.normal_(self.omega)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        state: EMAState | None = None,
+        return_state: bool = False,
+        inplace: bool = False,
+    ) -> tuple[Tensor, EMAState | None]:
+        """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.ema`."""
+        averaged, new = ema(
+            x,
+            *self._parameters_in_order(),
+            method=self.config.method,
+            truncation=self.config.truncation,
+            kernel=self._cached_kernel(x.shape[1]),
+            lengths=lengths,
+            state=state,
+            return_state=return_state,
+            inplace=inplace,
+        )
+        return F.silu(averaged + x * self.omega), new
+
+    def initial_state(self, batch: int) -> EMAState:
+        """The state before the first token."""
+        where, kind = self.delta.device, self.delta.dtype
+        return initial_ema_state(batch, self.omega.shape[0], self.config.hidden, self.config.truncation, where, kind)
+
+    def macs(self, lags: int) -> int:
+        """Multiplications and additions for one token by the recurrence, counted in pairs.
+
+        A truncated kernel has no recurrence; there it is the sum over `lags` inputs at most.
+        """
+        if self.config.truncation is None or self.config.truncation >= lags:
+            return 3 * self.delta.numel()
+        return self.delta.shape[0] * self.omega.shape[0] * self.config.truncation
+
+    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.delta, self.alpha, self.beta, self.gamma
+
+    def _cached_kernel(self, time: int) -> Tensor | None:
+        """The kernel of an earlier call, while the parameters are still those it was made of."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or self.config.method != "fft":
+            return None
+        truncation = self.config.truncation
+        if time == 1 and truncation is None:
+            return None
+        lags = time if truncation is None else truncation
+        parameters = self._parameters_in_order()
+        if any(part.is_inference() for part in parameters):
+            return None  # such tensors have no version to tell a change by
+        made_of = tuple((part.data_ptr(), part._version, part.dtype) for part in parameters)
+        if self._kernel is None or made_of != self._kernel_made_of or self._kernel.shape[-1] < lags:
+            self._kernel, self._kernel_made_of = ema_kernel(*parameters, lags), made_of
+        return self._kernel
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        c = self.config
+        return f"hidden={c.hidden}, truncation={c.truncation}, method={c.method}, causal={self.causal}"

@@ -1,0 +1,95 @@
+"""The TCN as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tcnca.layers.config import TCNConfig
+from tcnca.layers.dropout import Dropout
+from tcnca.layers.norm import make_norm, weight_norm
+from tcnca.ops import TCNState, initial_tcn_state, tcn
+
+FAR_SCALE = 0.1
+DECAYS = 4
+
+
+class TCN(nn.Module):
+    """A TCN with its own kernels for each of `width` channels."""
+
+    def __init__(self, width: int, config: TCNConfig, causal: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.causal = causal
+        shape = (config.depth, config.convolutions, width)
+        self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))
+        self.bias = nn.Parameter(torch.zeros(*shape)) if config.bias else None
+        self.scale = nn.Parameter(torch.empty(*shape)) if config.norm == "weight" else None
+        normalised = config.norm not in ("none", "weight")
+        convolutions = range(config.depth * config.convolutions)
+        self.norms = nn.ModuleList(make_norm(config.norm, width) for _ in convolutions if normalised)
+        self.dropout = Dropout(config.dropout)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new kernels (see `TCNConfig.init`)."""
+        nn.init.normal_(self.weight, std=self.config.kernel_size**-0.5)
+        if self.config.init == "decay":
+            # Far taps with random weights would pour noise from far tokens into every position.
+            self.weight[1:] *= FAR_SCALE
+            self.weight[0] = self._decaying_mixtures(self.weight[0])
+        if self.scale is not None:
+            self.scale.copy_(self.weight.norm(dim=-1))
+
+    def _decaying_mixtures(self, like: Tensor) -> Tensor:
+        centre = 0 if self.causal else (self.config.kernel_size - 1) // 2
+        lags = (torch.arange(self.config.kernel_size, device=like.device) - centre).abs()
+        amplitudes = torch.randn(*like.shape[:-1], DECAYS, 1, device=like.device)
+        decays = torch.rand(*like.shape[:-1], DECAYS, 1, device=like.device)
+        kernels = (amplitudes * decays**lags).sum(-2)
+        return (kernels / kernels.norm(dim=-1, keepdim=True)).to(like.dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        state: TCNState | None = None,
+        return_state: bool = False,
+        inplace: bool = False,
+    ) -> tuple[Tensor, TCNState | None]:
+        """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.tcn`."""
+        return tcn(
+            x,
+            self.weight if self.scale is None else weight_norm(self.weight, self.scale),
+            self.config.dilation_factor,
+            bias=self.bias,
+            nonlinearity=self.config.activation,
+            normalise=(lambda h, number: self.norms[number](h, lengths)) if len(self.norms) else None,
+            drop=(lambda h, number: self.dropout(h)) if self.config.dropout else None,
+            causal=self.causal,
+            lengths=lengths,
+            state=state,
+            return_state=return_state,
+            inplace=inplace,
+        )
+
+    def initial_state(self, batch: int) -> TCNState:
+        """The state before the first token."""
+        depth, convolutions, width, kernel_size = self.weight.shape
+        factor = self.config.dilation_factor
+        where, kind = self.weight.device, self.weight.dtype
+        return initial_tcn_state(batch, width, kernel_size, factor, depth, convolutions, where, kind)
+
+    def macs(self, lags: int) -> int:
+        """Multiplications and additions for one token, counted in pairs; `lags` makes no difference here."""
+        return self.weight.numel()
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        c = self.config
+        return (
+            f"kernel_size={c.kernel_size}, dilation_factor={c.dilation_factor}, depth={c.depth}, "
+            f"convolutions={c.convolutions}, receptive_field={c.receptive_field}, causal={self.causal}"
+        )

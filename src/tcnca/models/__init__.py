@@ -1,0 +1,36 @@
+"""Models: stacks of layers with an input and a head, their configurations, presets and checkpoints."""
+
+from tcnca.models.checkpoint import load, save
+from tcnca.models.config import (
+    ClassifierHead,
+    LanguageModelHead,
+    ModelConfig,
+    PairHead,
+    RegressionHead,
+    TokenInput,
+    ValueInput,
+)
+from tcnca.models.mega_checkpoint import load_mega_checkpoint
+from tcnca.models.model import ModelOutput, ModelState, SequenceModel
+from tcnca.models.presets import Optimisation, Preset, build, preset, presets
+
+__all__ = [
+    "ClassifierHead",
+    "LanguageModelHead",
+    "ModelConfig",
+    "ModelOutput",
+    "ModelState",
+    "Optimisation",
+    "PairHead",
+    "Preset",
+    "RegressionHead",
+    "SequenceModel",
+    "TokenInput",
+    "ValueInput",
+    "build",
+    "load",
+    "load_mega_checkpoint",
+    "preset",
+    "presets",
+    "save",
+]

@@ -1,0 +1,307 @@
+"""The configuration of a model: one family, whose members differ in their parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, ClassVar, Literal, get_args
+
+from tcnca.errors import ConfigError
+from tcnca.layers import (
+    NORM_KINDS,
+    AttentionConfig,
+    BlockConfig,
+    EMAConfig,
+    NormKind,
+    TCNConfig,
+    check_at_least,
+    check_choice,
+    check_flag,
+    check_probability,
+)
+from tcnca.ops import ACTIVATIONS, Activation
+
+Pooling = Literal["mean", "last", "first", "none"]
+Combination = Literal["concat", "features"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenInput:
+    """Tokens `[batch, time]`, whole numbers below `vocabulary`."""
+
+    vocabulary: int = 256
+    """Number of symbols."""
+    scaled: bool = False
+    """Whether embeddings are multiplied by √width."""
+    norm: bool = False
+    """Whether embeddings are normalised."""
+    padding_index: int | None = None
+    """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
+
+    def __post_init__(self) -> None:
+        check_at_least("input.vocabulary", self.vocabulary, 1)
+        check_flag("input.scaled", self.scaled)
+        check_flag("input.norm", self.norm)
+        if self.padding_index is not None:
+            check_at_least("input.padding_index", self.padding_index, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueInput:
+    """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
+
+    features: int = 1
+    """Numbers at each time."""
+    norm: bool = False
+    """Whether embeddings are normalised."""
+
+    def __post_init__(self) -> None:
+        check_at_least("input.features", self.features, 1)
+        check_flag("input.norm", self.norm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelHead:
+    """Logits of the next token at every time, `[batch, time, vocabulary]`."""
+
+    tied: bool = True
+    """Whether the output matrix is the embedding."""
+
+    def __post_init__(self) -> None:
+        check_flag("head.tied", self.tied)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PooledHead:
+    pooling: Pooling = "mean"
+    """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
+    hidden: int | None = None
+    """Width of a hidden layer; None for no hidden layer."""
+    hidden_layers: int = 1
+    """Number of hidden layers of that width."""
+    activation: Activation = "gelu"
+    """Non-linearity of the hidden layers."""
+    dropout: float = 0.0
+    """Dropout before the non-linearity of the hidden layers."""
+
+    def __post_init__(self) -> None:
+        check_choice("head.pooling", self.pooling, get_args(Pooling))
+        if self.hidden is not None:
+            check_at_least("head.hidden", self.hidden, 1)
+        check_at_least("head.hidden_layers", self.hidden_layers, 1)
+        check_choice("head.activation", self.activation, ACTIVATIONS)
+        check_probability("head.dropout", self.dropout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifierHead(_PooledHead):
+    """Logits of the classes, `[batch, classes]` (with pooling `none`, `[batch, time, classes]`)."""
+
+    classes: int = 2
+    """Number of classes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("head.classes", self.classes, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegressionHead(_PooledHead):
+    """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
+
+    outputs: int = 1
+    """Number of values."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("head.outputs", self.outputs, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairHead(_PooledHead):
+    """Logits of the classes of two documents, `[batch, classes]`."""
+
+    classes: int = 2
+    """Number of classes."""
+    combination: Combination = "concat"
+    """`concat`: [second; first], as MEGA has it. `features`: [u; v; u·v; u−v] for first u and second v."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("head.classes", self.classes, 1)
+        check_choice("head.combination", self.combination, get_args(Combination))
+        if self.pooling == "none":
+            raise ConfigError("head.pooling: got 'none', allowed are mean, last, first: a pair needs one vector each")
+
+
+Input = TokenInput | ValueInput
+Head = LanguageModelHead | ClassifierHead | RegressionHead | PairHead
+
+_KINDS: dict[str, dict[str, type]] = {
+    "mixer": {"tcn": TCNConfig, "ema": EMAConfig},
+    "attention": {"chunked": AttentionConfig},
+    "input": {"tokens": TokenInput, "values": ValueInput},
+    "head": {
+        "language-model": LanguageModelHead,
+        "classifier": ClassifierHead,
+        "regression": RegressionHead,
+        "pair": PairHead,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A stack of layers between an input and a head.
+
+    | model | mixer | attention | gated |
+    |---|---|---|---|
+    | TCNCA | TCNConfig | AttentionConfig | yes |
+    | MEGA | EMAConfig | AttentionConfig | yes |
+    | TCNCA-simple | TCNConfig | AttentionConfig | no |
+    | TCN-MLP | TCNConfig | None | no |
+    | EMA-MLP | EMAConfig | None | no |
+    """
+
+    layers: int = 4
+    """Number of layers."""
+    width: int = 128
+    """Channels of the sequence between layers (the paper's d)."""
+    feed_forward: int = 256
+    """Hidden width of the feed-forward nets; 0 for none."""
+    mixer: TCNConfig | EMAConfig | None = dataclasses.field(default_factory=TCNConfig)
+    """What mixes over time before the attention."""
+    attention: AttentionConfig | None = dataclasses.field(default_factory=AttentionConfig)
+    """Attention inside chunks."""
+    gated: bool = True
+    """Whether mixer and attention are joined by MEGA's gates, or by plain residual connections."""
+    causal: bool = True
+    """Whether a token sees only the past. Only causal models stream."""
+    input: TokenInput | ValueInput = dataclasses.field(default_factory=TokenInput)
+    """What comes in."""
+    head: LanguageModelHead | ClassifierHead | RegressionHead | PairHead = dataclasses.field(
+        default_factory=LanguageModelHead
+    )
+    """What goes out."""
+    activation: Activation = "silu"
+    """Non-linearity of values, candidates and feed-forward nets."""
+    norm: NormKind = "layer"
+    """Normalisation of every layer."""
+    prenorm: bool = True
+    """Whether to normalise what enters a part, or its sum with the residual."""
+    final_norm_affine: bool = True
+    """Whether the norm after the last layer, which pre-norm models have, has learned scales."""
+    dropout: float = 0.0
+    """Dropout of embeddings, of mixers' outputs and of everything added to the residual."""
+    value_dropout: float = 0.0
+    """Dropout of the attention's values."""
+    feed_forward_dropout: float = 0.0
+    """Dropout inside the feed-forward nets."""
+    feature_dropout: bool = False
+    """Whether dropout inside the layers drops whole channels of a sequence."""
+
+    PARTS: ClassVar[tuple[str, ...]] = tuple(_KINDS)
+
+    def __post_init__(self) -> None:
+        check_at_least("layers", self.layers, 1)
+        check_at_least("width", self.width, 1)
+        check_at_least("feed_forward", self.feed_forward, 0)
+        for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout"):
+            check_flag(name, getattr(self, name))
+        for name in ("dropout", "value_dropout", "feed_forward_dropout"):
+            check_probability(name, getattr(self, name))
+        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("norm", self.norm, NORM_KINDS)
+        for part, kinds in _KINDS.items():
+            value, optional = getattr(self, part), part in ("mixer", "attention")
+            if not (isinstance(value, tuple(kinds.values())) or (optional and value is None)):
+                allowed = ", ".join(kind.__name__ for kind in kinds.values()) + (", None" if optional else "")
+                raise ConfigError(f"{part}: got {value!r}, allowed are {allowed}")
+        if self.gated and self.attention is None:
+            raise ConfigError(
+                "gated: got True without attention, allowed is False: MEGA's gates join mixer and attention"
+            )
+        if isinstance(self.head, LanguageModelHead):
+            if not isinstance(self.input, TokenInput):
+                raise ConfigError("head: got LanguageModelHead on real-valued input, allowed is TokenInput")
+            if not self.causal:
+                raise ConfigError(
+                    "causal: got False with a LanguageModelHead, allowed is True: it would see its answers"
+                )
+
+    def block(self) -> BlockConfig:
+        """What the layers need to know."""
+        names = {field.name for field in dataclasses.fields(BlockConfig)}
+        return BlockConfig(**{name: getattr(self, name) for name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; each part carries its `kind`."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _KINDS and value is not None:
+                kind = next(name for name, cls in _KINDS[field.name].items() if type(value) is cls)
+                value = {"kind": kind, **dataclasses.asdict(value)}
+            values[field.name] = value
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """The configuration that `to_dict` wrote. Fields that are left out have their defaults."""
+        built: dict[str, Any] = {}
+        _check_names("", values, _names(cls))
+        for name, value in values.items():
+            if name in _KINDS and isinstance(value, dict):
+                fields = dict(value)
+                kind = fields.pop("kind", next(iter(_KINDS[name])))
+                check_choice(f"{name}.kind", kind, tuple(_KINDS[name]))
+                part = _KINDS[name][kind]
+                _check_names(f"{name}.", fields, _names(part))
+                value = part(**fields)
+            built[name] = value
+        return cls(**built)
+
+    def override(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed.
+
+        A field of a part is named by itself if only one part has it (`vocabulary=256`, `chunk=64`), or else with
+        its part in front (`override(**{"head.hidden": 64})`).
+        """
+        top: dict[str, Any] = {}
+        inner: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            part, field = self._locate(name)
+            if part is None:
+                top[field] = value
+            else:
+                inner.setdefault(part, {})[field] = value
+        for part, fields in inner.items():
+            top[part] = dataclasses.replace(top.get(part, getattr(self, part)), **fields)
+        return dataclasses.replace(self, **top)
+
+    def _locate(self, name: str) -> tuple[str | None, str]:
+        own = _names(type(self))
+        if name in own:
+            return None, name
+        parts = {part: _names(type(getattr(self, part))) for part in _KINDS if getattr(self, part) is not None}
+        dotted = [f"{part}.{field}" for part, fields in parts.items() for field in fields]
+        found = [entry for entry in dotted if entry == name or entry.split(".")[1] == name]
+        if len(found) == 1:
+            part, field = found[0].split(".")
+            return part, field
+        if found:
+            raise ConfigError(f"{name}: is a field of several parts, allowed are {', '.join(found)}")
+        _check_names("", [name], own | {entry.split(".")[1] for entry in dotted} | set(dotted))
+        raise AssertionError("unreachable")
+
+
+def _names(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _check_names(where: str, given: Any, allowed: set[str]) -> None:
+    for name in given:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, 1)
+            hint = f"; did you mean {where}{close[0]}?" if close else ""
+            raise ConfigError(f"{where}{name}: no such field, allowed are {', '.join(sorted(allowed))}{hint}")

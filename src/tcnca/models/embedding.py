@@ -1,0 +1,73 @@
+"""The entrance of a model: tokens or real numbers to channels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tcnca.errors import InputError, VocabularyError
+from tcnca.layers import make_norm
+from tcnca.models.config import TokenInput, ValueInput
+from tcnca.models.layout import check_values
+
+
+class TokenEmbedding(nn.Module):
+    """`[batch, time]` of tokens to `[batch, time, width]`."""
+
+    def __init__(self, config: TokenInput, width: int, norm: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
+        self.scale = math.sqrt(width) if config.scaled else 1.0
+        self.norm = make_norm(norm, width) if config.norm else None
+        nn.init.normal_(self.weight, std=width**-0.5)
+        if config.padding_index is not None and config.padding_index < config.vocabulary:
+            nn.init.zeros_(self.weight[config.padding_index])
+
+    def check(self, name: str, x: Tensor) -> None:
+        """Raise an error unless `x` can be embedded."""
+        if x.dim() != 2 or x.shape[1] < 1:
+            raise InputError(f"{name}: got shape {list(x.shape)}, allowed is [batch, time] with 1 or more tokens")
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise InputError(f"{name}: got {x.dtype}, allowed are whole numbers: this model reads tokens")
+        vocabulary = self.weight.shape[0]
+        check_values(
+            (x >= 0) & (x < vocabulary),
+            f"{name}: got a token outside the vocabulary, allowed are 0 to {vocabulary - 1}",
+            x,
+            VocabularyError,
+        )
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Embed `x`."""
+        embedded = nn.functional.embedding(x.long(), self.weight) * self.scale
+        return embedded if self.norm is None else self.norm(embedded, lengths)
+
+
+class ValueEmbedding(nn.Module):
+    """`[batch, time, features]` of real numbers to `[batch, time, width]`: a learned vector a feature, plus a bias."""
+
+    def __init__(self, config: ValueInput, width: int, norm: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.features, width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.norm = make_norm(norm, width) if config.norm else None
+        nn.init.normal_(self.weight, std=config.features**-0.5)
+        nn.init.normal_(self.bias, std=0.1)
+
+    def check(self, name: str, x: Tensor) -> None:
+        """Raise an error unless `x` can be embedded."""
+        features = self.weight.shape[0]
+        fits = x.dim() == 3 and x.shape[2] == features
+        if not (fits or (x.dim() == 2 and features == 1)) or x.shape[1] < 1:
+            allowed = "[batch, time] or [batch, time, 1]" if features == 1 else f"[batch, time, {features}]"
+            raise InputError(f"{name}: got shape {list(x.shape)}, allowed is {allowed} with 1 or more times")
+        if not x.is_floating_point():
+            raise InputError(f"{name}: got {x.dtype}, allowed are floating-point numbers: this model reads real values")
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Embed `x`."""
+        x = x if x.dim() == 3 else x.unsqueeze(-1)
+        embedded = x.to(self.weight.dtype) @ self.weight + self.bias
+        return embedded if self.norm is None else self.norm(embedded, lengths)

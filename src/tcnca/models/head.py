@@ -1,0 +1,109 @@
+"""The exit of a model: features to logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from tcnca.layers import Dropout
+from tcnca.models.config import ClassifierHead, LanguageModelHead, PairHead, RegressionHead
+from tcnca.ops import State, activation, advance, take_time, zero_padding
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolState(State):
+    """What pooling remembers of a stream.
+
+    summary: `[batch, width]`: the sum of the features so far, the last or the first of them.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    summary: Tensor
+    position: Tensor
+
+
+class VocabularyHead(nn.Module):
+    """`[batch, time, width]` to `[batch, time, vocabulary]`, with a matrix of its own or the embedding's."""
+
+    def __init__(self, config: LanguageModelHead, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.weight = None if config.tied else nn.Parameter(torch.empty(vocabulary, width))
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=width**-0.5)
+
+    def forward(self, features: Tensor, embedding: Tensor) -> Tensor:
+        """Logits of the next token."""
+        return nn.functional.linear(features, embedding if self.weight is None else self.weight)
+
+
+class PooledHead(nn.Module):
+    """Features, pooled over time or not, through hidden layers to classes or values."""
+
+    def __init__(self, config: ClassifierHead | RegressionHead | PairHead, width: int) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.combination = config.combination if isinstance(config, PairHead) else None
+        inputs = width * {None: 1, "concat": 2, "features": 4}[self.combination]
+        self.function = activation(config.activation)
+        self.dropout = Dropout(config.dropout)
+        self.hidden = nn.ModuleList()
+        for _ in range(config.hidden_layers if config.hidden is not None else 0):
+            assert config.hidden is not None
+            self.hidden.append(nn.Linear(inputs, config.hidden))
+            inputs = config.hidden
+        regression = isinstance(config, RegressionHead)
+        outputs = config.outputs if isinstance(config, RegressionHead) else config.classes
+        self.output = nn.Linear(inputs, outputs, bias=regression)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+
+    def pool(
+        self, features: Tensor, lengths: Tensor | None, state: PoolState | None, return_state: bool
+    ) -> tuple[Tensor, PoolState | None]:
+        """`[batch, time, width]` to one vector a sequence, `[batch, width]`, going on from `state`."""
+        if self.pooling == "none":
+            return features, None
+        if state is None:
+            state = self.initial_state(features.shape[0], features)
+        summary = self._summarise(features, lengths, state)
+        position = advance(state.position, features.shape[1], lengths)
+        pooled = summary
+        if self.pooling == "mean":
+            pooled = summary / position.clamp(min=1).unsqueeze(1)
+        return pooled.to(features.dtype), PoolState(summary, position) if return_state else None
+
+    def _summarise(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
+        if self.pooling == "mean":
+            return state.summary + zero_padding(features, lengths).sum(1, dtype=state.summary.dtype)
+        if self.pooling == "last":
+            end = features.shape[1] if lengths is None else lengths
+            place = torch.zeros_like(state.position) + end - 1
+        else:
+            place = torch.zeros_like(state.position)
+        picked = take_time(features, place.clamp(min=0).unsqueeze(1)).squeeze(1).to(state.summary.dtype)
+        fresh = torch.ones_like(state.position, dtype=torch.bool) if lengths is None else lengths > 0
+        fresh = fresh & (state.position == 0) if self.pooling == "first" else fresh
+        return torch.where(fresh.unsqueeze(1), picked, state.summary)
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """The vectors of two documents as one."""
+        if self.combination == "concat":
+            return torch.cat([second, first], -1)
+        return torch.cat([first, second, first * second, first - second], -1)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Logits or values of pooled features."""
+        for layer in self.hidden:
+            pooled = self.function(self.dropout(layer(pooled)))
+        return self.output(pooled)
+
+    def initial_state(self, batch: int, like: Tensor) -> PoolState:
+        """The state before the first token, for features such as `like`."""
+        precise = torch.promote_types(like.dtype, torch.float32)
+        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=precise)
+        return PoolState(summary, torch.zeros(batch, dtype=torch.long, device=like.device))

@@ -1,0 +1,144 @@
+"""From any way to write down a batch of sequences to the one that the layers know, and back.
+
+The layers know rows that start with their first real token, padded at the right. Left padding, masks and
+packed documents are brought into that form here, so that every real token has the position, the chunk
+and the neighbours it would have alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a batch stand.
+
+    lengths: `[rows]`, real tokens of each row, or None if there is no padding.
+    order: `[batch, time]`, for masks: the times of each row's real tokens, then the others.
+    starts: `[documents + 1]`, for packed documents: where each begins.
+    longest: for packed documents: the number of tokens to make room for in each row.
+    """
+
+    lengths: Tensor | None = None
+    order: Tensor | None = None
+    starts: Tensor | None = None
+    longest: int = 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Bring `x` (`[batch, time, …]`) into right-padded rows."""
+        if self.order is not None:
+            return x.gather(1, _expand(self.order, x))
+        if self.starts is not None:
+            index = self.starts[:-1].unsqueeze(1) + torch.arange(self.longest, device=x.device)
+            return x[0, index.clamp(max=x.shape[1] - 1)]
+        return x
+
+    def restore(self, rows: Tensor, time: int) -> Tensor:
+        """Bring `rows` (`[rows, time, …]`) back to where the `time` tokens stood."""
+        if self.order is not None:
+            return torch.zeros_like(rows).scatter(1, _expand(self.order, rows), rows)
+        if self.starts is not None:
+            token = torch.arange(time, device=rows.device)
+            document = torch.searchsorted(self.starts[1:].contiguous(), token, right=True)
+            return rows[document, token - self.starts[document]].unsqueeze(0)
+        return rows
+
+
+def make_layout(
+    x: Tensor,
+    lengths: Tensor | Sequence[int] | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    max_seqlen: int | None,
+) -> Layout:
+    """The layout of `x` (`[batch, time, …]`), described by at most one of `lengths`, `mask` and `cu_seqlens`."""
+    given = [
+        name for name, value in (("lengths", lengths), ("mask", mask), ("cu_seqlens", cu_seqlens)) if value is not None
+    ]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: got several, allowed is one of lengths, mask and cu_seqlens")
+    if max_seqlen is not None and cu_seqlens is None:
+        raise InputError("max_seqlen: got one without cu_seqlens, allowed is None")
+    if lengths is not None:
+        return Layout(_lengths(x, lengths))
+    if mask is not None:
+        return _masked(x, mask)
+    return Layout() if cu_seqlens is None else _packed(x, cu_seqlens, max_seqlen)
+
+
+def _lengths(x: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
+    lengths = torch.as_tensor(lengths, device=x.device)
+    if lengths.shape != x.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise InputError(
+            f"lengths: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{x.shape[0]}], whole numbers"
+        )
+    check_values(
+        (lengths >= 0) & (lengths <= x.shape[1]),
+        f"lengths: got values outside 0 to {x.shape[1]}, the number of tokens in a row",
+        lengths,
+    )
+    return lengths.long()
+
+
+def _masked(x: Tensor, mask: Tensor) -> Layout:
+    if mask.shape != x.shape[:2]:
+        raise InputError(f"mask: got shape {list(mask.shape)}, allowed is {list(x.shape[:2])}, true for real tokens")
+    mask = mask.to(device=x.device, dtype=torch.bool)
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return Layout(mask.sum(1), order=order)
+
+
+def _packed(x: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None) -> Layout:
+    starts = torch.as_tensor(cu_seqlens, device=x.device)
+    if x.shape[0] != 1:
+        raise InputError(f"x: got a batch of {x.shape[0]}, allowed is 1 with cu_seqlens: all documents lie in one row")
+    if starts.dim() != 1 or starts.shape[0] < 2 or starts.is_floating_point():
+        raise InputError(
+            f"cu_seqlens: got shape {list(starts.shape)} of {starts.dtype}, allowed is [documents + 1], whole numbers"
+        )
+    starts = starts.long()
+    lengths = starts.diff()
+    check_values(
+        (lengths >= 0).all() & (starts[0] == 0) & (starts[-1] == x.shape[1]),
+        f"cu_seqlens: got values that do not rise from 0 to {x.shape[1]}, the number of tokens",
+        starts,
+    )
+    # Without it the longest document has to be read off the device.
+    longest = int(lengths.max()) if max_seqlen is None else max_seqlen
+    if max_seqlen is not None:
+        check_values(
+            lengths <= longest, f"max_seqlen: got {max_seqlen}, allowed is at least the longest document", lengths
+        )
+    return Layout(lengths, starts=starts, longest=max(longest, 1))
+
+
+def check_values(fine: Tensor, message: str, values: Tensor, error: type[InputError] = InputError) -> None:
+    """Raise `error` unless all of `fine` is true.
+
+    On a GPU the check runs along with everything else, so that it costs no wait, and stops the device.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if fine.device.type == "cpu":
+        if not fine.all():
+            wrong = values[~fine] if fine.shape == values.shape else values
+            raise error(f"{message}; got {_shown(wrong)}")
+    elif fine.device.type == "cuda":
+        torch._assert_async(fine.all(), message)
+
+
+def _shown(values: Tensor) -> str:
+    flat = values.flatten()
+    few = ", ".join(str(value) for value in flat[:8].tolist())
+    return f"[{few}{', …' if flat.numel() > 8 else ''}]"
+
+
+def _expand(index: Tensor, x: Tensor) -> Tensor:
+    return index.view(*index.shape, *[1] * (x.dim() - 2)).expand(*index.shape, *x.shape[2:])

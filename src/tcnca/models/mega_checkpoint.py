@@ -1,0 +1,179 @@
+"""Reads the checkpoints that MEGA's authors published into our MEGA."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcnca.errors import CheckpointError, ConfigError
+from tcnca.models.checkpoint import fill
+from tcnca.models.mega_arguments import Arguments, classifier_config, language_model_config
+from tcnca.models.model import SequenceModel
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+# Their names inside a layer, and ours. Norms differ only in that ScaleNorm's scale is a `scalar`.
+_LAYER_NAMES = {
+    "mega_layer.norm.norm.": "mixing.norm.",
+    "mega_layer.move.": "mixing.mixer.",
+    "mega_layer.v_proj.": "mixing.values.",
+    "mega_layer.mx_proj.": "mixing.gates.",
+    "mega_layer.h_proj.": "mixing.output.",
+    "mega_layer.rel_pos_bias.rel_pos_bias": "mixing.attention.bias",
+    "mega_layer.rel_pos_bias.": "mixing.attention.",
+    "mega_layer.gamma": "mixing.gamma",
+    "mega_layer.beta": "mixing.beta",
+    "nffn.norm.norm.": "feed_forward.norm.",
+    "nffn.fc1.": "feed_forward.up.",
+    "nffn.fc2.": "feed_forward.down.",
+}
+_MODEL_NAMES = {
+    "embed_tokens.embed.weight": "embedding.weight",
+    "embed_tokens.": "embedding.",
+    "embed_norm.norm.": "embedding.norm.",
+    "final_norm.norm.": "norm.",
+    "output_projection.weight": "head.weight",
+}
+_IGNORED = re.compile(r"(^|\.)(version|_float_tensor)$")
+
+
+def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> SequenceModel:
+    """Read a checkpoint of MEGA's published code: a language model, a classifier or a two-document classifier.
+
+    The file holds the training arguments as a namespace and the weights. Arguments that it leaves out have the
+    defaults of its architecture; one that our MEGA cannot honour is an error that names it. Nothing in the file
+    is executed: only tensors, plain values and the namespace are read.
+
+    Returns:
+        Our MEGA in evaluation mode. `model(tokens).logits` for a language model, `model(inputs, lengths=…).logits`
+        for a classifier, `model(first, second, lengths=…, lengths2=…).logits` for a pair. Without lengths, tokens
+        equal to MEGA's padding symbol are taken as padding.
+    """
+    arguments, weights = _read(Path(path))
+    if any(name.startswith("encoder.encoder.") for name in weights):
+        model = _classifier(arguments, weights, str(path))
+    elif any(name.startswith("decoder.layers.") for name in weights) and not any(
+        name.startswith("encoder.") for name in weights
+    ):
+        model = _language_model(arguments, weights, str(path))
+    else:
+        raise CheckpointError(
+            f"{path}: model: got weights such as {sorted(weights)[:3]}, allowed are a language model's (decoder.…) "
+            f"or a classifier's (encoder.encoder.…)"
+        )
+    return model.to(device).eval()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with torch.serialization.safe_globals(_readable()):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read as tensors, plain values and an argument namespace, and anything else in a "
+            f"checkpoint is refused, because loading it could run code: {error}"
+        ) from error
+    for name, kind in (("args", argparse.Namespace), ("model", dict)):
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+            got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
+            raise CheckpointError(f"{path}: {name}: got {got}, allowed is a {kind.__name__}")
+    weights = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in content["model"].items()
+        if not _IGNORED.search(name)
+    }
+    return vars(content["args"]), weights
+
+
+def _readable() -> list[Any]:
+    """What a checkpoint may hold beside tensors and plain values: the namespace, and numbers of NumPy's in its logs."""
+    scalar = np.float64(0).__reduce__()[0]
+    numbers = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
+    return [argparse.Namespace, np.dtype, scalar, (scalar, "numpy.core.multiarray.scalar"), *numbers]
+
+
+def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+    arguments = Arguments(given, fallback="mega_lm")
+    # Before shapes are looked at, as adaptive embeddings have other names.
+    embedding = weights.get("decoder.embed_tokens.weight")
+    config = _configured(
+        where, lambda: language_model_config(arguments, 1 if embedding is None else embedding.shape[0])
+    )
+    if embedding is None:
+        raise CheckpointError(f"{where}: decoder.embed_tokens.weight: is missing")
+    if getattr(config.head, "tied", False):
+        weights = {name: tensor for name, tensor in weights.items() if name != "decoder.output_projection.weight"}
+    renamed = {_rename(name.removeprefix("decoder."), name, where): tensor for name, tensor in weights.items()}
+    return _filled(config, renamed, where)
+
+
+def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+    arguments = Arguments(given, fallback="lra")
+    embedding = weights.get("encoder.encoder.embed_tokens.embed.weight")
+    vocabulary = None if embedding is None else embedding.shape[0]
+    config = _configured(where, lambda: classifier_config(arguments, vocabulary, _norm_of(weights)))
+    renamed = {}
+    for name, tensor in weights.items():
+        hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", name)
+        if hidden:
+            renamed[f"head.hidden.{hidden[1]}.{hidden[2]}"] = tensor
+        elif name == "sentence_projection_layer.weight":
+            renamed["head.output.weight"] = tensor
+        else:
+            renamed[_rename(name.removeprefix("encoder.encoder."), name, where)] = tensor
+    return _filled(config, renamed, where)
+
+
+def _configured(where: str, make: Any) -> Any:
+    try:
+        return make()
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: the arguments give no model: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _filled(config: Any, weights: dict[str, Tensor], where: str) -> SequenceModel:
+    with torch.device("meta"):
+        model = SequenceModel(config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    directions = 1 if config.causal else 2
+    for name, tensor in weights.items():
+        if ".mixer." in name and not name.endswith("omega"):
+            # Theirs: [directions · channels, hidden, 1], or without the 1 for γ.
+            tensor = tensor.reshape(directions, -1, tensor.shape[1]) if tensor.dim() > 1 else tensor
+        elif name == "embedding.weight" and tensor.dim() == 1:
+            tensor = tensor.unsqueeze(0)
+        elif re.search(r"attention\.(alpha|beta)$", name):
+            tensor = tensor.flatten()
+        weights[name] = tensor.reshape(shapes[name]) if name in shapes and shapes[name].numel() == 1 else tensor
+    fill(model, weights, where)
+    return model
+
+
+def _rename(short: str, name: str, where: str) -> str:
+    layer = _LAYER.fullmatch(short)
+    table, inner, front = (_LAYER_NAMES, layer[2], f"layers.{layer[1]}.") if layer else (_MODEL_NAMES, short, "")
+    for theirs, ours in table.items():
+        if inner.startswith(theirs):
+            rest = inner.removeprefix(theirs)
+            return front + ours + ("weight" if rest == "scalar" else rest)
+    raise CheckpointError(f"{where}: {name}: no part of our MEGA has such a weight")
+
+
+def _norm_of(weights: dict[str, Tensor]) -> str:
+    names = {name.rsplit(".", 1)[1] for name in weights if ".layers.0.mega_layer.norm.norm." in name}
+    if "scalar" in names:
+        return "scalenorm"
+    if "running_mean" in names:
+        return "batchnorm"
+    return "layernorm" if "bias" in names else "rmsnorm"

@@ -1,0 +1,58 @@
+"""Operators: functions on tensors, without parameters of their own, in plain PyTorch.
+
+All take and return `[batch, time, channels]`. Every causal one takes a state and returns one, for any number of tokens.
+"""
+
+from tcnca.ops.activations import ACTIVATIONS, Activation, activation, laplace, relu2
+from tcnca.ops.attention import (
+    ATTENTION_FUNCTIONS,
+    AttentionFunction,
+    AttentionState,
+    attend,
+    chunked_attention,
+    initial_attention_state,
+    offset_bias,
+    rotary_bias,
+    rotate,
+)
+from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
+from tcnca.ops.ema import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel, initial_ema_state
+from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
+from tcnca.ops.state import State
+from tcnca.ops.tcn import TCNState, initial_tcn_state, receptive_field, tcn
+
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTION_FUNCTIONS",
+    "METHODS",
+    "Activation",
+    "AttentionFunction",
+    "AttentionState",
+    "ConvState",
+    "EMAState",
+    "Method",
+    "State",
+    "TCNState",
+    "activation",
+    "advance",
+    "attend",
+    "chunked_attention",
+    "dilated_conv",
+    "ema",
+    "ema_coefficients",
+    "ema_kernel",
+    "initial_attention_state",
+    "initial_conv_state",
+    "initial_ema_state",
+    "initial_tcn_state",
+    "laplace",
+    "length_mask",
+    "offset_bias",
+    "receptive_field",
+    "relu2",
+    "rotary_bias",
+    "rotate",
+    "take_time",
+    "tcn",
+    "zero_padding",
+]

@@ -1,0 +1,56 @@
+"""What can be wrong with a call of chunked attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.attention.attend import ATTENTION_FUNCTIONS
+from tcnca.ops.attention.streaming import AttentionState
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: int | None,
+    causal: bool,
+    function: str,
+    bias: Tensor | None,
+    state: AttentionState | None,
+    return_state: bool,
+) -> None:
+    """Raise an error that names what is wrong with the arguments of `chunked_attention`."""
+    if q.dim() != 3 or q.shape[1] < 1:
+        raise InputError(f"q: got shape {list(q.shape)}, allowed is [batch, time, width] with 1 or more tokens")
+    if k.shape != q.shape:
+        raise InputError(f"k: got shape {list(k.shape)}, allowed is that of q, {list(q.shape)}")
+    if v.dim() != 3 or v.shape[:2] != q.shape[:2]:
+        raise InputError(f"v: got shape {list(v.shape)}, allowed is [{q.shape[0]}, {q.shape[1]}, value_width]")
+    if chunk is not None and chunk < 1:
+        raise InputError(f"chunk: got {chunk}, allowed is 1 or more, or None for full attention")
+    if function not in ATTENTION_FUNCTIONS:
+        raise InputError(f"function: got {function!r}, allowed are {', '.join(ATTENTION_FUNCTIONS)}")
+    if state is not None or return_state:
+        if not causal:
+            raise StateError("state: asked of bidirectional attention, allowed is None; only causal attention streams")
+        if state is not None:
+            _check_state(q, v, chunk, state)
+    if bias is not None:
+        reach = (bias.shape[0] + 1) // 2
+        slots = chunk if chunk is not None else q.shape[1] + (0 if state is None else state.keys.shape[1])
+        needed = slots if state is not None or return_state else min(slots, q.shape[1])
+        if bias.dim() != 1 or bias.shape[0] % 2 == 0 or reach < needed:
+            raise InputError(
+                f"bias: got shape {list(bias.shape)}, allowed is [2 · reach - 1] with a reach of at least {needed}, "
+                f"the {'chunk' if chunk is not None else 'number of tokens'}"
+            )
+
+
+def _check_state(q: Tensor, v: Tensor, chunk: int | None, state: AttentionState) -> None:
+    slots = state.keys.shape[1] if chunk is None else chunk
+    expected = {"keys": [q.shape[0], slots, q.shape[2]], "values": [q.shape[0], slots, v.shape[2]]}
+    for name, shape in expected.items():
+        got = list(getattr(state, name).shape)
+        if got != shape:
+            raise StateError(f"state.{name}: got shape {got}, allowed is {shape} ([batch, slots, width])")

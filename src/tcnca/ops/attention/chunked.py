@@ -1,0 +1,87 @@
+"""Chunked attention in plain PyTorch: queries see the keys of their own chunk `[0, C), [C, 2C), …` and no other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca.ops.attention.attend import attend
+from tcnca.ops.attention.checks import check_attention
+from tcnca.ops.attention.position import offset_bias
+from tcnca.ops.attention.streaming import AttentionState, continue_attention, initial_attention_state
+from tcnca.ops.padding import length_mask, zero_padding
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    chunk: int | None,
+    causal: bool = True,
+    function: str = "softmax",
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    lengths: Tensor | None = None,
+    state: AttentionState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, AttentionState | None]:
+    """Attention of one head inside chunks that do not overlap.
+
+    Args:
+        q, k: `[batch, time, width]`.
+        v: `[batch, time, value_width]`.
+        chunk: tokens in a chunk, or None for full attention.
+        causal: whether a query sees only keys that are not later than itself.
+        function: `softmax`, `relu2` or `laplace` (see `attend`).
+        bias: `[2 · reach - 1]` by key minus query (see `tcnca.ops.attention.position`), reach at least the chunk.
+        dropout: probability of dropping an attention weight.
+        lengths: `[batch]`, real tokens in each row; padding is seen by nobody.
+        state: what an earlier call returned; None is the start of the sequence. Causal only.
+        return_state: also return the state after these tokens.
+        inplace: the given state's memory may be reused; do not use that state again.
+
+    Returns:
+        `[batch, time, value_width]`, and the new state or None.
+    """
+    check_attention(q, k, v, chunk, causal, function, bias, state, return_state)
+    # Weights of zero do not stop a NaN in the padding.
+    q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
+    if return_state and state is None:
+        state = initial_attention_state(q.shape[0], q.shape[2], v.shape[2], chunk, q.device, q.dtype)
+    if state is not None:
+        out, new = continue_attention(q, k, v, chunk, function, bias, dropout, lengths, state, inplace)
+        return out, new if return_state else None
+    size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
+    return _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths), None
+
+
+def _by_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    causal: bool,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+    lengths: Tensor | None,
+) -> Tensor:
+    """Whole sequences from their start, padded at the right to a multiple of the chunk and cropped again."""
+    time = q.shape[1]
+    missing = -time % size
+    if missing:
+        q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
+        if lengths is None:
+            lengths = torch.full((q.shape[0],), time, device=q.device)
+    place = torch.arange(size, device=q.device)
+    mask = place <= place.unsqueeze(1) if causal else None
+    if lengths is not None:
+        real = length_mask(lengths, time + missing).unflatten(1, (-1, size)).unsqueeze(2)
+        mask = real if mask is None else real & mask
+    q, k, v = (part.unflatten(1, (-1, size)) for part in (q, k, v))
+    biases = None if bias is None else offset_bias(bias, place, place)
+    out = attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout)
+    return out.flatten(1, 2)[:, :time]

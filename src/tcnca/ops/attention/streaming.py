@@ -1,0 +1,172 @@
+"""Chunked attention that goes on from a state: the keys and values of the unfinished chunk.
+
+The cache has one slot for each place in a chunk, so a token is written where its position says and
+nothing moves. With full attention the whole past is one chunk and the cache grows. Rows may be at
+different positions: each has its own fill, the number of valid slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tcnca.ops.attention.attend import attend
+from tcnca.ops.attention.position import offset_bias
+from tcnca.ops.padding import advance, take_time
+from tcnca.ops.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionState(State):
+    """Keys and values of the chunk that is not finished yet.
+
+    keys: `[batch, slots, width]`; slot `j` holds place `j` of the chunk. As many slots as the chunk has
+        tokens, or for full attention as many as tokens were seen.
+    values: `[batch, slots, value_width]`.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+
+def initial_attention_state(
+    batch: int,
+    width: int,
+    value_width: int,
+    chunk: int | None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> AttentionState:
+    """The state before the first token."""
+    slots = 0 if chunk is None else chunk
+    return AttentionState(
+        torch.zeros(batch, slots, width, device=device, dtype=dtype),
+        torch.zeros(batch, slots, value_width, device=device, dtype=dtype),
+        torch.zeros(batch, dtype=torch.long, device=device),
+    )
+
+
+def continue_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: int | None,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+    lengths: Tensor | None,
+    state: AttentionState,
+    inplace: bool,
+) -> tuple[Tensor, AttentionState]:
+    """Causal attention of the next tokens, and the state after them. Arguments as in `chunked_attention`."""
+    time = q.shape[1]
+    fill = state.position if chunk is None else state.position % chunk
+    if time == 1 and chunk is not None:
+        out, keys, values = _one(q, k, v, fill, function, bias, dropout, lengths, state, inplace)
+    else:
+        slots = state.keys.shape[1] + time if chunk is None else chunk - 1 + time
+        if chunk is not None and time > chunk:
+            slots += -slots % chunk
+        lined_k, lined_v = (_line_up(*pair, fill, slots) for pair in ((state.keys, k), (state.values, v)))
+        end = fill + time if lengths is None else fill + lengths
+        attention = _window if chunk is None or time <= chunk else _chunks
+        out = attention(q, lined_k, lined_v, fill, end, chunk, function, bias, dropout)
+        keys, values = (_last_chunk(lined, end, chunk) for lined in (lined_k, lined_v))
+    return out, AttentionState(keys, values, advance(state.position, time, lengths, inplace))
+
+
+def _one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fill: Tensor,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+    lengths: Tensor | None,
+    state: AttentionState,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token: write its key and value to its slot and look at the slots up to it."""
+    slot = fill.unsqueeze(1)
+    keys, values = (_write(cache, slot, new, lengths, inplace) for cache, new in ((state.keys, k), (state.values, v)))
+    places = torch.arange(keys.shape[1], device=q.device)
+    biases = None if bias is None else offset_bias(bias, slot, places)
+    mask = (places <= slot).unsqueeze(1)
+    out = attend(q, keys, values, function=function, bias=biases, mask=mask, dropout=dropout)
+    return out, keys, values
+
+
+def _write(cache: Tensor, slot: Tensor, new: Tensor, lengths: Tensor | None, inplace: bool) -> Tensor:
+    index = slot.unsqueeze(-1).expand_as(new)
+    if lengths is not None:
+        new = torch.where((lengths > 0).view(-1, 1, 1), new, cache.gather(1, index))
+    new = new.to(cache.dtype)
+    return cache.scatter_(1, index, new) if inplace else cache.scatter(1, index, new)
+
+
+def _line_up(cache: Tensor, new: Tensor, fill: Tensor, slots: int) -> Tensor:
+    """Each row's `fill` cached entries, then its new ones, `[batch, slots, channels]`; what follows is arbitrary."""
+    both = torch.cat([cache, new.to(cache.dtype)], 1)
+    place = torch.arange(slots, device=new.device)
+    fill = fill.unsqueeze(1)
+    index = torch.where(place < fill, place, place - fill + cache.shape[1])
+    return take_time(both, index.clamp(max=both.shape[1] - 1))
+
+
+def _last_chunk(lined: Tensor, end: Tensor, chunk: int | None) -> Tensor:
+    """The chunk that holds slot `end`, the first one not written yet: the cache of the next call."""
+    if chunk is None:
+        return lined
+    start = (end // chunk * chunk).unsqueeze(1)
+    index = start + torch.arange(chunk, device=lined.device)
+    return take_time(lined, index.clamp(max=lined.shape[1] - 1))
+
+
+def _window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fill: Tensor,
+    end: Tensor,
+    chunk: int | None,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """A few queries against all slots: cheap while there are fewer queries than a chunk has tokens."""
+    query = fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device)
+    key = torch.arange(k.shape[1], device=q.device)
+    mask = (key <= query.unsqueeze(-1)) & (key < end.view(-1, 1, 1))
+    if chunk is not None:
+        mask = mask & (key // chunk == query.unsqueeze(-1) // chunk)
+    biases = None if bias is None else offset_bias(bias, query, key)
+    return attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout)
+
+
+def _chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fill: Tensor,
+    end: Tensor,
+    chunk: int | None,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Many queries: put them into the slots of their chunks as well, and attend chunk by chunk."""
+    assert chunk is not None
+    slots = torch.arange(k.shape[1], device=q.device)
+    lined_q = take_time(q, (slots - fill.unsqueeze(1)).clamp(0, q.shape[1] - 1))
+    place = torch.arange(chunk, device=q.device)
+    real = (slots < end.unsqueeze(1)).unflatten(1, (-1, chunk)).unsqueeze(2)
+    mask = real & (place <= place.unsqueeze(1))
+    biases = None if bias is None else offset_bias(bias, place, place)
+    lined = [part.unflatten(1, (-1, chunk)) for part in (lined_q, k, v)]
+    out = attend(*lined, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
+    return take_time(out, fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device))

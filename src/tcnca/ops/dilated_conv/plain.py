@@ -1,0 +1,139 @@
+"""Dilated depthwise convolution in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.padding import advance, zero_padding
+from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvState(State):
+    """The inputs that a causal convolution still needs.
+
+    buffer: `[batch, (kernel_size - 1) · dilation, channels]`, a ring (see `tcnca.ops.ring`).
+    position: `[batch]`, tokens seen so far.
+    """
+
+    buffer: Tensor
+    position: Tensor
+
+
+def initial_conv_state(
+    batch: int,
+    channels: int,
+    kernel_size: int,
+    dilation: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ConvState:
+    """The state before the first token."""
+    buffer = torch.zeros(batch, (kernel_size - 1) * dilation, channels, device=device, dtype=dtype)
+    return ConvState(buffer, torch.zeros(batch, dtype=torch.long, device=device))
+
+
+def dilated_conv(
+    x: Tensor,
+    weight: Tensor,
+    dilation: int,
+    *,
+    bias: Tensor | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    state: ConvState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, ConvState | None]:
+    """Convolve every channel over time with a kernel of its own.
+
+    Causal, tap `j` looks `j · dilation` steps into the past: `y[t] = Σ_j weight[:, j] · x[t - j · dilation]`.
+    Not causal, the taps lie around `t`: tap `j` looks `(j - (kernel_size - 1) // 2) · dilation` steps back,
+    so an even kernel reaches one dilation further into the past than into the future.
+
+    Args:
+        x: `[batch, time, channels]`.
+        weight: `[channels, kernel_size]`.
+        dilation: distance between taps, 1 or more.
+        bias: `[channels]`.
+        lengths: `[batch]`, real tokens in each row; the rest is padding, taken as zeros.
+        state: what an earlier call returned; None is the start of the sequence. Causal only.
+        return_state: also return the state after these tokens.
+        inplace: the given state's memory may be reused; do not use that state again.
+
+    Returns:
+        `y` of `x`'s shape, and the new state or None.
+    """
+    check_conv(x, weight, dilation, causal, state)
+    if return_state and state is None:
+        state = initial_conv_state(x.shape[0], x.shape[2], weight.shape[1], dilation, x.device, x.dtype)
+    if state is None:
+        y, _ = conv_with_buffer(x, weight, dilation, bias, causal, lengths, None, None)
+        return y, None
+    y, buffer = conv_with_buffer(x, weight, dilation, bias, causal, lengths, state.buffer, state.position, inplace)
+    return y, ConvState(buffer, advance(state.position, x.shape[1], lengths, inplace)) if return_state else None
+
+
+def conv_with_buffer(
+    x: Tensor,
+    weight: Tensor,
+    dilation: int,
+    bias: Tensor | None,
+    causal: bool,
+    lengths: Tensor | None,
+    buffer: Tensor | None,
+    position: Tensor | None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`dilated_conv` on a bare ring, for callers that keep one position for several convolutions."""
+    x = zero_padding(x, lengths)
+    time, kernel_size = x.shape[1], weight.shape[1]
+    if buffer is None or position is None:
+        future = 0 if causal else (kernel_size - 1) // 2 * dilation
+        past = (kernel_size - 1) * dilation - future
+        return _correlate(F.pad(x, (0, 0, past, future)), weight, dilation, bias), x
+    if time <= dilation and kernel_size > 1:
+        # No tap of these tokens falls on another of them: read just the taps.
+        steps = torch.arange(time, device=x.device)
+        back = torch.arange(1, kernel_size, device=x.device) * dilation
+        taps = read_ring(buffer, position, (back.unsqueeze(1) - steps).flatten())
+        taps = taps.view(x.shape[0], kernel_size - 1, time, x.shape[2])
+        y = x * weight[:, 0] + torch.einsum("bktd,dk->btd", taps, weight[:, 1:])
+        y = y if bias is None else y + bias
+    else:
+        y = _correlate(torch.cat([unroll_ring(buffer, position), x], 1), weight, dilation, bias)
+    return y, push_ring(buffer, position, x, lengths, inplace)
+
+
+def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | None) -> Tensor:
+    # PyTorch's first tap is the oldest, ours the newest.
+    kernels = weight.flip(1).unsqueeze(1)
+    return F.conv1d(padded.transpose(1, 2), kernels, bias, dilation=dilation, groups=weight.shape[0]).transpose(1, 2)
+
+
+def check_conv(x: Tensor, weight: Tensor, dilation: int, causal: bool, state: ConvState | None) -> None:
+    """Raise an error that names what is wrong with the arguments of a convolution."""
+    if x.dim() != 3:
+        raise InputError(f"x: got shape {list(x.shape)}, allowed is [batch, time, channels]")
+    if x.shape[1] < 1:
+        raise InputError(f"x: got {x.shape[1]} tokens (shape {list(x.shape)}), allowed is 1 or more")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise InputError(
+            f"weight: got shape {list(weight.shape)}, allowed is [channels, kernel_size] with "
+            f"{x.shape[2]} channels, as x has, and a kernel_size of 1 or more"
+        )
+    if dilation < 1:
+        raise InputError(f"dilation: got {dilation}, allowed is 1 or more")
+    if state is None:
+        return
+    if not causal:
+        raise StateError("state: got one for a bidirectional convolution, allowed is None; only causal ones stream")
+    expected = (x.shape[0], (weight.shape[1] - 1) * dilation, x.shape[2])
+    if state.buffer.shape != expected:
+        raise StateError(f"state.buffer: got shape {list(state.buffer.shape)}, allowed is {list(expected)}")

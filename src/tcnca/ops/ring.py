@@ -1,0 +1,56 @@
+"""Ring buffers: the last `size` inputs of a sequence, where the input at time `t` lives in slot `t mod size`.
+
+A step writes one slot and reads the slots it needs; the buffer is never shifted. Each sequence of a
+batch has its own time, so sequences of different lengths share one buffer. Slots that were never
+written hold zeros, which is what left padding would have put there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tcnca.ops.padding import length_mask, take_time
+
+
+def read_ring(buffer: Tensor, position: Tensor, ages: Tensor) -> Tensor:
+    """Inputs of `ages` steps ago: `ages` is `[any]` with values from 1 to `size`, the result `[batch, any, channels]`.
+
+    `buffer` is `[batch, size, channels]` and `position` (`[batch]`) the number of inputs seen so far.
+    """
+    return take_time(buffer, (position.unsqueeze(1) - ages) % buffer.shape[1])
+
+
+def unroll_ring(buffer: Tensor, position: Tensor) -> Tensor:
+    """The whole buffer from the oldest input to the newest, `[batch, size, channels]`."""
+    size = buffer.shape[1]
+    if size == 0:
+        return buffer
+    return read_ring(buffer, position, torch.arange(size, 0, -1, device=buffer.device))
+
+
+def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | None, inplace: bool = False) -> Tensor:
+    """The buffer after the inputs `x` (`[batch, time, channels]`), of which each row's first `lengths` are real.
+
+    With `inplace` the given buffer is written where that saves a copy of it.
+    """
+    size, time = buffer.shape[1], x.shape[1]
+    if size == 0:
+        return buffer
+    if inplace and time <= size:
+        return _write_slots(buffer, position, x, lengths)
+    end = position + time if lengths is None else position + lengths
+    slots = torch.arange(size, device=buffer.device)
+    newest = (end - 1).unsqueeze(1)
+    held = newest - (newest - slots) % size
+    source = held - position.unsqueeze(1)
+    fresh = take_time(x, source.clamp(0, time - 1))
+    return torch.where((source >= 0).unsqueeze(-1), fresh, buffer)
+
+
+def _write_slots(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:
+    time = x.shape[1]
+    slots = (position.unsqueeze(1) + torch.arange(time, device=x.device)) % buffer.shape[1]
+    if lengths is not None:
+        x = torch.where(length_mask(lengths, time).unsqueeze(-1), x, take_time(buffer, slots))
+    return buffer.scatter_(1, slots.unsqueeze(-1).expand_as(x), x)

@@ -1,0 +1,150 @@
+"""The temporal convolutional network in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.activations import ACTIVATIONS, activation
+from tcnca.ops.dilated_conv import conv_with_buffer
+from tcnca.ops.padding import advance
+from tcnca.ops.state import State
+
+Transform = Callable[[Tensor, int], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class TCNState(State):
+    """The inputs that the convolutions of a causal TCN still need.
+
+    buffers: one ring for each convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    buffers: tuple[Tensor, ...]
+    position: Tensor
+
+
+def receptive_field(kernel_size: int, dilation_factor: int, depth: int, convolutions: int = 1) -> int:
+    """Number of inputs that one output depends on: `1 + B (K - 1) (f^D - 1) / (f - 1)`."""
+    return 1 + convolutions * (kernel_size - 1) * sum(dilation_factor**block for block in range(depth))
+
+
+def initial_tcn_state(
+    batch: int,
+    channels: int,
+    kernel_size: int,
+    dilation_factor: int,
+    depth: int,
+    convolutions: int = 1,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> TCNState:
+    """The state before the first token. It holds `receptive_field - 1` values a channel."""
+    buffers = tuple(
+        torch.zeros(batch, (kernel_size - 1) * dilation_factor**block, channels, device=device, dtype=dtype)
+        for block in range(depth)
+        for _ in range(convolutions)
+    )
+    return TCNState(buffers, torch.zeros(batch, dtype=torch.long, device=device))
+
+
+def tcn(
+    x: Tensor,
+    weight: Tensor,
+    dilation_factor: int,
+    *,
+    bias: Tensor | None = None,
+    nonlinearity: str = "silu",
+    residual: bool = True,
+    normalise: Transform | None = None,
+    drop: Transform | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    state: TCNState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, TCNState | None]:
+    """`depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
+
+    One block: `h = x`, then for each of its convolutions `h = drop(nonlinearity(normalise(conv(h))))`, then `x + h`.
+
+    Args:
+        x: `[batch, time, channels]`.
+        weight: `[depth, convolutions, channels, kernel_size]`, taps as in `dilated_conv`.
+        dilation_factor: 1 or more.
+        bias: `[depth, convolutions, channels]`.
+        nonlinearity: one of `tcnca.ops.ACTIVATIONS`.
+        residual: whether blocks have their skip connection.
+        normalise, drop: called with `[batch, time, channels]` and the number of the convolution, counted through
+            all blocks; must not mix times if the TCN is to stay causal.
+        causal, lengths, state, return_state, inplace: as in `dilated_conv`.
+
+    Returns:
+        `y` of `x`'s shape, and the new state or None.
+    """
+    check_tcn(x, weight, dilation_factor, nonlinearity, causal, state)
+    depth, convolutions, channels, kernel_size = weight.shape
+    function = activation(nonlinearity)
+    if return_state and state is None:
+        state = initial_tcn_state(
+            x.shape[0], channels, kernel_size, dilation_factor, depth, convolutions, x.device, x.dtype
+        )
+    buffers: list[Tensor] = []
+    for block in range(depth):
+        h = x
+        for inner in range(convolutions):
+            number = block * convolutions + inner
+            h, buffer = conv_with_buffer(
+                h,
+                weight[block, inner],
+                dilation_factor**block,
+                None if bias is None else bias[block, inner],
+                causal,
+                lengths,
+                None if state is None else state.buffers[number],
+                None if state is None else state.position,
+                inplace,
+            )
+            buffers.append(buffer)
+            h = h if normalise is None else normalise(h, number)
+            h = function(h)
+            h = h if drop is None else drop(h, number)
+        x = x + h if residual else h
+    if not return_state or state is None:
+        return x, None
+    return x, TCNState(tuple(buffers), advance(state.position, x.shape[1], lengths, inplace))
+
+
+def check_tcn(
+    x: Tensor, weight: Tensor, dilation_factor: int, nonlinearity: str, causal: bool, state: TCNState | None
+) -> None:
+    """Raise an error that names what is wrong with the arguments of `tcn`."""
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise InputError(f"x: got shape {list(x.shape)}, allowed is [batch, time, channels] with 1 or more tokens")
+    if weight.dim() != 4 or weight.shape[2] != x.shape[2] or min(weight.shape) < 1:
+        raise InputError(
+            f"weight: got shape {list(weight.shape)}, allowed is [depth, convolutions, channels, kernel_size], "
+            f"each 1 or more, with {x.shape[2]} channels as x has"
+        )
+    if dilation_factor < 1:
+        raise InputError(f"dilation_factor: got {dilation_factor}, allowed is 1 or more")
+    if nonlinearity not in ACTIVATIONS:
+        raise InputError(f"nonlinearity: got {nonlinearity!r}, allowed are {', '.join(ACTIVATIONS)}")
+    if state is None:
+        return
+    if not causal:
+        raise StateError("state: got one for a bidirectional TCN, allowed is None; only causal ones stream")
+    depth, convolutions, channels, kernel_size = weight.shape
+    expected = [
+        (x.shape[0], (kernel_size - 1) * dilation_factor**block, channels)
+        for block in range(depth)
+        for _ in range(convolutions)
+    ]
+    if [tuple(buffer.shape) for buffer in state.buffers] != expected:
+        got = [list(buffer.shape) for buffer in state.buffers]
+        raise StateError(f"state.buffers: got shapes {got}, allowed are {[list(shape) for shape in expected]}")
