@@ -71,14 +71,13 @@ class EMA(nn.Module):
         where, kind = self.delta.device, self.delta.dtype
         return initial_ema_state(batch, self.omega.shape[0], self.config.hidden, self.config.truncation, where, kind)
 
-    def macs(self, lags: int) -> int:
-        """Multiplications and additions for one token by the recurrence, counted in pairs.
+    def macs(self, length: int) -> int:
+        """Multiplications and additions for one token of a sequence of `length`, by the recurrence, in pairs.
 
-        A truncated kernel has no recurrence; there it is the sum over `lags` inputs at most.
+        A truncated kernel needs one more for each hidden state, to take out again what once went in.
         """
-        if self.config.truncation is None or self.config.truncation >= lags:
-            return 3 * self.delta.numel()
-        return self.delta.shape[0] * self.omega.shape[0] * self.config.truncation
+        truncated = self.config.truncation is not None and self.config.truncation < length
+        return (4 if truncated else 3) * self.delta.numel()
 
     def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.delta, self.alpha, self.beta, self.gamma

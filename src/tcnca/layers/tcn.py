@@ -82,8 +82,8 @@ class TCN(nn.Module):
         where, kind = self.weight.device, self.weight.dtype
         return initial_tcn_state(batch, width, kernel_size, factor, depth, convolutions, where, kind)
 
-    def macs(self, lags: int) -> int:
-        """Multiplications and additions for one token, counted in pairs; `lags` makes no difference here."""
+    def macs(self, length: int) -> int:
+        """Multiplications and additions for one token, in pairs, whatever the `length` of its sequence."""
         return self.weight.numel()
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from tcnca.models.config import (
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel
 from tcnca.models.presets import Optimisation, Preset, build, preset, presets
+from tcnca.models.summary import Summary, summarise
 
 __all__ = [
     "ClassifierHead",
@@ -25,6 +26,7 @@ __all__ = [
     "Preset",
     "RegressionHead",
     "SequenceModel",
+    "Summary",
     "TokenInput",
     "ValueInput",
     "build",
@@ -33,4 +35,5 @@ __all__ = [
     "preset",
     "presets",
     "save",
+    "summarise",
 ]

@@ -1,0 +1,38 @@
+"""The command line: one table of subcommands, each in a file of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tcnca.cli.demo import demo
+from tcnca.cli.models import models
+from tcnca.version import __version__
+
+app = typer.Typer(
+    name="tcnca",
+    help="TCNCA and its relatives: models for very long sequences.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tcnca {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """TCNCA and its relatives: models for very long sequences."""
+
+
+for command in (demo, models):
+    app.command()(command)

@@ -1,0 +1,56 @@
+"""`tcnca models`: the presets in numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tcnca.models import Preset, Summary, preset, presets, summarise
+
+
+def models(
+    like: Annotated[str, typer.Argument(help="Show only presets whose name contains this, for example enwik8.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the models of the paper: size, receptive field, streaming state and cost of a token."""
+    chosen = [preset(name) for name in presets() if like in name]
+    if not chosen:
+        typer.echo(f"no preset has {like!r} in its name; `tcnca models` shows them all", err=True)
+        raise typer.Exit(2)
+    if as_json:
+        rows = {entry.name: {"task": entry.task, **vars(summarise(entry))} for entry in chosen}
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    Console().print(models_table([(entry, summarise(entry)) for entry in chosen]))
+
+
+def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
+    """A table of presets, a rule between tasks."""
+    table = Table(title="The models of the paper", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("preset", no_wrap=True)
+    for column in ("parameters", "receptive\nfield", "streaming\nstate, MiB", "cost of a\ntoken, MMAC"):
+        table.add_column(column, justify="right", no_wrap=True)
+    task = rows[0][0].task if rows else ""
+    for entry, summary in rows:
+        if entry.task != task:
+            table.add_section()
+            task = entry.task
+        table.add_row(
+            entry.name,
+            f"{summary.parameters:,}",
+            "unlimited" if summary.receptive_field is None else f"{summary.receptive_field:,}",
+            "–" if summary.state_bytes is None else f"{summary.state_bytes / 2**20:.2f}",
+            f"{summary.macs / 1e6:.2f}",
+        )
+    table.caption = (
+        "Receptive field: tokens that the mixer of one layer sees. Streaming state: of one sequence of the task's "
+        "length in float32; bidirectional models (–) do not stream. Cost: million multiply-adds to read one token of "
+        "such a sequence, an EMA counted as its recurrence."
+    )
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,59 @@
+"""Small models of every kind, with parameters far from their start so that every term matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tcnca import (
+    AttentionConfig,
+    EMAConfig,
+    ModelConfig,
+    SequenceModel,
+    TCNConfig,
+    TokenInput,
+)
+
+VOCABULARY = 11
+
+TCN = TCNConfig(kernel_size=3, dilation_factor=2, depth=3)
+EMA = EMAConfig(hidden=3)
+ATTENTION = AttentionConfig(key_width=4, value_width=6, chunk=4)
+
+# One configuration a model of the paper.
+FAMILY: dict[str, dict[str, Any]] = {
+    "tcnca": {"mixer": TCN, "attention": ATTENTION, "gated": True},
+    "mega": {"mixer": EMA, "attention": ATTENTION, "gated": True},
+    "mega-full": {
+        "mixer": EMA,
+        "attention": AttentionConfig(key_width=4, value_width=6, chunk=None, max_length=64),
+        "gated": True,
+    },
+    "tcnca-simple": {"mixer": TCN, "attention": ATTENTION, "gated": False},
+    "tcn-mlp": {"mixer": TCN, "attention": None, "gated": False},
+    "ema-mlp": {"mixer": EMA, "attention": None, "gated": False},
+}
+
+
+def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
+    """A configuration of two narrow layers."""
+    config = ModelConfig(
+        layers=2, width=8, feed_forward=12, input=TokenInput(vocabulary=VOCABULARY), **FAMILY[family]
+    )
+    return config.override(**changes)
+
+
+def small_model(
+    config: ModelConfig | str = "tcnca", dtype: torch.dtype = torch.float64, **changes: Any
+) -> SequenceModel:
+    """A model in evaluation mode with parameters drawn anew, wider than at the start of training."""
+    config = small_config(config, **changes) if isinstance(config, str) else config.override(**changes)
+    model = SequenceModel(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
+    return model
