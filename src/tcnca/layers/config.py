@@ -68,9 +68,9 @@ class TCNConfig:
     """Convolutions in one residual block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
     activation: Activation = "silu"
     """Non-linearity after each convolution."""
-    norm: TCNNorm = "none"
-    """Normalisation after each convolution. `weight` normalises the kernels and `batch` each channel;
-    `rms` and `layer` mix channels, which the paper's TCN does not."""
+    norm: TCNNorm = "weight"
+    """Normalisation of each convolution: `weight` of its kernels, `batch` of each channel of its output;
+    `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""
     dropout: float = 0.0

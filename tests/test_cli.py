@@ -1,0 +1,70 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tcnca import __version__, presets
+from tcnca.cli import app
+from tcnca.cli.demo import ALLOWED, STREAMED, compare
+from tests.examples import small_model
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    assert runner.invoke(app, ["--version"]).output.strip() == f"tcnca {__version__}"
+
+
+def test_help_names_every_command() -> None:
+    output = runner.invoke(app, ["--help"]).output
+    assert "demo" in output
+    assert "models" in output
+
+
+def test_models_lists_every_preset() -> None:
+    result = runner.invoke(app, ["models", "--json"])
+    rows = json.loads(result.output)
+    assert list(rows) == list(presets())
+    assert rows["mega-enwik8"]["parameters"] == 39_137_792
+    assert rows["mega-enwik8"]["receptive_field"] is None
+    assert rows["tcnca-enwik8"]["receptive_field"] == 9361
+    assert rows["tcnca-text"]["state_bytes"] is None
+    # R - 1 inputs and the keys and values of a chunk in float32, and 8 bytes of position in mixer and attention.
+    assert rows["tcnca-enwik8"]["state_bytes"] == 12 * (4 * (9360 * 512 + 2048 * (128 + 1024)) + 16)
+
+
+def test_models_table_can_be_narrowed_down() -> None:
+    output = runner.invoke(app, ["models", "recall-64"]).output
+    assert "tcnca-simple-recall-64" in output
+    assert "mega-recall-64" in output
+    assert "enwik8" not in output
+
+
+def test_models_that_do_not_exist() -> None:
+    result = runner.invoke(app, ["models", "nonsense"])
+    assert result.exit_code == 2
+    assert "nonsense" in result.output
+
+
+@pytest.mark.slow
+def test_demo_shows_every_preset_and_passes() -> None:
+    result = runner.invoke(app, ["demo", "--tokens", "60"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    for name in presets():
+        assert name in result.output
+    assert result.output.count("yes") == len(STREAMED)
+
+
+def test_demo_comparison_notices_a_broken_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(dtype=torch.float32)
+    assert max(compare(model, 20, 0)[:2]) <= ALLOWED
+    forgetful = model.initial_state(1)
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda x, **options: real(x, **{**options, "state": None, "inplace": False}))
+    monkeypatch.setattr(model, "initial_state", lambda batch: forgetful)
+    assert min(compare(model, 20, 0)[:2]) > ALLOWED
