@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tcnca.errors import CheckpointError
+from tcnca.errors import CheckpointError, ConfigError
 from tcnca.models.config import ModelConfig
 from tcnca.models.model import SequenceModel
 
@@ -22,13 +22,20 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def save(model: SequenceModel, folder: str | Path) -> Path:
-    """Write `model` to `folder`, which is made if it is missing. Each file is moved into place when it is whole."""
+    """Write `model` to `folder`, which is made if it is missing.
+
+    Both files are written beside their places and moved there when both are whole, so that a disk that fills up
+    leaves an earlier checkpoint as it was.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
-    _write_whole(folder / WEIGHTS_FILE, lambda path: save_file(weights, path, {"format": "pt"}))
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
-    _write_whole(folder / CONFIG_FILE, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
+        save_file(weights, Path(beside, WEIGHTS_FILE), {"format": "pt"})
+        Path(beside, CONFIG_FILE).write_text(text, encoding="utf-8")
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            os.replace(Path(beside, name), folder / name)
     return folder
 
 
@@ -56,35 +63,29 @@ def fill(model: SequenceModel, weights: dict[str, torch.Tensor], where: str) -> 
     if missing or unknown:
         raise CheckpointError(f"{where}: weights do not fit the model: missing {missing}, unknown {unknown}")
     for name, tensor in expected.items():
-        if tensor.shape != weights[name].shape:
-            raise CheckpointError(
-                f"{where}: {name}: got shape {list(weights[name].shape)}, allowed is {list(tensor.shape)}"
-            )
-    model.load_state_dict(weights, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+        got = weights[name]
+        if tensor.shape != got.shape:
+            raise CheckpointError(f"{where}: {name}: got shape {list(got.shape)}, allowed is {list(tensor.shape)}")
+        if tensor.is_floating_point() != got.is_floating_point():
+            kind = "floating-point" if tensor.is_floating_point() else "whole"
+            raise CheckpointError(f"{where}: {name}: got {got.dtype}, allowed are {kind} numbers")
+    # Memory of its own: in a mapped file weights lie at any address, and products round differently there.
+    model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
 
 
 def _read_config(path: Path) -> ModelConfig:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path}: no such file; a checkpoint is a folder that tcnca.save wrote") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: is no JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path}: format: got {got!r}, allowed is {FORMAT!r}")
-    return ModelConfig.from_dict(content["model"])
-
-
-def _write_whole(path: Path, write: Any) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    if not isinstance(content.get("model"), dict):
+        raise CheckpointError(f"{path}: model: got {content.get('model')!r}, allowed is a configuration")
     try:
-        write(name)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        return ModelConfig.from_dict(content["model"])
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: model: {error}") from error

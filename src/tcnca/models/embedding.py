@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tcnca.errors import InputError, VocabularyError
 from tcnca.layers import make_norm
 from tcnca.models.config import TokenInput, ValueInput
-from tcnca.models.layout import check_values
+from tcnca.ops import check_values
 
 
 class TokenEmbedding(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.ops import check_lengths, check_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +75,12 @@ def make_layout(
 
 
 def _lengths(x: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
-    lengths = torch.as_tensor(lengths, device=x.device)
-    if lengths.shape != x.shape[:1] or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise InputError(
-            f"lengths: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{x.shape[0]}], whole numbers"
-        )
-    check_values(
-        (lengths >= 0) & (lengths <= x.shape[1]),
-        f"lengths: got values outside 0 to {x.shape[1]}, the number of tokens in a row",
-        lengths,
-    )
-    return lengths.long()
+    lengths = torch.as_tensor(lengths)
+    check_lengths(lengths, x.shape[0], x.shape[1])
+    lengths = lengths.to(x.device).long()
+    if lengths.device.type != "cpu":
+        check_values((lengths >= 0) & (lengths <= x.shape[1]), f"lengths: allowed are 0 to {x.shape[1]}", lengths)
+    return lengths
 
 
 def _masked(x: Tensor, mask: Tensor) -> Layout:
@@ -117,27 +113,6 @@ def _packed(x: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | Non
             lengths <= longest, f"max_seqlen: got {max_seqlen}, allowed is at least the longest document", lengths
         )
     return Layout(lengths, starts=starts, longest=max(longest, 1))
-
-
-def check_values(fine: Tensor, message: str, values: Tensor, error: type[InputError] = InputError) -> None:
-    """Raise `error` unless all of `fine` is true.
-
-    On a GPU the check runs along with everything else, so that it costs no wait, and stops the device.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if fine.device.type == "cpu":
-        if not fine.all():
-            wrong = values[~fine] if fine.shape == values.shape else values
-            raise error(f"{message}; got {_shown(wrong)}")
-    elif fine.device.type == "cuda":
-        torch._assert_async(fine.all(), message)
-
-
-def _shown(values: Tensor) -> str:
-    flat = values.flatten()
-    few = ", ".join(str(value) for value in flat[:8].tolist())
-    return f"[{few}{', …' if flat.numel() > 8 else ''}]"
 
 
 def _expand(index: Tensor, x: Tensor) -> Tensor:

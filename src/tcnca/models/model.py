@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tcnca.errors import InputError, StateError
 from tcnca.layers import Block, Dropout, LayerState, make_norm
@@ -43,6 +44,10 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor
     state: ModelState | None
+
+
+# Without a name for it, an exported program cannot be saved.
+pytree._register_namedtuple(ModelOutput, serialized_type_name="tcnca.ModelOutput")
 
 
 class SequenceModel(nn.Module):

@@ -37,6 +37,7 @@ def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | Non
     size, time = buffer.shape[1], x.shape[1]
     if size == 0:
         return buffer
+    x = x.to(buffer.dtype)
     if inplace and time <= size:
         return _write_slots(buffer, position, x, lengths)
     end = position + time if lengths is None else position + lengths

@@ -38,6 +38,8 @@ class State:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         State._classes[cls.__name__] = cls
+        # States hold tensors and nothing that runs: `torch.load` may read them without being told to trust the file.
+        torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
             _flatten,
@@ -75,7 +77,7 @@ class State:
         return self.map(torch.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move to another device or floating type, with the arguments of `Tensor.to`.
+        """Move to another device or floating type, with the arguments of `torch.nn.Module.to`.
 
         Integer tensors (positions) move to the device but keep their type.
         """
@@ -102,7 +104,7 @@ class State:
         batch = self.batch_size
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < batch:
             raise StateError(f"index: got values {index.tolist()}, allowed are 0 to {batch - 1}, the state's batch")
-        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device, torch.long)))
 
     def save(self, path: str | Path) -> None:
         """Write the state to one safetensors file."""

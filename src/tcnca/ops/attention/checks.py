@@ -7,6 +7,7 @@ from torch import Tensor
 from tcnca.errors import InputError, StateError
 from tcnca.ops.attention.attend import ATTENTION_FUNCTIONS
 from tcnca.ops.attention.streaming import AttentionState
+from tcnca.ops.checks import check_lengths
 
 
 def check_attention(
@@ -17,6 +18,7 @@ def check_attention(
     causal: bool,
     function: str,
     bias: Tensor | None,
+    lengths: Tensor | None,
     state: AttentionState | None,
     return_state: bool,
 ) -> None:
@@ -31,16 +33,17 @@ def check_attention(
         raise InputError(f"chunk: got {chunk}, allowed is 1 or more, or None for full attention")
     if function not in ATTENTION_FUNCTIONS:
         raise InputError(f"function: got {function!r}, allowed are {', '.join(ATTENTION_FUNCTIONS)}")
+    check_lengths(lengths, q.shape[0], q.shape[1])
     if state is not None or return_state:
         if not causal:
             raise StateError("state: asked of bidirectional attention, allowed is None; only causal attention streams")
         if state is not None:
             _check_state(q, v, chunk, state)
     if bias is not None:
-        reach = (bias.shape[0] + 1) // 2
+        reach = (bias.numel() + 1) // 2
         slots = chunk if chunk is not None else q.shape[1] + (0 if state is None else state.keys.shape[1])
         needed = slots if state is not None or return_state else min(slots, q.shape[1])
-        if bias.dim() != 1 or bias.shape[0] % 2 == 0 or reach < needed:
+        if bias.dim() != 1 or bias.numel() % 2 == 0 or reach < needed:
             raise InputError(
                 f"bias: got shape {list(bias.shape)}, allowed is [2 · reach - 1] with a reach of at least {needed}, "
                 f"the {'chunk' if chunk is not None else 'number of tokens'}"

@@ -46,7 +46,7 @@ def chunked_attention(
     Returns:
         `[batch, time, value_width]`, and the new state or None.
     """
-    check_attention(q, k, v, chunk, causal, function, bias, state, return_state)
+    check_attention(q, k, v, chunk, causal, function, bias, lengths, state, return_state)
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
     if return_state and state is None:

@@ -66,7 +66,7 @@ def continue_attention(
     time = q.shape[1]
     fill = state.position if chunk is None else state.position % chunk
     if time == 1 and chunk is not None:
-        out, keys, values = _one(q, k, v, fill, function, bias, dropout, lengths, state, inplace)
+        out, keys, values = _one(q, k, v, fill, function, bias, dropout, state, inplace)
     else:
         slots = state.keys.shape[1] + time if chunk is None else chunk - 1 + time
         if chunk is not None and time > chunk:
@@ -87,13 +87,12 @@ def _one(
     function: str,
     bias: Tensor | None,
     dropout: float,
-    lengths: Tensor | None,
     state: AttentionState,
     inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token: write its key and value to its slot and look at the slots up to it."""
     slot = fill.unsqueeze(1)
-    keys, values = (_write(cache, slot, new, lengths, inplace) for cache, new in ((state.keys, k), (state.values, v)))
+    keys, values = (_write(cache, slot, new, inplace) for cache, new in ((state.keys, k), (state.values, v)))
     places = torch.arange(keys.shape[1], device=q.device)
     biases = None if bias is None else offset_bias(bias, slot, places)
     mask = (places <= slot).unsqueeze(1)
@@ -101,11 +100,9 @@ def _one(
     return out, keys, values
 
 
-def _write(cache: Tensor, slot: Tensor, new: Tensor, lengths: Tensor | None, inplace: bool) -> Tensor:
-    index = slot.unsqueeze(-1).expand_as(new)
-    if lengths is not None:
-        new = torch.where((lengths > 0).view(-1, 1, 1), new, cache.gather(1, index))
-    new = new.to(cache.dtype)
+def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:
+    # A row of length 0 is written too: its slot is not valid yet, and its next token overwrites it.
+    index, new = slot.unsqueeze(-1).expand_as(new), new.to(cache.dtype)
     return cache.scatter_(1, index, new) if inplace else cache.scatter(1, index, new)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
+from tcnca.ops.checks import check_lengths
 from tcnca.ops.padding import advance, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
@@ -70,7 +71,7 @@ def dilated_conv(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    check_conv(x, weight, dilation, causal, state)
+    check_conv(x, weight, dilation, bias, causal, lengths, state, return_state)
     if return_state and state is None:
         state = initial_conv_state(x.shape[0], x.shape[2], weight.shape[1], dilation, x.device, x.dtype)
     if state is None:
@@ -117,12 +118,19 @@ def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | Non
     return F.conv1d(padded.transpose(1, 2), kernels, bias, dilation=dilation, groups=weight.shape[0]).transpose(1, 2)
 
 
-def check_conv(x: Tensor, weight: Tensor, dilation: int, causal: bool, state: ConvState | None) -> None:
+def check_conv(
+    x: Tensor,
+    weight: Tensor,
+    dilation: int,
+    bias: Tensor | None,
+    causal: bool,
+    lengths: Tensor | None,
+    state: ConvState | None,
+    return_state: bool,
+) -> None:
     """Raise an error that names what is wrong with the arguments of a convolution."""
-    if x.dim() != 3:
-        raise InputError(f"x: got shape {list(x.shape)}, allowed is [batch, time, channels]")
-    if x.shape[1] < 1:
-        raise InputError(f"x: got {x.shape[1]} tokens (shape {list(x.shape)}), allowed is 1 or more")
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise InputError(f"x: got shape {list(x.shape)}, allowed is [batch, time, channels] with 1 or more tokens")
     if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise InputError(
             f"weight: got shape {list(weight.shape)}, allowed is [channels, kernel_size] with "
@@ -130,10 +138,13 @@ def check_conv(x: Tensor, weight: Tensor, dilation: int, causal: bool, state: Co
         )
     if dilation < 1:
         raise InputError(f"dilation: got {dilation}, allowed is 1 or more")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"bias: got shape {list(bias.shape)}, allowed is {list(weight.shape[:1])}, [channels]")
+    check_lengths(lengths, x.shape[0], x.shape[1])
+    if not causal and (state is not None or return_state):
+        raise StateError("state: asked of a bidirectional convolution, allowed is None; only causal ones stream")
     if state is None:
         return
-    if not causal:
-        raise StateError("state: got one for a bidirectional convolution, allowed is None; only causal ones stream")
     expected = (x.shape[0], (weight.shape[1] - 1) * dilation, x.shape[2])
     if state.buffer.shape != expected:
         raise StateError(f"state.buffer: got shape {list(state.buffer.shape)}, allowed is {list(expected)}")

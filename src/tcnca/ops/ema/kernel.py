@@ -31,8 +31,9 @@ def ema_coefficients(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) 
 
 def decay_powers(decay: Tensor, exponents: Tensor) -> Tensor:
     """`decay` (`[…, hidden]`) to the powers `exponents` (`[time]`), as `[…, hidden, time]`."""
-    # A power by the logarithm, as a kernel of thousands of taps needs; decay lies strictly between 0 and 1.
-    return torch.exp(torch.log(decay).unsqueeze(-1) * exponents.to(decay.dtype))
+    # By the logarithm, as a kernel of thousands of taps needs. Sigmoids that round to 1 give a decay of 0.
+    logarithm = torch.log(decay.clamp(min=torch.finfo(decay.dtype).tiny))
+    return torch.exp(logarithm.unsqueeze(-1) * exponents.to(decay.dtype))
 
 
 def ema_kernel(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, length: int) -> Tensor:

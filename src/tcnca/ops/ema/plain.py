@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
+from tcnca.ops.checks import check_lengths
 from tcnca.ops.ema.forms import ema_fft, ema_scan, ema_steps
 from tcnca.ops.ema.kernel import decay_powers, ema_coefficients, ema_kernel
 from tcnca.ops.padding import advance, take_time, zero_padding
@@ -88,7 +89,7 @@ def ema(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    check_ema(x, delta, alpha, beta, gamma, method, truncation, kernel, state, return_state)
+    check_ema(x, delta, alpha, beta, gamma, method, truncation, kernel, lengths, state, return_state)
     if torch.is_autocast_enabled(x.device.type):
         # Autocast would make the kernel in half precision.
         with torch.autocast(x.device.type, enabled=False):
@@ -157,7 +158,7 @@ def _recurrent(
         # Move each row's last real token to the end, where every row's powers are the same.
         source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
         entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
-        remaining = decay ** lengths.view(-1, 1, 1).to(decay.dtype)
+        remaining = decay_powers(decay, lengths).permute(2, 0, 1)
     fresh = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers[..., :-1].flip(-1)) * drive
     return y, fresh + remaining * hidden
 
@@ -193,6 +194,7 @@ def check_ema(
     method: str,
     truncation: int | None,
     kernel: Tensor | None,
+    lengths: Tensor | None,
     state: EMAState | None,
     return_state: bool,
 ) -> None:
@@ -206,6 +208,7 @@ def check_ema(
                 f"{name}: got shape {list(value.shape)}, allowed is [directions, channels, hidden], the same for all "
                 f"four parameters, with 1 or 2 directions and {x.shape[2]} channels as x has"
             )
+    check_lengths(lengths, x.shape[0], x.shape[1])
     if method not in METHODS:
         raise InputError(f"method: got {method!r}, allowed are {', '.join(METHODS)}")
     if truncation is not None and truncation < 1:
@@ -213,7 +216,7 @@ def check_ema(
     lags = x.shape[1]
     if truncation is not None:
         lags = truncation if state is not None or return_state else min(truncation, lags)
-    if kernel is not None and (kernel.shape[:2] != delta.shape[:2] or kernel.shape[2] < lags):
+    if kernel is not None and (kernel.dim() != 3 or kernel.shape[:2] != delta.shape[:2] or kernel.shape[2] < lags):
         raise InputError(
             f"kernel: got shape {list(kernel.shape)}, allowed is [{directions}, {channels}, lags], lags {lags} or more"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.activations import ACTIVATIONS, activation
+from tcnca.ops.checks import check_lengths
 from tcnca.ops.dilated_conv import conv_with_buffer
 from tcnca.ops.padding import advance
 from tcnca.ops.state import State
@@ -30,7 +31,7 @@ class TCNState(State):
 
 
 def receptive_field(kernel_size: int, dilation_factor: int, depth: int, convolutions: int = 1) -> int:
-    """Number of inputs that one output depends on: `1 + B (K - 1) (f^D - 1) / (f - 1)`."""
+    """How far the inputs of one output lie apart, both ends counted: `1 + B (K - 1) (f^D - 1) / (f - 1)`."""
     return 1 + convolutions * (kernel_size - 1) * sum(dilation_factor**block for block in range(depth))
 
 
@@ -87,7 +88,7 @@ def tcn(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    check_tcn(x, weight, dilation_factor, nonlinearity, causal, state)
+    check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
     depth, convolutions, channels, kernel_size = weight.shape
     function = activation(nonlinearity)
     if return_state and state is None:
@@ -121,7 +122,15 @@ def tcn(
 
 
 def check_tcn(
-    x: Tensor, weight: Tensor, dilation_factor: int, nonlinearity: str, causal: bool, state: TCNState | None
+    x: Tensor,
+    weight: Tensor,
+    dilation_factor: int,
+    bias: Tensor | None,
+    nonlinearity: str,
+    causal: bool,
+    lengths: Tensor | None,
+    state: TCNState | None,
+    return_state: bool,
 ) -> None:
     """Raise an error that names what is wrong with the arguments of `tcn`."""
     if x.dim() != 3 or x.shape[1] < 1:
@@ -135,10 +144,15 @@ def check_tcn(
         raise InputError(f"dilation_factor: got {dilation_factor}, allowed is 1 or more")
     if nonlinearity not in ACTIVATIONS:
         raise InputError(f"nonlinearity: got {nonlinearity!r}, allowed are {', '.join(ACTIVATIONS)}")
+    if bias is not None and bias.shape != weight.shape[:3]:
+        raise InputError(
+            f"bias: got shape {list(bias.shape)}, allowed is {list(weight.shape[:3])}, [depth, convolutions, channels]"
+        )
+    check_lengths(lengths, x.shape[0], x.shape[1])
+    if not causal and (state is not None or return_state):
+        raise StateError("state: asked of a bidirectional TCN, allowed is None; only causal ones stream")
     if state is None:
         return
-    if not causal:
-        raise StateError("state: got one for a bidirectional TCN, allowed is None; only causal ones stream")
     depth, convolutions, channels, kernel_size = weight.shape
     expected = [
         (x.shape[0], (kernel_size - 1) * dilation_factor**block, channels)

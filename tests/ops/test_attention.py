@@ -1,0 +1,276 @@
+"""Chunked attention against loops over single numbers, the position biases, gradients and precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from tcnca.ops import (
+    ATTENTION_FUNCTIONS,
+    AttentionState,
+    attend,
+    chunked_attention,
+    laplace,
+    offset_bias,
+    relu2,
+    rotary_bias,
+    rotate,
+)
+from tests.comparison import assert_close
+from tests.ops.properties import THOROUGH, in_pieces, leaf
+
+every_function = pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+CHUNKS = st.none() | st.integers(1, 9)
+
+
+def naive_weights(scores: list[float], function: str) -> list[float]:
+    if function == "softmax":
+        exponentials = [math.exp(score) for score in scores]
+        return [value / sum(exponentials) for value in exponentials]
+    if function == "relu2":
+        return [max(score, 0.0) ** 2 for score in scores]
+    return [0.5 * (1 + math.erf((score - 0.707107) / (0.282095 * math.sqrt(2)))) for score in scores]
+
+
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: int | None,
+    causal: bool,
+    function: str,
+    bias: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Query by query over the real keys of its chunk; zeros for queries that are padding."""
+    out = torch.zeros_like(v)
+    for row in range(q.shape[0]):
+        real = q.shape[1] if lengths is None else lengths[row]
+        for query in range(real):
+            start = 0 if chunk is None else query // chunk * chunk
+            stop = real if chunk is None else min(start + chunk, real)
+            seen = [key for key in range(start, stop) if key <= query or not causal]
+            # `relu2` and `laplace` divide by the number of keys seen.
+            scale = q.shape[2] ** -0.5 if function == "softmax" else 1 / len(seen)
+            scores = [
+                sum(a * b for a, b in zip(q[row, query].tolist(), k[row, key].tolist(), strict=True)) * scale
+                + (0.0 if bias is None else float(bias[key - query + (len(bias) - 1) // 2]))
+                for key in seen
+            ]
+            for key, weight in zip(seen, naive_weights(scores, function), strict=True):
+                out[row, query] += weight * v[row, key]
+    return out
+
+
+def example(time: int, batch: int = 2, width: int = 3, value_width: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = ((batch, time, width), (batch, time, width), (batch, time, value_width))
+    # Twice as wide as normal: a softmax that is far from uniform.
+    q, k, v = (torch.randn(shape, dtype=torch.float64) * 2 for shape in shapes)
+    return q, k, v
+
+
+@every_function
+@THOROUGH
+@given(
+    time=st.integers(1, 14),
+    chunk=CHUNKS,
+    causal=st.booleans(),
+    with_bias=st.booleans(),
+    beyond=st.integers(0, 3),
+    data=st.data(),
+)
+def test_equals_the_sums_written_out(
+    function: str, time: int, chunk: int | None, causal: bool, with_bias: bool, beyond: int, data: st.DataObject
+) -> None:
+    q, k, v = example(time)
+    reach = min(chunk or time, time) + beyond
+    bias = torch.randn(2 * reach - 1, dtype=torch.float64) if with_bias else None
+    lengths = data.draw(st.none() | st.lists(st.integers(0, time), min_size=2, max_size=2), "lengths")
+    out, _ = chunked_attention(
+        q,
+        k,
+        v,
+        chunk=chunk,
+        causal=causal,
+        function=function,
+        bias=bias,
+        lengths=None if lengths is None else torch.tensor(lengths),
+    )
+    expected = naive_attention(q, k, v, chunk, causal, function, bias, lengths)
+    for row, length in enumerate(lengths or [time] * 2):
+        assert_close(out[row, :length], expected[row, :length])
+
+
+@every_function
+def test_a_query_that_sees_nothing_gets_zeros(function: str) -> None:
+    q, k, v = example(4)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    out = attend(q, k, v, function=function, mask=mask)
+    assert not out[:, 2].any()
+    assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, function=function))
+
+
+def test_attention_functions_of_known_values() -> None:
+    x = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+    assert relu2(x).tolist() == [0.0, 0.0, 0.25, 4.0]
+    assert float(laplace(torch.tensor(0.707107, dtype=torch.float64))) == 0.5
+    assert_close(laplace(x), torch.tensor(naive_weights(x.tolist(), "laplace"), dtype=torch.float64))
+
+
+def test_laplace_meets_relu2_in_value_and_slope() -> None:
+    # How MEGA chose its two constants, which it gives with six digits: as many as float32 has.
+    x = leaf(1) * 0 + math.sqrt(0.5)
+    for what, smooth, sharp in zip(("value", "slope"), _at(laplace, x), _at(relu2, x), strict=True):
+        assert_close(smooth, sharp, what, dtype=torch.float32)
+
+
+def _at(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    y = function(x)
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+
+@every_function
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_dropout_drops_weights_and_scales_the_rest(function: str, streaming: bool) -> None:
+    time = 12
+    q, k, _ = example(time, batch=8)
+    identity = torch.eye(time, dtype=torch.float64).expand(8, -1, -1)
+    options: dict[str, Any] = {"chunk": 6, "function": function, "return_state": streaming}
+    weights, _ = chunked_attention(q, k, identity, **options)
+    dropped, _ = chunked_attention(q, k, identity, dropout=0.25, **options)
+    kept = dropped != 0
+    assert_close(dropped[kept], weights[kept] / 0.75)
+    share = float(kept.sum() / (weights != 0).sum())
+    assert 0.6 < share < 0.9
+
+
+def naive_turn(vector: list[float], position: float) -> list[float]:
+    """Pairs of the first and the second half, turned by `position · 10000^(-i / half)`."""
+    half = len(vector) // 2
+    turned = [0.0] * len(vector)
+    for i in range(half):
+        angle = position * 10000.0 ** (-i / half)
+        turned[i] = vector[i] * math.cos(angle) - vector[half + i] * math.sin(angle)
+        turned[half + i] = vector[i] * math.sin(angle) + vector[half + i] * math.cos(angle)
+    return turned
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+@given(width=st.integers(1, 4).map(lambda half: 2 * half), position=st.integers(0, 5000))
+def test_rotation_turns_pairs_of_both_halves(width: int, position: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, width, dtype=torch.float64)
+    positions = torch.tensor([position, 0, 7])
+    expected = [[naive_turn(x[b, t].tolist(), int(positions[t])) for t in range(3)] for b in range(2)]
+    assert_close(rotate(x, positions), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_each_row_may_have_its_own_positions() -> None:
+    x, positions = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[0, 1, 2], [5, 6, 7]])
+    expected = torch.stack([rotate(x[row], positions[row]) for row in range(2)])
+    assert_close(rotate(x, positions), expected)
+
+
+@given(query=st.integers(0, 300), key=st.integers(0, 300), shift=st.integers(0, 1000))
+def test_rotated_scores_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 8, dtype=torch.float64)
+    scores = [(rotate(q, torch.tensor([query + by])) * rotate(k, torch.tensor([key + by]))).sum() for by in (0, shift)]
+    # Measured against the greatest score there could be: the score itself may be near zero.
+    size = float(q.norm() * k.norm())
+    assert_close(scores[1] / size + 2, scores[0] / size + 2)
+
+
+@given(reach=st.integers(1, 8), width=st.integers(1, 3).map(lambda half: 2 * half), start=st.integers(0, 9))
+def test_rotary_bias_is_the_product_of_turned_vectors(reach: int, width: int, start: int) -> None:
+    torch.manual_seed(0)
+    alpha, beta = torch.randn(2, width, dtype=torch.float64)
+    bias = rotary_bias(alpha, beta, reach)
+    places = range(start, start + reach)
+    expected = [[dot(naive_turn(alpha.tolist(), m), naive_turn(beta.tolist(), n)) for n in places] for m in places]
+    indices = torch.tensor(places)
+    assert bias.shape == (2 * reach - 1,)
+    assert_close(offset_bias(bias, indices, indices), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_bias_is_looked_up_by_key_minus_query() -> None:
+    bias = torch.arange(-3.0, 4.0)  # place i holds the offset itself
+    query, key = torch.tensor([3, 1]), torch.tensor([0, 1, 4])
+    assert offset_bias(bias, query, key).tolist() == [[-3.0, -2.0, 1.0], [-1.0, 0.0, 3.0]]
+
+
+@every_function
+@pytest.mark.parametrize("chunk", [None, 3], ids=["full", "chunks"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("lengths", [None, [5, 2]], ids=str)
+def test_gradients_are_those_of_the_function(
+    function: str, chunk: int | None, causal: bool, lengths: list[int] | None
+) -> None:
+    real = None if lengths is None else torch.tensor(lengths)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        options: dict[str, Any] = {"chunk": chunk, "causal": causal, "function": function, "bias": bias}
+        return chunked_attention(q, k, v, lengths=real, **options)[0]
+
+    assert gradcheck(run, (leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 5, 1), leaf(9)))
+
+
+@every_function
+@pytest.mark.parametrize("lengths", [None, [3, 0]], ids=str)
+@pytest.mark.parametrize("time", [1, 2, 5], ids=["one token", "within a chunk", "many chunks"])
+@pytest.mark.parametrize("chunk", [None, 3], ids=["full", "chunks"])
+def test_gradients_through_the_state(function: str, chunk: int | None, time: int, lengths: list[int] | None) -> None:
+    real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
+    position = torch.tensor([2, 1])
+    slots = 2 if chunk is None else chunk
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        state = AttentionState(keys, values, position)
+        options: dict[str, Any] = {"chunk": chunk, "function": function, "bias": bias, "lengths": real}
+        out, new = chunked_attention(q, k, v, state=state, return_state=True, **options)
+        assert new is not None
+        return out, new.keys, new.values
+
+    q, k, v, bias = leaf(2, time, 2), leaf(2, time, 2), leaf(2, time, 1), leaf(13)
+    assert gradcheck(run, (q, k, v, bias, leaf(2, slots, 2), leaf(2, slots, 1)))
+
+
+def test_gradients_of_the_position_functions() -> None:
+    assert gradcheck(lambda alpha, beta: rotary_bias(alpha, beta, 3), (leaf(4), leaf(4)))
+    assert gradcheck(lambda x: rotate(x, torch.tensor([0, 3, 11])), (leaf(2, 3, 4),))
+
+
+@every_function
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 32]], ids=["one call", "token by token", "pieces"])
+def test_lower_precision_is_close_to_float64(function: str, dtype: torch.dtype, sizes: list[int]) -> None:
+    q, k, v = (torch.randn(2, 40, 8).to(dtype) for _ in range(3))
+    bias = torch.randn(31).to(dtype)
+    expected, _ = chunked_attention(q.double(), k.double(), v.double(), chunk=16, function=function, bias=bias.double())
+    out, state = in_pieces(partial(chunked_attention, chunk=16, function=function, bias=bias), [q, k, v], sizes)
+    assert out.dtype == dtype
+    assert state.tensors()["keys"].dtype == state.tensors()["values"].dtype == dtype
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lower_precision_rotations_are_close_to_float64(dtype: torch.dtype) -> None:
+    # Positions that half precision cannot hold: angles have to be made in float32.
+    x, positions = torch.randn(50, 8).to(dtype), torch.arange(50) * 83
+    turned = rotate(x, positions)
+    assert turned.dtype == dtype
+    assert_close(turned, rotate(x.double(), positions))

@@ -1,0 +1,244 @@
+"""The EMA against its kernel and its recurrence written out, its three forms against each other, and its precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from tcnca.ops import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel
+from tests.comparison import TOLERANCE, assert_close
+from tests.ops.properties import THOROUGH, assert_same_gradients, gradients, in_pieces, leaf
+
+DIRECTIONS = st.sampled_from([1, 2])
+TRUNCATIONS = st.none() | st.integers(1, 14)
+
+
+Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def parameters(directions: int, channels: int, hidden: int) -> Parameters:
+    """Delta, alpha, beta, gamma, with decays from slow to fast."""
+    delta, alpha, beta, gamma = (leaf(directions, channels, hidden, scale=1.5) for _ in range(4))
+    return delta, alpha, beta, gamma
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def naive_kernel(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, length: int) -> Tensor:
+    """`k[l] = Σ_n p β q^l γ / √N`, with `p = σ(δ)` and `q = 1 - p σ(α)`."""
+    directions, channels, hidden = delta.shape
+    kernel = torch.zeros(directions, channels, length, dtype=torch.float64)
+    for place in itertools.product(range(directions), range(channels), range(hidden)):
+        p = sigmoid(float(delta[place]))
+        q = 1 - p * sigmoid(float(alpha[place]))
+        for lag in range(length):
+            kernel[place[0], place[1], lag] += p * float(beta[place]) * q**lag * float(gamma[place]) / math.sqrt(hidden)
+    return kernel
+
+
+def naive_convolution(x: Tensor, kernel: Tensor) -> Tensor:
+    """The first direction over the past, the second over the future; the present is in both."""
+    y = torch.zeros_like(x)
+    for row, time, channel in itertools.product(*map(range, x.shape)):
+        for lag in range(kernel.shape[2]):
+            if time - lag >= 0:
+                y[row, time, channel] += kernel[0, channel, lag] * x[row, time - lag, channel]
+            if kernel.shape[0] == 2 and time + lag < x.shape[1]:
+                y[row, time, channel] += kernel[1, channel, lag] * x[row, time + lag, channel]
+    return y
+
+
+def naive_recurrence(x: Tensor, delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:
+    """`s ← p β x + q s`, `y = Σ_n γ s / √N`."""
+    hidden = delta.shape[2]
+    y = torch.zeros_like(x)
+    for row, channel, n in itertools.product(range(x.shape[0]), range(x.shape[2]), range(hidden)):
+        d, a, b, g = (float(part[0, channel, n]) for part in (delta, alpha, beta, gamma))
+        p = sigmoid(d)
+        q, state = 1 - p * sigmoid(a), 0.0
+        for time in range(x.shape[1]):
+            state = p * b * float(x[row, time, channel]) + q * state
+            y[row, time, channel] += g * state / math.sqrt(hidden)
+    return y
+
+
+@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+def test_kernel_is_the_sum_written_out(directions: int) -> None:
+    with torch.no_grad():
+        values = parameters(directions, 3, 4)
+        assert_close(ema_kernel(*values, 20), naive_kernel(*values, length=20))
+
+
+def test_delta_weighs_the_input_and_alpha_damps() -> None:
+    drive, decay, readout = ema_coefficients(*(torch.full((1, 1, 4), float(v)) for v in (0.0, 100.0, 3.0, 5.0)))
+    assert_close(drive, torch.full((1, 1, 4), 1.5))
+    assert_close(decay, torch.full((1, 1, 4), 0.5))
+    assert_close(readout, torch.full((1, 1, 4), 2.5))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@THOROUGH
+@given(time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=TRUNCATIONS)
+def test_equals_the_convolution_written_out(
+    method: Method, time: int, hidden: int, directions: int, truncation: int | None
+) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        x, values = torch.randn(2, time, 2, dtype=torch.float64), parameters(directions, 2, hidden)
+        y, _ = ema(x, *values, method=method, truncation=truncation)
+        expected = naive_convolution(x, naive_kernel(*values, length=time if truncation is None else truncation))
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_the_recurrence_written_out(method: Method) -> None:
+    with torch.no_grad():
+        x, values = torch.randn(2, 23, 2, dtype=torch.float64), parameters(1, 2, 3)
+        assert_close(ema(x, *values, method=method)[0], naive_recurrence(x, *values))
+
+
+def test_both_directions_see_the_present() -> None:
+    x = torch.zeros(1, 5, 1, dtype=torch.float64)
+    x[0, 2] = 1.0
+    with torch.no_grad():
+        values = parameters(2, 1, 2)
+        past, future = naive_kernel(*values, length=3)[:, 0].tolist()
+        y = ema(x, *values)[0].flatten()
+    expected = [future[2], future[1], future[0] + past[0], past[1], past[2]]
+    assert_close(y, torch.tensor(expected, dtype=torch.float64))
+
+
+@THOROUGH
+@given(time=st.integers(1, 30), directions=DIRECTIONS, truncation=st.none() | st.integers(2, 35), cached=st.booleans())
+def test_the_three_forms_are_one(time: int, directions: int, truncation: int | None, cached: bool) -> None:
+    torch.manual_seed(0)
+    x, values = leaf(2, time, 3), parameters(directions, 3, 4)
+    leaves = dict(zip(("x", "delta", "alpha", "beta", "gamma"), (x, *values), strict=True))
+    # More lags than needed, as a kernel kept from a longer call has.
+    kernel = ema_kernel(*values, 40) if cached else None
+    y, _ = ema(x, *values, method="fft", truncation=truncation, kernel=kernel)
+    expected = gradients(y, leaves)
+    for method in ("steps", "scan"):
+        other, _ = ema(x, *values, method=method, truncation=truncation, kernel=kernel)
+        assert_close(other.detach(), y.detach(), method)
+        assert_same_gradients(gradients(other, leaves), expected)
+
+
+@pytest.mark.parametrize("truncation", [7, 12, 20], ids=["below", "equal", "above"])
+@pytest.mark.parametrize("method", METHODS)
+def test_truncation_forgets_exactly_the_older_inputs(method: Method, truncation: int) -> None:
+    x = leaf(1, 12, 1)
+    y, _ = ema(x, *parameters(1, 1, 2), method=method, truncation=truncation)
+    (gradient,) = torch.autograd.grad(y[0, -1, 0], x)
+    reached = (gradient.flatten().abs() > TOLERANCE[x.dtype]).nonzero().flatten().tolist()
+    assert reached == list(range(max(12 - truncation, 0), 12))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
+@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+def test_gradients_are_those_of_the_function(method: Method, truncation: int | None, directions: int) -> None:
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return ema(x, *values, method=method, truncation=truncation)[0]
+
+    assert gradcheck(function, (leaf(2, 5, 1), *parameters(directions, 1, 2)))
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 0]], ids=str)
+@pytest.mark.parametrize("time", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
+def test_gradients_through_the_state(
+    method: Method, truncation: int | None, time: int, lengths: list[int] | None
+) -> None:
+    position = torch.tensor([5, 1])
+    real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
+
+    def function(x: Tensor, held: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+        state = EMAState(held, None, position) if truncation is None else EMAState(None, held, position)
+        options: dict[str, Any] = {"method": method, "truncation": truncation, "lengths": real}
+        y, new = ema(x, *values, state=state, return_state=True, **options)
+        assert new is not None
+        after = new.hidden if truncation is None else new.window
+        assert after is not None
+        return y, after
+
+    # Two hidden states of a channel, or two places of a window of one channel.
+    held = leaf(2, 1, 2) if truncation is None else leaf(2, 2, 1)
+    assert gradcheck(function, (leaf(2, time, 1), held, *parameters(1, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("truncation", [None, 9], ids=["full", "truncated"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+def test_lower_precision_is_close_to_float64(
+    dtype: torch.dtype, truncation: int | None, method: Method, directions: int
+) -> None:
+    with torch.no_grad():
+        x, *values = (part.to(dtype) for part in (leaf(2, 40, 3), *parameters(directions, 3, 4)))
+        y, _ = ema(x, *values, method=method, truncation=truncation)
+        expected, _ = ema(x.double(), *(part.double() for part in values), truncation=truncation)
+    assert y.dtype == dtype
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("truncation", [None, 100], ids=["full", "truncated"])
+@pytest.mark.parametrize("sizes", [[1] * 300, [1, 200, 99], [300]], ids=["token by token", "pieces", "one call"])
+def test_a_long_past_keeps_its_precision(dtype: torch.dtype, truncation: int | None, sizes: list[int]) -> None:
+    with torch.no_grad():
+        # Slow decays: an output sums hundreds of inputs, which half precision would round away.
+        x = leaf(2, 300, 3).to(dtype)
+        values = [(leaf(1, 3, 4, scale=0.2) + shift).to(dtype) for shift in (-2.0, -2.0, 1.0, 1.0)]
+        y, state = in_pieces(partial(_ema, values=values, truncation=truncation), [x], sizes)
+        expected, _ = ema(x.double(), *(part.double() for part in values), truncation=truncation)
+    assert y.dtype == dtype
+    assert_close(y, expected)
+    held = state.tensors()
+    if truncation is None:
+        assert held["hidden"].dtype == torch.float32
+    else:
+        assert held["window"].dtype == dtype
+
+
+def _ema(x: Tensor, values: list[Tensor], **options: Any) -> tuple[Tensor, EMAState | None]:
+    return ema(x, *values, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_leaves_the_precision_alone(method: Method) -> None:
+    with torch.no_grad():
+        x, *values = (part.float() for part in (leaf(2, 60, 3), *parameters(1, 3, 4)))
+        expected, state = ema(x, *values, method=method, return_state=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, other = ema(x, *values, method=method, return_state=True)
+    assert state is not None
+    assert other is not None
+    assert torch.equal(y, expected)
+    assert all(torch.equal(*pair) for pair in zip(state.tensors().values(), other.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "sizes", [None, [5], [1] * 5, [2, 3]], ids=["no state", "one call", "token by token", "pieces"]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_saturated_decay_gives_no_nan(method: Method, sizes: list[int] | None) -> None:
+    # Sigmoids of 20 round to 1 in float32, and the decay to exactly 0: only the present is left.
+    x, values = torch.ones(1, 5, 1), [torch.full((1, 1, 1), v, requires_grad=True) for v in (20.0, 20.0, 1.0, 1.0)]
+    run = partial(_ema, values=values, method=method)
+    y = run(x)[0] if sizes is None else in_pieces(run, [x], sizes)[0]
+    assert_close(y.detach(), x)
+    for gradient in torch.autograd.grad(y.sum(), values):
+        assert bool(gradient.isfinite().all())

@@ -1,0 +1,269 @@
+"""What all streaming states can do, whatever they hold: move, copy, repeat, reorder, save, and pass as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tcnca import StateError
+from tcnca.ops import (
+    AttentionState,
+    ConvState,
+    EMAState,
+    State,
+    TCNState,
+    chunked_attention,
+    dilated_conv,
+    ema,
+    tcn,
+)
+from tests.comparison import assert_close
+from tests.ops.properties import assert_bit_equal, leaf
+
+BATCH = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class NestedExampleState(State):
+    """States in states, in tuples, a part that is missing, and a word."""
+
+    inner: ConvState
+    parts: tuple[State | None, ...]
+    kind: str
+
+
+def conv_state() -> ConvState:
+    _, state = dilated_conv(leaf(BATCH, 7, 2), leaf(2, 3), 2, return_state=True)
+    assert state is not None
+    return state
+
+
+def tcn_state() -> TCNState:
+    _, state = tcn(leaf(BATCH, 7, 2), leaf(2, 2, 2, 3), 2, return_state=True)
+    assert state is not None
+    return state
+
+
+def ema_state(truncation: int | None) -> EMAState:
+    parameters = [leaf(1, 2, 3) for _ in range(4)]
+    _, state = ema(leaf(BATCH, 7, 2), *parameters, truncation=truncation, return_state=True)
+    assert state is not None
+    return state
+
+
+def attention_state() -> AttentionState:
+    _, state = chunked_attention(leaf(BATCH, 7, 2), leaf(BATCH, 7, 2), leaf(BATCH, 7, 3), chunk=4, return_state=True)
+    assert state is not None
+    return state
+
+
+STATES = {
+    "convolution": conv_state,
+    "tcn": tcn_state,
+    "ema": lambda: ema_state(None),
+    "truncated ema": lambda: ema_state(4),
+    "attention": attention_state,
+    "nested": lambda: NestedExampleState(conv_state(), (ema_state(None), None, tcn_state()), "example"),
+}
+
+
+@pytest.fixture(params=STATES, ids=lambda name: name.replace(" ", "-"))
+def state(request: pytest.FixtureRequest) -> State:
+    return STATES[request.param]()
+
+
+def test_tensors_have_dotted_names() -> None:
+    assert list(STATES["nested"]().tensors()) == [
+        "inner.buffer",
+        "inner.position",
+        "parts.0.hidden",
+        "parts.0.position",
+        *(f"parts.2.buffers.{i}" for i in range(4)),
+        "parts.2.position",
+    ]
+
+
+def test_map_reaches_every_tensor_and_keeps_the_rest(state: State) -> None:
+    doubled = state.map(lambda tensor: tensor * 2)
+    assert type(doubled) is type(state)
+    for name, tensor in state.tensors().items():
+        assert torch.equal(doubled.tensors()[name], tensor * 2)
+    if isinstance(doubled, NestedExampleState):
+        assert doubled.kind == "example"
+        assert doubled.parts[1] is None
+
+
+def test_detach_cuts_the_graph_and_keeps_the_values(state: State) -> None:
+    assert any(tensor.requires_grad for tensor in state.tensors().values())
+    detached = state.detach()
+    assert not any(tensor.requires_grad for tensor in detached.tensors().values())
+    assert_bit_equal(detached, state)
+
+
+def test_clone_shares_no_memory_and_stays_in_the_graph(state: State) -> None:
+    copied = state.clone()
+    assert_bit_equal(copied, state)
+    before = state.detach().clone()
+    for tensor in copied.detach().tensors().values():
+        tensor.add_(1)
+    assert_bit_equal(state, before)
+    assert any(tensor.requires_grad for tensor in copied.tensors().values())
+
+
+def test_states_cannot_be_assigned_to(state: State) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.position = torch.zeros(BATCH)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "like a tensor", "device and type"])
+def test_to_changes_floating_types_and_keeps_positions(state: State, how: str) -> None:
+    moved = {
+        "positional": lambda: state.to(torch.bfloat16),
+        "keyword": lambda: state.to(dtype=torch.bfloat16),
+        "like a tensor": lambda: state.to(torch.zeros(1, dtype=torch.bfloat16)),
+        "device and type": lambda: state.to("cpu", torch.bfloat16, non_blocking=True),
+    }[how]()
+    for name, tensor in moved.tensors().items():
+        expected = state.tensors()[name]
+        assert tensor.dtype == (torch.bfloat16 if expected.is_floating_point() else torch.long), name
+        assert torch.equal(tensor, expected.to(tensor.dtype))
+
+
+def test_to_another_device_moves_everything(state: State) -> None:
+    moved = state.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert {n: t.dtype for n, t in moved.tensors().items()} == {n: t.dtype for n, t in state.tensors().items()}
+
+
+def test_repeat_puts_copies_side_by_side(state: State) -> None:
+    repeated = state.repeat(2)
+    assert repeated.batch_size == 2 * BATCH
+    for name, tensor in repeated.tensors().items():
+        assert torch.equal(tensor, state.tensors()[name][[0, 0, 1, 1, 2, 2]])
+
+
+@pytest.mark.parametrize("index", [[2, 0, 1], [1, 1], [0], []], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_reorder_takes_rows_in_the_order_given(state: State, index: list[int], dtype: torch.dtype) -> None:
+    reordered = state.reorder(torch.tensor(index, dtype=dtype))
+    assert reordered.batch_size == len(index)
+    for name, tensor in reordered.tensors().items():
+        assert torch.equal(tensor, state.tensors()[name][index])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+def test_reorder_takes_small_whole_numbers(dtype: torch.dtype) -> None:
+    state = conv_state()
+    assert_bit_equal(state.reorder(torch.tensor([2, 0], dtype=dtype)), state.reorder(torch.tensor([2, 0])))
+
+
+def test_reordered_rows_continue_as_their_own() -> None:
+    x, weight = torch.randn(BATCH, 9, 2), torch.randn(2, 3)
+    whole, _ = dilated_conv(x, weight, 2)
+    _, state = dilated_conv(x[:, :5], weight, 2, lengths=torch.tensor([5, 5, 5]), return_state=True)
+    assert state is not None
+    index = torch.tensor([2, 0, 0])
+    y, _ = dilated_conv(x[index, 5:], weight, 2, state=state.reorder(index))
+    assert_close(y, whole[index, 5:])
+
+
+def test_nbytes_counts_every_tensor() -> None:
+    # float64 buffers of 4 places and 2 channels, and a 64-bit position.
+    assert conv_state().nbytes == BATCH * (4 * 2 * 8 + 8)
+    assert conv_state().to(torch.bfloat16).nbytes == BATCH * (4 * 2 * 2 + 8)
+
+
+def test_nbytes_counts_a_shared_tensor_once() -> None:
+    state = conv_state()
+    assert TCNState((state.buffer, state.buffer), state.position).nbytes == state.nbytes
+
+
+def test_save_and_load_keep_everything(state: State, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    state.detach().save(path)
+    for loaded in (State.load(path), type(state).load(path), State.load(str(path), device=torch.device("cpu"))):
+        assert type(loaded) is type(state)
+        assert_bit_equal(loaded, state.detach())
+        if isinstance(loaded, NestedExampleState):
+            assert loaded.kind == "example"
+            assert loaded.parts[1] is None
+
+
+def test_save_takes_tensors_that_share_memory(tmp_path: Path) -> None:
+    buffer = torch.randn(BATCH, 8, 2)
+    state = TCNState((buffer, buffer, buffer[:, :4], buffer.transpose(1, 2)), torch.arange(BATCH))
+    state.save(tmp_path / "state")
+    assert_bit_equal(State.load(tmp_path / "state"), state)
+
+
+def test_pytree_round_trip(state: State) -> None:
+    leaves, spec = pytree.tree_flatten(state)
+    again = pytree.tree_unflatten(leaves, spec)
+    assert type(again) is type(state)
+    assert_bit_equal(again, state)
+    assert pytree.tree_flatten(again)[1] == spec
+    written = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert_bit_equal(pytree.tree_unflatten(leaves, written), state)
+
+
+def test_pytree_paths_are_the_dotted_names(state: State) -> None:
+    pairs, _ = pytree.tree_flatten_with_path(state)
+    paths = [pytree.keystr(path) for path, value in pairs if isinstance(value, Tensor)]
+    names = [path.replace("[", ".").replace("]", "").lstrip(".") for path in paths]
+    assert names == list(state.tensors())
+
+
+def test_pytree_functions_reach_every_tensor(state: State) -> None:
+    doubled = pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, state)
+    assert_bit_equal(doubled, state.map(lambda tensor: tensor * 2))
+
+
+@pytest.mark.parametrize("times", [0, -1])
+def test_repeat_needs_a_count(times: int) -> None:
+    with pytest.raises(StateError, match=rf"times: got {times}, allowed is 1 or more"):
+        conv_state().repeat(times)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (torch.tensor([0.0, 1.0]), ["index", "torch.float32", "whole numbers"]),
+        (torch.tensor([True, False, True]), ["index", "torch.bool", "whole numbers"]),
+        (torch.tensor([[0], [1]]), ["index", "[2, 1]", "one dimension"]),
+        (torch.tensor(0), ["index", "[]", "one dimension"]),
+        (torch.tensor([0, 3]), ["index", "[0, 3]", "0 to 2"]),
+        (torch.tensor([-1, 0]), ["index", "[-1, 0]", "0 to 2"]),
+    ],
+    ids=["fractions", "mask", "two dimensions", "no dimension", "too great", "negative"],
+)
+def test_reorder_says_what_is_wrong(index: Tensor, words: list[str]) -> None:
+    with pytest.raises(StateError) as error:
+        conv_state().reorder(index)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_load_refuses_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(StateError, match=r"weights.safetensors: got format None, allowed is 'tcnca-state-1'"):
+        State.load(path)
+
+
+def test_load_refuses_another_kind(tmp_path: Path) -> None:
+    conv_state().detach().save(tmp_path / "state")
+    with pytest.raises(StateError, match=r"state: got a ConvState, allowed is a TCNState"):
+        TCNState.load(tmp_path / "state")
+
+
+def test_load_refuses_an_unknown_kind(tmp_path: Path) -> None:
+    structure = json.dumps({"state": "Unheard", "fields": {}})
+    save_file({"x": torch.zeros(1)}, tmp_path / "state", {"format": "tcnca-state-1", "structure": structure})
+    with pytest.raises(StateError, match=r"state: got kind 'Unheard', allowed are .*'ConvState'"):
+        State.load(tmp_path / "state")
