@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,10 +39,12 @@ def stream(
         raise InputError(f"model: got a {type(model.config.head).__name__}, allowed is a language model")
     if tokens < 0:
         raise InputError(f"tokens: got {tokens}, allowed is 0 or more")
-    if temperature < 0.0:
+    if not 0.0 <= temperature < math.inf:
         raise InputError(f"temperature: got {temperature}, allowed is 0 or more")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k: got {top_k}, allowed is 1 or more, or None")
+    if lengths is not None and bool((torch.as_tensor(lengths) < 1).any()):
+        raise InputError(f"lengths: got {torch.as_tensor(lengths).tolist()}, allowed are prompts of 1 or more tokens")
     return _stream(model, prompt, tokens, temperature, top_k, lengths, generator)
 
 

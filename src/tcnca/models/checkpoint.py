@@ -34,6 +34,8 @@ def save(model: SequenceModel, folder: str | Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:
         save_file(weights, Path(beside, WEIGHTS_FILE), {"format": "pt"})
         Path(beside, CONFIG_FILE).write_text(text, encoding="utf-8")
+        # Safetensors writes for the owner alone; let both files have what the user's mask says.
+        Path(beside, WEIGHTS_FILE).chmod(Path(beside, CONFIG_FILE).stat().st_mode)
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             os.replace(Path(beside, name), folder / name)
     return folder

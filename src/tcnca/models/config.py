@@ -267,22 +267,19 @@ class ModelConfig:
         A field of a part is named by itself if only one part has it (`vocabulary=256`, `chunk=64`), or else with
         its part in front (`override(**{"head.hidden": 64})`).
         """
-        top: dict[str, Any] = {}
+        own = _names(type(self))
+        # Whole parts first: what is said of a part is said of the new one.
+        changed = dataclasses.replace(self, **{name: value for name, value in changes.items() if name in own})
         inner: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
-            part, field = self._locate(name)
-            if part is None:
-                top[field] = value
-            else:
+            if name not in own:
+                part, field = changed._locate(name)
                 inner.setdefault(part, {})[field] = value
-        for part, fields in inner.items():
-            top[part] = dataclasses.replace(top.get(part, getattr(self, part)), **fields)
-        return dataclasses.replace(self, **top)
+        parts = {part: dataclasses.replace(getattr(changed, part), **fields) for part, fields in inner.items()}
+        return dataclasses.replace(changed, **parts)
 
-    def _locate(self, name: str) -> tuple[str | None, str]:
-        own = _names(type(self))
-        if name in own:
-            return None, name
+    def _locate(self, name: str) -> tuple[str, str]:
+        """The part and the field that a name without or with its part means."""
         parts = {part: _names(type(getattr(self, part))) for part in _KINDS if getattr(self, part) is not None}
         dotted = [f"{part}.{field}" for part, fields in parts.items() for field in fields]
         found = [entry for entry in dotted if entry == name or entry.split(".")[1] == name]
@@ -291,8 +288,7 @@ class ModelConfig:
             return part, field
         if found:
             raise ConfigError(f"{name}: is a field of several parts, allowed are {', '.join(found)}")
-        _check_names("", [name], own | {entry.split(".")[1] for entry in dotted} | set(dotted))
-        raise AssertionError("unreachable")
+        raise _no_such_field("", name, _names(type(self)) | {entry.split(".")[1] for entry in dotted} | set(dotted))
 
 
 def _names(cls: type) -> set[str]:
@@ -302,6 +298,10 @@ def _names(cls: type) -> set[str]:
 def _check_names(where: str, given: Any, allowed: set[str]) -> None:
     for name in given:
         if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, 1)
-            hint = f"; did you mean {where}{close[0]}?" if close else ""
-            raise ConfigError(f"{where}{name}: no such field, allowed are {', '.join(sorted(allowed))}{hint}")
+            raise _no_such_field(where, name, allowed)
+
+
+def _no_such_field(where: str, name: str, allowed: set[str]) -> ConfigError:
+    close = difflib.get_close_matches(name, allowed, 1)
+    hint = f"; did you mean {where}{close[0]}?" if close else ""
+    return ConfigError(f"{where}{name}: no such field, allowed are {', '.join(sorted(allowed))}{hint}")

@@ -58,34 +58,37 @@ def make_layout(
     mask: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | None,
     max_seqlen: int | None,
+    suffix: str = "",
 ) -> Layout:
-    """The layout of `x` (`[batch, time, …]`), described by at most one of `lengths`, `mask` and `cu_seqlens`."""
-    given = [
-        name for name, value in (("lengths", lengths), ("mask", mask), ("cu_seqlens", cu_seqlens)) if value is not None
-    ]
+    """The layout of `x` (`[batch, time, …]`), described by at most one of `lengths`, `mask` and `cu_seqlens`.
+
+    `suffix` follows their names in messages: the second document's are `lengths2` and `mask2`.
+    """
+    described = {f"lengths{suffix}": lengths, f"mask{suffix}": mask, "cu_seqlens": cu_seqlens}
+    given = [name for name, value in described.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: got several, allowed is one of lengths, mask and cu_seqlens")
     if max_seqlen is not None and cu_seqlens is None:
         raise InputError("max_seqlen: got one without cu_seqlens, allowed is None")
     if lengths is not None:
-        return Layout(_lengths(x, lengths))
+        return Layout(_lengths(x, lengths, f"lengths{suffix}"))
     if mask is not None:
-        return _masked(x, mask)
+        return _masked(x, mask, f"mask{suffix}")
     return Layout() if cu_seqlens is None else _packed(x, cu_seqlens, max_seqlen)
 
 
-def _lengths(x: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
+def _lengths(x: Tensor, lengths: Tensor | Sequence[int], name: str) -> Tensor:
     lengths = torch.as_tensor(lengths)
-    check_lengths(lengths, x.shape[0], x.shape[1])
+    check_lengths(lengths, x.shape[0], x.shape[1], name)
     lengths = lengths.to(x.device).long()
     if lengths.device.type != "cpu":
-        check_values((lengths >= 0) & (lengths <= x.shape[1]), f"lengths: allowed are 0 to {x.shape[1]}", lengths)
+        check_values((lengths >= 0) & (lengths <= x.shape[1]), f"{name}: allowed are 0 to {x.shape[1]}", lengths)
     return lengths
 
 
-def _masked(x: Tensor, mask: Tensor) -> Layout:
+def _masked(x: Tensor, mask: Tensor, name: str) -> Layout:
     if mask.shape != x.shape[:2]:
-        raise InputError(f"mask: got shape {list(mask.shape)}, allowed is {list(x.shape[:2])}, true for real tokens")
+        raise InputError(f"{name}: got shape {list(mask.shape)}, allowed is {list(x.shape[:2])}, true for real tokens")
     mask = mask.to(device=x.device, dtype=torch.bool)
     order = torch.argsort(~mask, dim=1, stable=True)
     return Layout(mask.sum(1), order=order)

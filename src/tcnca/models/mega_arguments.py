@@ -200,13 +200,14 @@ _POOLINGS = {"mp": "mean", "cls": "first"}
 class Arguments:
     """The arguments of a checkpoint, with its architecture's defaults for those it leaves out."""
 
-    def __init__(self, given: Mapping[str, Any], fallback: str) -> None:
+    def __init__(self, given: Mapping[str, Any], fallback: str, **found: Any) -> None:
+        """`found` is what the weights show: it stands in where neither the file nor the architecture has a word."""
         self.architecture = given.get("arch") or fallback
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"args.arch: got {self.architecture!r}, allowed are {', '.join(sorted(ARCHITECTURES))}"
             )
-        self._values = {**ARCHITECTURES[self.architecture], **given}
+        self._values = {**found, **ARCHITECTURES[self.architecture], **given}
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
@@ -219,9 +220,16 @@ class Arguments:
     def choice(self, name: str, table: dict[str, str]) -> Any:
         """Our word for the value of an argument."""
         value = self._values[name]
-        if value not in table:
+        if not isinstance(value, str) or value not in table:
             raise CheckpointError(f"args.{name}: got {value!r}, allowed are {', '.join(table)}")
         return table[value]
+
+    def number(self, name: str) -> int:
+        """A whole number."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"args.{name}: got {value!r}, allowed is a whole number")
+        return value
 
     def refuse(self, name: str, allowed: Any, why: str) -> None:
         """Raise an error if an argument asks for what our models do not have."""
@@ -231,15 +239,16 @@ class Arguments:
 
     def chunk(self, name: str) -> int | None:
         """A chunk size; MEGA writes -1 for none."""
-        value = self._values[name]
-        if not isinstance(value, int) or value == 0:
-            raise CheckpointError(f"args.{name}: got {value!r}, allowed is a whole number, negative for no chunks")
+        value = self.number(name)
+        if value == 0:
+            raise CheckpointError(f"args.{name}: got 0, allowed is a whole number, negative for no chunks")
         return value if value > 0 else None
 
     def truncation(self) -> int | None:
         """The truncation of the EMA's kernel, if any."""
-        value = self._values["truncation_length"]
-        return value if value is not None and value > 0 else None
+        if self["truncation_length"] is None:
+            return None
+        return max(self.number("truncation_length"), 0) or None
 
 
 def language_model_config(arguments: Arguments, vocabulary: int) -> ModelConfig:
@@ -255,7 +264,7 @@ def language_model_config(arguments: Arguments, vocabulary: int) -> ModelConfig:
     return ModelConfig(
         layers=a["decoder_layers"],
         width=a["decoder_embed_dim"],
-        feed_forward=max(a["decoder_ffn_embed_dim"], 0),
+        feed_forward=max(a.number("decoder_ffn_embed_dim"), 0),
         mixer=EMAConfig(hidden=a["decoder_n_dim"], truncation=a.truncation()),
         attention=_attention(a, a["decoder_z_dim"], hidden, a.chunk("decoder_chunk_size"), positions or 1024),
         input=TokenInput(
@@ -276,17 +285,14 @@ def language_model_config(arguments: Arguments, vocabulary: int) -> ModelConfig:
     )
 
 
-def classifier_config(arguments: Arguments, vocabulary: int | None, found_norm: str) -> ModelConfig:
-    """Our configuration of a MEGA classifier; `vocabulary` is None for real-valued input.
-
-    `found_norm` is the norm that the weights show: one architecture has no default for it.
-    """
+def classifier_config(arguments: Arguments, vocabulary: int | None) -> ModelConfig:
+    """Our configuration of a MEGA classifier; `vocabulary` is None for real-valued input."""
     a = arguments
     a.refuse("layer_type", "mega", "only MEGA's layers can be read")
     a.refuse("use_p", False, "that is an option of Luna's layers")
     kind = "text" if vocabulary is not None else "image"
     a.refuse("input_type", kind, f"the weights are those of a model of kind {kind!r}")
-    width, hidden = a["encoder_embed_dim"], a["encoder_hidden_dim"]
+    width, hidden = a.number("encoder_embed_dim"), a["encoder_hidden_dim"]
     inputs = a["classifier_in_dim"]
     if inputs not in (width, 2 * width):
         raise CheckpointError(
@@ -295,21 +301,18 @@ def classifier_config(arguments: Arguments, vocabulary: int | None, found_norm: 
     head: dict[str, Any] = {
         "classes": a["sentence_class_num"],
         "pooling": a.choice("sen_rep_type", _POOLINGS),
-        "hidden": a["classifier_out_dim"] if a["classifier_layers"] > 0 else None,
-        "hidden_layers": max(a["classifier_layers"], 1),
+        "hidden": a["classifier_out_dim"] if a.number("classifier_layers") > 0 else None,
+        "hidden_layers": max(a.number("classifier_layers"), 1),
         "activation": a.choice("classifier_activation_fn", _ACTIVATIONS),
         "dropout": a["dropout"],
     }
-    norm = _NORMS.get(a.get("norm_type", found_norm))
-    if norm is None:
-        raise CheckpointError(f"args.norm_type: got {a['norm_type']!r}, allowed are {', '.join(_NORMS)}")
     embedding_norm = bool(a["normalize_embedding"])
     chunk = a.chunk("chunk_size")
     positions = a["max_positions"] or a.get("tokens_per_sample", None)
     return ModelConfig(
         layers=a["encoder_layers"],
         width=width,
-        feed_forward=max(a["encoder_ffn_embed_dim"] or 0, 0),
+        feed_forward=max(a.number("encoder_ffn_embed_dim"), 0),
         mixer=EMAConfig(hidden=a["n_dim"], truncation=a.truncation()),
         attention=_attention(a, a["z_dim"], hidden, chunk, positions),
         causal=False,
@@ -318,7 +321,7 @@ def classifier_config(arguments: Arguments, vocabulary: int | None, found_norm: 
         else TokenInput(vocabulary=vocabulary, norm=embedding_norm, padding_index=PADDING_INDEX),
         head=PairHead(**head) if inputs == 2 * width else ClassifierHead(**head),
         activation=a.choice("activation_fn", _ACTIVATIONS),
-        norm=norm,  # type: ignore[arg-type]
+        norm=a.choice("norm_type", _NORMS),
         prenorm=bool(a["encoder_normalize_before"]),
         dropout=a["dropout"],
         value_dropout=a["act_dropout"],

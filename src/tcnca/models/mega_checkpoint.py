@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tcnca.errors import CheckpointError, ConfigError
 from tcnca.models.checkpoint import fill
+from tcnca.models.config import ModelConfig
 from tcnca.models.mega_arguments import Arguments, classifier_config, language_model_config
 from tcnca.models.model import SequenceModel
 
@@ -77,7 +78,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a file of other bytes can fail anywhere in the unpickler
         raise CheckpointError(
             f"{path}: cannot be read as tensors, plain values and an argument namespace, and anything else in a "
             f"checkpoint is refused, because loading it could run code: {error}"
@@ -86,11 +87,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
             raise CheckpointError(f"{path}: {name}: got {got}, allowed is a {kind.__name__}")
-    weights = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in content["model"].items()
-        if not _IGNORED.search(name)
-    }
+    weights = {}
+    for name, tensor in content["model"].items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path}: model: {name}: got {tensor!r}, allowed is a tensor")
+        if not _IGNORED.search(name):
+            weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     return vars(content["args"]), weights
 
 
@@ -102,14 +104,10 @@ def _readable() -> list[Any]:
 
 
 def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
-    arguments = Arguments(given, fallback="mega_lm")
-    # Before shapes are looked at, as adaptive embeddings have other names.
-    embedding = weights.get("decoder.embed_tokens.weight")
-    config = _configured(
-        where, lambda: language_model_config(arguments, 1 if embedding is None else embedding.shape[0])
-    )
-    if embedding is None:
-        raise CheckpointError(f"{where}: decoder.embed_tokens.weight: is missing")
+    # Adaptive embeddings have other names; the arguments say so better than a missing weight would.
+    name = "decoder.embed_tokens.weight"
+    vocabulary = _rows(weights.get(name, torch.zeros(1, 1)), name, where)
+    config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
     if getattr(config.head, "tied", False):
         weights = {name: tensor for name, tensor in weights.items() if name != "decoder.output_projection.weight"}
     renamed = {_rename(name.removeprefix("decoder."), name, where): tensor for name, tensor in weights.items()}
@@ -117,10 +115,10 @@ def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: st
 
 
 def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
-    arguments = Arguments(given, fallback="lra")
-    embedding = weights.get("encoder.encoder.embed_tokens.embed.weight")
-    vocabulary = None if embedding is None else embedding.shape[0]
-    config = _configured(where, lambda: classifier_config(arguments, vocabulary, _norm_of(weights)))
+    name = "encoder.encoder.embed_tokens.embed.weight"
+    vocabulary = _rows(weights[name], name, where) if name in weights else None
+    found = {"norm_type": _norm_of(weights)}
+    config = _configured(where, lambda: classifier_config(Arguments(given, "lra", **found), vocabulary))
     renamed = {}
     for name, tensor in weights.items():
         hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", name)
@@ -133,7 +131,13 @@ def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -
     return _filled(config, renamed, where)
 
 
-def _configured(where: str, make: Any) -> Any:
+def _rows(tensor: Tensor, name: str, where: str) -> int:
+    if tensor.dim() != 2:
+        raise CheckpointError(f"{where}: {name}: got shape {list(tensor.shape)}, allowed is [vocabulary, width]")
+    return tensor.shape[0]
+
+
+def _configured(where: str, make: Callable[[], ModelConfig]) -> ModelConfig:
     try:
         return make()
     except ConfigError as error:
@@ -142,22 +146,25 @@ def _configured(where: str, make: Any) -> Any:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _filled(config: Any, weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> SequenceModel:
     with torch.device("meta"):
         model = SequenceModel(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     directions = 1 if config.causal else 2
     for name, tensor in weights.items():
         if ".mixer." in name and not name.endswith("omega"):
-            # Theirs: [directions · channels, hidden, 1], or without the 1 for γ.
-            tensor = tensor.reshape(directions, -1, tensor.shape[1]) if tensor.dim() > 1 else tensor
-        elif name == "embedding.weight" and tensor.dim() == 1:
-            tensor = tensor.unsqueeze(0)
-        elif re.search(r"attention\.(alpha|beta)$", name):
-            tensor = tensor.flatten()
-        weights[name] = tensor.reshape(shapes[name]) if name in shapes and shapes[name].numel() == 1 else tensor
+            # Theirs is [directions · channels, hidden, 1], or without the 1 for γ.
+            if tensor.dim() in (2, 3) and tensor.shape[0] % directions == 0:
+                weights[name] = tensor.reshape(directions, tensor.shape[0] // directions, -1)
+        elif name in shapes and _sizes(tensor.shape) == _sizes(shapes[name]):
+            # Theirs may have a dimension of 1 more or less: the vector of a real-valued input, of a rotary bias.
+            weights[name] = tensor.reshape(shapes[name])
     fill(model, weights, where)
     return model
+
+
+def _sizes(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size > 1]
 
 
 def _rename(short: str, name: str, where: str) -> str:

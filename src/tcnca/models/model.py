@@ -155,6 +155,8 @@ class SequenceModel(nn.Module):
         pooled, pool = self.head.pool(features, layout.lengths, None if state is None else state.pool, return_state)
         if second is not None:
             features, other, _ = self._encode("second", second, lengths2, mask2, None, None, None, False, False)
+            if features.shape[0] != pooled.shape[0]:
+                raise InputError(f"second: got a batch of {features.shape[0]}, allowed is {pooled.shape[0]}, that of x")
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
         logits = self.head(pooled)
         if self.head.pooling == "none":
@@ -178,7 +180,7 @@ class SequenceModel(nn.Module):
         padding = getattr(self.config.input, "padding_index", None)
         if padding is not None and lengths is None and mask is None and cu_seqlens is None:
             mask = x != padding
-        layout = make_layout(x, lengths, mask, cu_seqlens, max_seqlen)
+        layout = make_layout(x, lengths, mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
         rows, real = layout.rows(x), layout.lengths
         if state is not None:
             self._check_state(state, rows)
@@ -254,5 +256,13 @@ def _position(state: ModelState) -> Tensor:
 
 def _signature(config: ModelConfig) -> str:
     """What two models must share for one to go on from the other's state."""
+    attention = config.attention
+    looks = "no attention"
+    if attention is not None:
+        looks = (
+            f"{attention.function} attention with chunk {attention.chunk}, key_width {attention.key_width}, "
+            f"value_width {attention.value_width} and {attention.position} positions"
+        )
+    joined = "gated" if config.gated else "plain"
     pooling = getattr(config.head, "pooling", "none")
-    return f"{config.layers} layers of width {config.width}, {config.mixer}, {config.attention}, pooling {pooling}"
+    return f"{config.layers} {joined} layers of width {config.width}, {config.mixer}, {looks}, pooling {pooling}"

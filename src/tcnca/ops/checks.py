@@ -8,7 +8,7 @@ from torch import Tensor
 from tcnca.errors import InputError
 
 
-def check_lengths(lengths: Tensor | None, batch: int, time: int) -> None:
+def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
     """Raise an error unless `lengths` is None or `[batch]`, whole numbers from 0 to `time`.
 
     The numbers themselves are looked at on the CPU only: reading them off another device would make it wait.
@@ -17,12 +17,12 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int) -> None:
         return
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise InputError(
-            f"lengths: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{batch}], whole numbers"
+            f"{name}: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{batch}], whole numbers"
         )
     if lengths.device.type == "cpu":
         check_values(
             (lengths >= 0) & (lengths <= time),
-            f"lengths: got values outside those allowed, 0 to {time}, the number of tokens in a row",
+            f"{name}: got values outside 0 to {time}, the number of tokens in a row",
             lengths,
         )
 
