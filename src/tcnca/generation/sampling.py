@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.models import LanguageModelHead, SequenceModel
+from tcnca.ops import take_time
 
 
 def stream(
@@ -63,26 +64,38 @@ def _stream(
     lengths: Tensor | Sequence[int] | None,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
-    # A decorator would leave gradients off for the caller between two tokens.
-    with torch.no_grad():
-        logits, state = model(prompt, lengths=lengths)
-        if lengths is None:
-            last = logits[:, -1]
-        else:
-            place = torch.as_tensor(lengths, device=logits.device).long() - 1
-            last = logits[torch.arange(len(place), device=logits.device), place]
+    padding = getattr(model.config.input, "padding_index", None)
+    token = None
     for _ in range(tokens):
-        token = _draw(last, temperature, top_k, generator)
-        yield token
+        # A decorator would leave gradients off for the caller between two tokens.
         with torch.no_grad():
-            logits, state = model(token.unsqueeze(1), state=state, inplace=True)
-        last = logits[:, -1]
+            if token is None:
+                logits, state = model(prompt, lengths=lengths)
+                last = take_time(logits, _last_places(prompt, lengths, padding).unsqueeze(1))[:, 0]
+            else:
+                logits, state = model(token.unsqueeze(1), state=state, inplace=True)
+                last = logits[:, -1]
+            token = _draw(last, temperature, top_k, padding, generator)
+        yield token
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _last_places(prompt: Tensor, lengths: Tensor | Sequence[int] | None, padding: int | None) -> Tensor:
+    """Where each prompt ends, `[batch]`."""
+    if lengths is not None:
+        return torch.as_tensor(lengths, device=prompt.device).long() - 1
+    times = torch.arange(prompt.shape[1], device=prompt.device).expand_as(prompt)
+    return (times if padding is None else times.masked_fill(prompt == padding, 0)).amax(1)
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, padding: int | None, generator: torch.Generator | None
+) -> Tensor:
+    if padding is not None:
+        logits = logits.index_fill(-1, torch.tensor(padding, device=logits.device), float("-inf"))
     if temperature == 0.0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    # From the largest, so that a small temperature does not overflow.
+    logits = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tcnca.errors import InputError
 from tcnca.layers.config import AttentionConfig, check_at_least, check_reach
 from tcnca.ops import AttentionState, chunked_attention, initial_attention_state, rotary_bias, rotate
 
@@ -85,15 +86,20 @@ class ChunkedAttention(nn.Module):
         return keys * (self.config.key_width + self.config.value_width)
 
     def _bias(self, time: int, state: AttentionState | None, return_state: bool) -> Tensor | None:
-        if self.config.position == "simple":
-            return self.bias
-        if self.config.position != "rotary":
+        if self.config.position not in ("simple", "rotary"):
             return None
         if self.chunk is not None:
             reach = self.chunk if state is not None or return_state else min(self.chunk, time)
         else:
             reach = time + (0 if state is None else state.keys.shape[1])
-        return rotary_bias(self.alpha, self.beta, reach)
+        if self.config.position == "rotary":
+            return rotary_bias(self.alpha, self.beta, reach)
+        if reach > self.config.reach:
+            raise InputError(
+                f"x: got {reach} tokens, those of earlier calls counted, allowed are at most {self.config.reach}, "
+                f"as far as the simple position bias reaches (attention.max_length)"
+            )
+        return self.bias
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

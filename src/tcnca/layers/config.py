@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import Any, Literal, get_args
 
@@ -106,9 +107,14 @@ class TCNConfig:
                 f"length: got {length}, allowed is at most {config.receptive_field} with depth {config.depth} and "
                 f"kernel_size {config.kernel_size}, whatever the dilation factor"
             )
-        while config.receptive_field < length:
-            config = dataclasses.replace(config, dilation_factor=config.dilation_factor + 1)
-        return config
+        # The field grows with the factor, and a factor of `length` is always enough.
+        factors = range(1, length + 1)
+        enough = bisect.bisect_left(factors, length, key=lambda f: config.with_dilation_factor(f).receptive_field)
+        return config.with_dilation_factor(factors[enough])
+
+    def with_dilation_factor(self, dilation_factor: int) -> TCNConfig:
+        """A copy with another dilation factor."""
+        return dataclasses.replace(self, dilation_factor=dilation_factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

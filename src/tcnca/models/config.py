@@ -44,6 +44,10 @@ class TokenInput:
         check_flag("input.norm", self.norm)
         if self.padding_index is not None:
             check_at_least("input.padding_index", self.padding_index, 0)
+            if self.padding_index >= self.vocabulary:
+                raise ConfigError(
+                    f"input.padding_index: got {self.padding_index}, allowed is below the vocabulary, {self.vocabulary}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ class TokenEmbedding(nn.Module):
         self.scale = math.sqrt(width) if config.scaled else 1.0
         self.norm = make_norm(norm, width) if config.norm else None
         nn.init.normal_(self.weight, std=width**-0.5)
-        if config.padding_index is not None and config.padding_index < config.vocabulary:
+        if config.padding_index is not None:
             nn.init.zeros_(self.weight[config.padding_index])
 
     def check(self, name: str, x: Tensor) -> None:

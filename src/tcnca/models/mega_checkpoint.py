@@ -15,7 +15,7 @@ from torch import Tensor
 from tcnca.errors import CheckpointError, ConfigError
 from tcnca.models.checkpoint import fill
 from tcnca.models.config import ModelConfig
-from tcnca.models.mega_arguments import Arguments, classifier_config, language_model_config
+from tcnca.models.mega_arguments import PADDING_INDEX, Arguments, classifier_config, language_model_config
 from tcnca.models.model import SequenceModel
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -106,11 +106,17 @@ def _readable() -> list[Any]:
 def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
     # Adaptive embeddings have other names; the arguments say so better than a missing weight would.
     name = "decoder.embed_tokens.weight"
-    vocabulary = _rows(weights.get(name, torch.zeros(1, 1)), name, where)
+    vocabulary = _rows(weights.get(name, torch.zeros(PADDING_INDEX + 1, 1)), name, where)
     config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
-    if getattr(config.head, "tied", False):
-        weights = {name: tensor for name, tensor in weights.items() if name != "decoder.output_projection.weight"}
-    renamed = {_rename(name.removeprefix("decoder."), name, where): tensor for name, tensor in weights.items()}
+    output = "decoder.output_projection.weight"
+    if getattr(config.head, "tied", False) and output in weights:
+        if not torch.equal(weights[output], weights[name]):
+            raise CheckpointError(
+                f"{where}: {output}: differs from {name}, allowed is the same: the arguments say that they are one "
+                f"(share_decoder_input_output_embed)"
+            )
+        weights = {key: tensor for key, tensor in weights.items() if key != output}
+    renamed = {_rename(key.removeprefix("decoder."), key, where): tensor for key, tensor in weights.items()}
     return _filled(config, renamed, where)
 
 

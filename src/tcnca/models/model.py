@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tcnca.errors import InputError, StateError
-from tcnca.layers import Block, Dropout, LayerState, make_norm
+from tcnca.layers import Block, Dropout, LayerState, TCNConfig, make_norm
 from tcnca.models.config import LanguageModelHead, ModelConfig, PairHead, TokenInput, ValueInput
 from tcnca.models.embedding import TokenEmbedding, ValueEmbedding
 from tcnca.models.head import PooledHead, PoolState, VocabularyHead
 from tcnca.models.layout import Layout, make_layout
-from tcnca.ops import State, zero_padding
+from tcnca.ops import State, TCNState, zero_padding
 
 Lengths = Tensor | Sequence[int]
 
@@ -245,6 +246,19 @@ class SequenceModel(nn.Module):
             raise StateError(
                 f"state: got one on {position.device}, allowed is {rows.device}, where x is; move it with state.to(…)"
             )
+        kept, kind = _kept(state), self.embedding.weight.dtype
+        if kept is not None and kept.dtype != kind and not torch.is_autocast_enabled(rows.device.type):
+            raise StateError(
+                f"state: got {kept.dtype}, allowed is {kind}, the model's; change it with state.to({kind})"
+            )
+
+
+def _kept(state: ModelState) -> Tensor | None:
+    """A tensor that a state keeps in the model's own floating type, if there is one."""
+    mixer, attention = state.layers[0].mixer, state.layers[0].attention
+    if attention is not None:
+        return attention.keys
+    return mixer.buffers[0] if isinstance(mixer, TCNState) else None
 
 
 def _position(state: ModelState) -> Tensor:
@@ -256,13 +270,18 @@ def _position(state: ModelState) -> Tensor:
 
 def _signature(config: ModelConfig) -> str:
     """What two models must share for one to go on from the other's state."""
-    attention = config.attention
-    looks = "no attention"
+    mixer, attention = config.mixer, config.attention
+    mixes, looks = "no mixer", "no attention"
+    if isinstance(mixer, TCNConfig):
+        names = ("kernel_size", "dilation_factor", "depth", "convolutions")
+        mixes = "a TCN of " + ", ".join(f"{name} {getattr(mixer, name)}" for name in names)
+    elif mixer is not None:
+        mixes = f"an EMA of hidden {mixer.hidden}, truncation {mixer.truncation}"
     if attention is not None:
         looks = (
-            f"{attention.function} attention with chunk {attention.chunk}, key_width {attention.key_width}, "
-            f"value_width {attention.value_width} and {attention.position} positions"
+            f"{attention.function} attention of chunk {attention.chunk}, key_width {attention.key_width}, "
+            f"value_width {attention.value_width}, {attention.position} positions"
         )
     joined = "gated" if config.gated else "plain"
     pooling = getattr(config.head, "pooling", "none")
-    return f"{config.layers} {joined} layers of width {config.width}, {config.mixer}, {looks}, pooling {pooling}"
+    return f"{config.layers} {joined} layers of width {config.width}, {mixes}; {looks}; pooling {pooling}"

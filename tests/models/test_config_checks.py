@@ -1,0 +1,136 @@
+"""Every field of every configuration is checked, by a message that names it, what it got and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tcnca import (
+    AttentionConfig,
+    ClassifierHead,
+    ConfigError,
+    EMAConfig,
+    LanguageModelHead,
+    ModelConfig,
+    PairHead,
+    RegressionHead,
+    TCNConfig,
+    TokenInput,
+    ValueInput,
+)
+
+WHOLE = "allowed is a whole number of at least {}"
+PROBABILITY = "allowed is a number from 0 up to, not including, 1"
+FLAG = "allowed are True and False"
+
+
+def wrong_values(allowed: str) -> list[Any]:
+    """Values that a field of this kind must refuse: those at the edge, and those of another type."""
+    if allowed == PROBABILITY:
+        return [-0.1, 1.0, 1, float("nan"), "0.1", None, True]
+    if allowed == FLAG:
+        return [1, 0, None, "yes"]
+    if allowed.startswith("allowed are"):
+        return ["nonsense", None, 1, ["silu"]]
+    least = int(allowed.rsplit(" ", 1)[1])
+    return [least - 1, -5, 1.0, float(least), "3", True]
+
+
+# Every field: how to make its configuration, the name in messages, what is allowed.
+FIELDS: list[tuple[Callable[..., Any], str, str]] = [
+    *[(ModelConfig, name, WHOLE.format(1)) for name in ("layers", "width")],
+    (ModelConfig, "feed_forward", WHOLE.format(0)),
+    *[(ModelConfig, name, FLAG) for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout")],
+    *[(ModelConfig, name, PROBABILITY) for name in ("dropout", "value_dropout", "feed_forward_dropout")],
+    (ModelConfig, "activation", "allowed are silu, gelu, gelu_tanh, relu, none"),
+    (ModelConfig, "norm", "allowed are layer, scale, rms, batch, sync_batch"),
+    *[
+        (TCNConfig, f"mixer.{name}", WHOLE.format(1))
+        for name in ("kernel_size", "dilation_factor", "depth", "convolutions")
+    ],
+    (TCNConfig, "mixer.activation", "allowed are silu, gelu, gelu_tanh, relu, none"),
+    (TCNConfig, "mixer.norm", "allowed are none, weight, rms, layer, batch, sync_batch"),
+    (TCNConfig, "mixer.init", "allowed are decay, normal"),
+    (TCNConfig, "mixer.bias", FLAG),
+    (TCNConfig, "mixer.dropout", PROBABILITY),
+    (EMAConfig, "mixer.hidden", WHOLE.format(1)),
+    (EMAConfig, "mixer.truncation", WHOLE.format(1)),
+    (EMAConfig, "mixer.method", "allowed are fft, steps, scan"),
+    *[(AttentionConfig, f"attention.{name}", WHOLE.format(1)) for name in ("key_width", "value_width", "chunk")],
+    (AttentionConfig, "attention.max_length", WHOLE.format(1)),
+    (AttentionConfig, "attention.function", "allowed are softmax, relu2, laplace"),
+    (AttentionConfig, "attention.position", "allowed are none, simple, rotary, rope"),
+    (AttentionConfig, "attention.dropout", PROBABILITY),
+    (TokenInput, "input.vocabulary", WHOLE.format(1)),
+    (TokenInput, "input.padding_index", WHOLE.format(0)),
+    *[(TokenInput, f"input.{name}", FLAG) for name in ("scaled", "norm")],
+    (ValueInput, "input.features", WHOLE.format(1)),
+    (ValueInput, "input.norm", FLAG),
+    (LanguageModelHead, "head.tied", FLAG),
+    (RegressionHead, "head.outputs", WHOLE.format(1)),
+    (PairHead, "head.combination", "allowed are concat, features"),
+    *[(head, "head.classes", WHOLE.format(1)) for head in (ClassifierHead, PairHead)],
+    *[
+        (head, f"head.{name}", allowed)
+        for head in (ClassifierHead, RegressionHead, PairHead)
+        for name, allowed in {
+            "pooling": "allowed are mean, last, first, none",
+            "hidden": WHOLE.format(1),
+            "hidden_layers": WHOLE.format(1),
+            "activation": "allowed are silu, gelu, gelu_tanh, relu, none",
+            "dropout": PROBABILITY,
+        }.items()
+    ],
+]
+CHECKS = [
+    pytest.param(make, name, value, allowed, id=f"{make.__name__}-{name}-{value}")
+    for make, name, allowed in FIELDS
+    for value in wrong_values(allowed)
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value", "allowed"), CHECKS)
+def test_field_that_is_wrong(make: Callable[..., Any], name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'{name}: got {value!r}, {allowed}')}$"):
+        make(**{name.split(".")[-1]: value})
+
+
+def test_table_has_every_field() -> None:
+    parts = {"mixer", "attention", "input", "head"}
+    kinds = {make for make, _, _ in FIELDS}
+    stated = {(make, name.split(".")[-1]) for make, name, _ in FIELDS}
+    existing = {(kind, field.name) for kind in kinds for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    assert existing - stated == {(ModelConfig, part) for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "message"),
+    [
+        (ModelConfig, {"mixer": 3}, "mixer: got 3, allowed are TCNConfig, EMAConfig, None"),
+        (ModelConfig, {"attention": "full"}, "attention: got 'full', allowed are AttentionConfig, None"),
+        (ModelConfig, {"input": None}, "input: got None, allowed are TokenInput, ValueInput"),
+        (ModelConfig, {"head": None}, "head: got None, allowed are LanguageModelHead, ClassifierHead"),
+        (ModelConfig, {"attention": None}, "gated: got True without attention, allowed is False"),
+        (ModelConfig, {"input": ValueInput()}, "head: got LanguageModelHead on real-valued .*, allowed is TokenInput"),
+        (ModelConfig, {"causal": False}, "causal: got False with a LanguageModelHead, allowed is True"),
+        (PairHead, {"pooling": "none"}, r"head\.pooling: got 'none', allowed are mean, last, first"),
+        (AttentionConfig, {"key_width": 5, "position": "rope"}, r"attention\.key_width: got 5, allowed is an even"),
+        (AttentionConfig, {"key_width": 5, "position": "rotary"}, r"attention\.key_width: got 5, allowed is an even"),
+        (AttentionConfig, {"chunk": None}, r"attention\.max_length: got None, allowed is a whole number"),
+        (AttentionConfig, {"chunk": 9, "max_length": 8}, r"attention\.chunk: got 9, allowed is at most 8"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else getattr(value, "__name__", str(value).split(",")[0]),
+)
+def test_fields_that_do_not_fit_together(make: Callable[..., Any], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**fields)
+
+
+def test_padding_index_outside_the_vocabulary() -> None:
+    TokenInput(vocabulary=8, padding_index=7)
+    with pytest.raises(ConfigError, match=r"^input\.padding_index: got 8, allowed is below the vocabulary, 8"):
+        TokenInput(vocabulary=8, padding_index=8)

@@ -1,0 +1,258 @@
+"""MEGA's checkpoints give MEGA's logits: its own, kept as files, and those of its formulas, evaluated naively."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tcnca import ModelState, SequenceModel, load_mega_checkpoint
+from tests.comparison import assert_close
+from tests.models import mega_reference
+from tests.models.mega_files import CLASSIFIER, LANGUAGE_MODEL, VOCABULARY, as_arrays, loaded, random_weights, write
+
+ASSETS = Path(__file__).parent.parent / "assets"
+FUNCTIONS = ("softmax", "relu2", "laplace")
+POSITIONS = ("simple", "rotary")
+NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
+ACTIVATIONS = ("silu", "gelu", "gelu_accurate", "gelu_fast", "relu", "linear")
+
+batches_of_lengths = st.lists(st.integers(1, 11), min_size=1, max_size=3)
+shared_choices = {
+    "activation_fn": st.sampled_from(ACTIVATIONS),
+    "truncation_length": st.sampled_from((3, 1024)),
+    # Prenorm, or a norm on the embeddings, or neither: MEGA does not have both.
+    "norms": st.sampled_from(("pre", "post", "post with embedding")),
+}
+
+
+def tokens(lengths: list[int], seed: int = 1) -> Tensor:
+    """Rows of so many symbols each, ended with MEGA's padding symbol."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.full((len(lengths), max(lengths)), mega_reference.PADDING)
+    for row, length in enumerate(lengths):
+        rows[row, :length] = torch.randint(2, VOCABULARY, (length,), generator=generator)
+    return rows
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(max_examples=12)
+@given(
+    choices=st.fixed_dictionaries(
+        {
+            **shared_choices,
+            "normalization_type": st.sampled_from(NORMS),
+            "decoder_chunk_size": st.sampled_from((-1, 1, 4)),
+            "decoder_ffn_embed_dim": st.sampled_from((0, 5)),
+            "no_affine_final_norm": st.booleans(),
+            "no_scale_embedding": st.booleans(),
+            "share_decoder_input_output_embed": st.booleans(),
+        }
+    ),
+    lengths=batches_of_lengths,
+)
+def test_language_model_is_the_formulas(
+    function: str, position: str, choices: dict[str, Any], lengths: list[int]
+) -> None:
+    norms = choices.pop("norms")
+    args = {
+        **LANGUAGE_MODEL,
+        **choices,
+        "attention_activation_fn": function,
+        "rel_pos_bias": position,
+        "normalize_before": norms == "pre",
+        "normalize_embedding": norms == "post with embedding",
+    }
+    weights, x = random_weights(args), tokens(lengths)
+    expected = mega_reference.language_model(args, as_arrays(weights), x.numpy())
+    with torch.no_grad():
+        logits = loaded(args, weights)(x).logits
+    assert_close(logits, torch.from_numpy(expected))
+
+
+classifier_choices = {
+    **shared_choices,
+    "norm_type": st.sampled_from(NORMS),
+    "chunk_size": st.sampled_from((-1, 1, 4)),
+    "encoder_ffn_embed_dim": st.sampled_from((0, 5)),
+    "classifier_layers": st.sampled_from((1, 2)),
+    "classifier_activation_fn": st.sampled_from(ACTIVATIONS),
+}
+
+
+def classifier_args(choices: dict[str, Any], **more: Any) -> dict[str, Any]:
+    norms = choices.pop("norms")
+    return {
+        **CLASSIFIER,
+        **choices,
+        "encoder_normalize_before": norms == "pre",
+        "normalize_embedding": norms == "post with embedding",
+        **more,
+    }
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(max_examples=12)
+@given(
+    choices=st.fixed_dictionaries({**classifier_choices, "sen_rep_type": st.sampled_from(("mp", "cls"))}),
+    lengths=batches_of_lengths,
+    say_lengths=st.booleans(),
+)
+def test_text_classifier_is_the_formulas(
+    function: str, position: str, choices: dict[str, Any], lengths: list[int], say_lengths: bool
+) -> None:
+    args = classifier_args(choices, attention_activation_fn=function, rel_pos_bias=position)
+    weights, x = random_weights(args), tokens(lengths)
+    expected = mega_reference.classifier(args, as_arrays(weights), x.numpy())
+    with torch.no_grad():
+        logits = loaded(args, weights)(x, lengths=lengths if say_lengths else None).logits
+    assert_close(logits, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@settings(max_examples=12)
+@given(choices=st.fixed_dictionaries(classifier_choices), batch=st.integers(1, 3), time=st.integers(1, 11))
+def test_classifier_of_real_values_is_the_formulas(
+    function: str, choices: dict[str, Any], batch: int, time: int
+) -> None:
+    args = classifier_args(choices, input_type="image", attention_activation_fn=function)
+    weights, x = random_weights(args), torch.randn(batch, time, dtype=torch.float64)
+    expected = mega_reference.classifier(args, as_arrays(weights), x.numpy())
+    with torch.no_grad():
+        logits = loaded(args, weights)(x).logits
+    assert_close(logits, torch.from_numpy(expected))
+
+
+@settings(max_examples=12)
+@given(
+    choices=st.fixed_dictionaries(
+        {
+            **classifier_choices,
+            "sen_rep_type": st.sampled_from(("mp", "cls")),
+            "attention_activation_fn": st.sampled_from(FUNCTIONS),
+        }
+    ),
+    lengths=st.lists(st.tuples(st.integers(1, 11), st.integers(1, 11)), min_size=1, max_size=3),
+    say_lengths=st.booleans(),
+)
+def test_pair_classifier_is_the_formulas(
+    choices: dict[str, Any], lengths: list[tuple[int, int]], say_lengths: bool
+) -> None:
+    args = classifier_args(choices, classifier_in_dim=12)
+    lengths1, lengths2 = ([pair[i] for pair in lengths] for i in (0, 1))
+    weights, first, second = random_weights(args), tokens(lengths1, seed=1), tokens(lengths2, seed=2)
+    expected = mega_reference.classifier(args, as_arrays(weights), first.numpy(), second.numpy())
+    said = {"lengths": lengths1, "lengths2": lengths2} if say_lengths else {}
+    with torch.no_grad():
+        logits = loaded(args, weights)(first, second, **said).logits
+    assert_close(logits, torch.from_numpy(expected))
+
+
+def golden_names() -> list[str]:
+    return sorted(path.stem for path in ASSETS.glob("mega_*.pt"))
+
+
+def test_golden_checkpoints_are_there() -> None:
+    # Otherwise the test below would pass with nothing to test.
+    assert len(golden_names()) == 8
+
+
+@pytest.mark.parametrize("name", golden_names())
+def test_logits_are_those_that_megas_own_code_gave(name: str) -> None:
+    recorded = json.loads((ASSETS / f"{name}.json").read_text(encoding="utf-8"))
+    inputs = {key: torch.tensor(value) for key, value in recorded["inputs"].items()}
+    first = next(inputs.pop(key) for key in ("tokens", "values", "first") if key in inputs)
+    with torch.no_grad():
+        logits = load_mega_checkpoint(ASSETS / f"{name}.pt")(first, **inputs).logits
+    expected = torch.tensor(recorded["logits"])
+    assert logits.dtype == torch.float32
+    assert logits.shape == expected.shape
+    # Their float32 differs from float64 by up to 2e-6, and so may ours.
+    assert float((logits - expected).abs().max()) <= 1e-5
+
+
+def stream(model: SequenceModel, x: Tensor, cuts: list[int]) -> Tensor:
+    state: ModelState | None = None
+    pieces = []
+    for piece in x.tensor_split(cuts, 1):
+        logits, state = model(piece, state=state)
+        pieces.append(logits)
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="rotary-chunked"),
+        pytest.param({"rel_pos_bias": "simple", "attention_activation_fn": "laplace"}, id="simple-laplace"),
+        pytest.param({"decoder_chunk_size": -1, "attention_activation_fn": "relu2"}, id="full-relu2"),
+        pytest.param({"truncation_length": 5}, id="truncated"),
+    ],
+)
+@pytest.mark.parametrize("cuts", [[5], [1, 2, 11], list(range(1, 13))], ids=["two", "uneven", "one-by-one"])
+def test_loaded_language_model_streams(changes: dict[str, Any], cuts: list[int]) -> None:
+    args = {**LANGUAGE_MODEL, **changes}
+    model, x = loaded(args, random_weights(args)), tokens([13, 13])
+    with torch.no_grad():
+        assert_close(stream(model, x, cuts), model(x).logits)
+
+
+def test_model_is_ready_for_use_and_for_training(tmp_path: Path) -> None:
+    model = load_mega_checkpoint(write(tmp_path / "lm.pt", LANGUAGE_MODEL, random_weights(LANGUAGE_MODEL)))
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    model(tokens([6])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_half_precision_are_read_as_float32(tmp_path: Path, kind: torch.dtype) -> None:
+    weights = {
+        name: tensor.to(kind) if tensor.is_floating_point() else tensor
+        for name, tensor in random_weights(LANGUAGE_MODEL).items()
+    }
+    model = load_mega_checkpoint(write(tmp_path / "half.pt", LANGUAGE_MODEL, weights))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    x = tokens([7, 3])
+    expected = mega_reference.language_model(LANGUAGE_MODEL, as_arrays(weights), x.numpy())
+    with torch.no_grad():
+        assert_close(model.double()(x).logits, torch.from_numpy(expected))
+
+
+def test_padding_symbol_is_left_out_wherever_it_stands() -> None:
+    model, x = loaded(LANGUAGE_MODEL, random_weights(LANGUAGE_MODEL)), tokens([9])
+    padded = torch.cat([torch.full((1, 2), mega_reference.PADDING), x], 1)
+    with torch.no_grad():
+        logits = model(padded).logits
+        assert_close(logits[:, 2:], model(x).logits)
+    assert bool((logits[:, :2] == 0).all())
+
+
+def test_running_statistics_are_read(tmp_path: Path) -> None:
+    args = {**CLASSIFIER, "norm_type": "batchnorm"}
+    weights = random_weights(args)
+    model = load_mega_checkpoint(write(tmp_path / "batch.pt", args, weights))
+    ours, theirs = "layers.1.mixing.norm.", "encoder.encoder.layers.1.mega_layer.norm.norm."
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(model.get_buffer(ours + name), weights[theirs + name])
+
+
+def test_reference_tells_models_apart() -> None:
+    """The reference itself looks at every weight that it is given: a change in any moves its logits."""
+    args = {**LANGUAGE_MODEL, "share_decoder_input_output_embed": False, "rel_pos_bias": "simple"}
+    weights = as_arrays(random_weights(args))
+    x = tokens([9, 9]).numpy()
+    before = mega_reference.language_model(args, weights, x)
+    for name, value in weights.items():
+        if name != "decoder.version":
+            changed = mega_reference.language_model(args, {**weights, name: value * 1.1 + 0.1}, x)
+            assert np.abs(changed - before).max() > 1e-6, name

@@ -1,0 +1,285 @@
+"""Generated text is what the parallel forward pass would say, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tcnca import ModelOutput, SequenceModel, TokenInput, generate, stream
+from tests.comparison import assert_close
+from tests.examples import FAMILY, VOCABULARY, small_model
+
+PROMPTS = st.integers(1, 9)
+
+
+def prompt(batch: int = 2, time: int = 5) -> Tensor:
+    return torch.randint(0, VOCABULARY, (batch, time))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def lively_model(family: str = "tcnca", **changes: Any) -> SequenceModel:
+    """A model whose text does not repeat one token for ever."""
+    model = small_model(family, tied=False, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    return model
+
+
+@torch.no_grad()
+def greedy_by_the_parallel_forward(model: SequenceModel, start: Tensor, tokens: int) -> Tensor:
+    """Run the whole sequence anew for every token."""
+    text = start
+    for _ in range(tokens):
+        text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+    return text[:, start.shape[1] :]
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@settings(max_examples=6)
+@given(batch=st.integers(1, 3), time=PROMPTS, seed=st.integers(0, 99))
+def test_greedy_is_the_argmax_of_the_parallel_forward(family: str, batch: int, time: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, start = lively_model(family), prompt(batch, time)
+    expected = greedy_by_the_parallel_forward(model, start, 11)
+    assert torch.equal(generate(model, start, 11, temperature=0.0), expected)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_step_sees_what_the_parallel_forward_sees(family: str) -> None:
+    """The logits behind sampled text are those of reading the whole text at once."""
+    model, start = lively_model(family), prompt(3, 6)
+    seen: list[Tensor] = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits[:, -1]))
+    drawn = generate(model, start, 12, temperature=2.0)
+    steps = torch.stack(seen[:12], 1)
+    with torch.no_grad():
+        whole = model(torch.cat([start, drawn], 1)).logits
+    assert_close(steps, whole[:, 5:-1])
+
+
+@pytest.mark.parametrize("changes", [{"position": "rotary"}, {"position": "rope"}, {"function": "laplace"}], ids=str)
+def test_greedy_with_other_attention(changes: dict[str, Any]) -> None:
+    model, start = lively_model(**changes), prompt()
+    expected = greedy_by_the_parallel_forward(model, start, 11)
+    assert torch.equal(generate(model, start, 11, temperature=0.0), expected)
+
+
+def test_greedy_with_a_truncated_ema() -> None:
+    model, start = lively_model("mega", truncation=4), prompt()
+    expected = greedy_by_the_parallel_forward(model, start, 11)
+    assert torch.equal(generate(model, start, 11, temperature=0.0), expected)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@settings(max_examples=6)
+@given(lengths=st.lists(PROMPTS, min_size=1, max_size=4))
+def test_prompts_of_several_lengths_go_on_as_each_would_alone(family: str, lengths: list[int]) -> None:
+    model, start = lively_model(family), prompt(len(lengths), max(lengths))
+    together = generate(model, start, 9, temperature=0.0, lengths=lengths)
+    for row, length in enumerate(lengths):
+        alone = generate(model, start[row : row + 1, :length], 9, temperature=0.0)
+        assert torch.equal(together[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
+def test_lengths_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
+    model, start = small_model(), prompt()
+    assert torch.equal(
+        generate(model, start, 4, temperature=0.0, lengths=kind([5, 5])), generate(model, start, 4, temperature=0.0)
+    )
+
+
+@pytest.mark.parametrize("padding", [slice(4, None), slice(0, 2)], ids=["right", "left"])
+def test_padding_symbols_in_a_prompt_are_padding(padding: slice) -> None:
+    """As in a call of the model: where a symbol means padding, nobody has to count."""
+    model = lively_model(input=TokenInput(vocabulary=VOCABULARY, padding_index=0))
+    start = prompt(time=6).clamp(min=1)
+    start[1, padding] = 0
+    together = generate(model, start, 6, temperature=0.0)
+    for row in (0, 1):
+        alone = generate(model, start[row : row + 1][start[row : row + 1] != 0].unsqueeze(0), 6, temperature=0.0)
+        assert torch.equal(together[row : row + 1], alone)
+
+
+def test_padding_symbol_is_never_generated() -> None:
+    """The model would not read it, and nothing could follow."""
+    model = small_model(input=TokenInput(vocabulary=VOCABULARY, padding_index=3))
+    with torch.no_grad():
+        # Makes the padding symbol by far the most likely one.
+        last = model(torch.ones(1, 1, dtype=torch.long)).logits[0, -1]
+        model.embedding.weight[3] = model.embedding.weight[int(last.argmax())] * 3.0
+    drawn = generate(model, torch.ones(1, 1, dtype=torch.long), 20, temperature=0.0)
+    assert not bool((drawn == 3).any())
+
+
+def test_seed_makes_it_reproducible() -> None:
+    model, start = small_model(), prompt()
+    first, again, other = (generate(model, start, 20, generator=seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_without_a_generator_it_is_pytorchs_seed_that_counts() -> None:
+    model, start = small_model(), prompt()
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(generate(model, start, 20))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_generator_leaves_pytorchs_seed_alone() -> None:
+    model, start = small_model(), prompt()
+    before = torch.get_rng_state()
+    generate(model, start, 5, generator=seeded(1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_only_the_most_likely_token_is_greedy(temperature: float) -> None:
+    model, start = lively_model(), prompt()
+    greedy = generate(model, start, 15, temperature=0.0)
+    assert torch.equal(generate(model, start, 15, top_k=1, temperature=temperature), greedy)
+
+
+def test_low_temperature_is_greedy() -> None:
+    model, start = lively_model(), prompt()
+    greedy = generate(model, start, 15, temperature=0.0)
+    assert torch.equal(generate(model, start, 15, temperature=1e-4), greedy)
+
+
+def first_tokens(model: SequenceModel, start: Tensor, draws: int, **options: Any) -> Tensor:
+    """How often each token is drawn first, `[vocabulary]`."""
+    drawn = generate(model, start.expand(draws, -1), 1, generator=seeded(3), **options)
+    return torch.bincount(drawn.flatten(), minlength=VOCABULARY).double()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_shapes_the_distribution(temperature: float) -> None:
+    model, start, draws = small_model("tcn-mlp"), prompt(1), 20_000
+    with torch.no_grad():
+        expected = (model(start).logits[0, -1] / temperature).softmax(-1)
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    got = first_tokens(model, start, draws, temperature=temperature) / draws
+    # Five standard deviations: the draws are always the same ones, and this is how far off they may lie.
+    assert bool(((got - expected).abs() <= 5 * deviation + 1 / draws).all())
+
+
+@pytest.mark.parametrize("top_k", [2, 5, VOCABULARY, 99])
+def test_top_k_draws_from_so_many_and_as_before(top_k: int) -> None:
+    model, start, draws = small_model("tcn-mlp"), prompt(1), 20_000
+    with torch.no_grad():
+        logits = model(start).logits[0, -1]
+    kept = logits.topk(min(top_k, VOCABULARY)).indices
+    expected = torch.zeros(VOCABULARY, dtype=torch.float64)
+    expected[kept] = logits[kept].softmax(-1)
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    got = first_tokens(model, start, draws, top_k=top_k) / draws
+    assert bool((got[expected == 0] == 0).all())
+    assert bool(((got - expected).abs() <= 5 * deviation + 1 / draws).all())
+
+
+def test_shape_and_type_of_what_is_generated() -> None:
+    model = small_model()
+    for tokens in (0, 1, 4):
+        drawn = generate(model, prompt(3), tokens)
+        assert drawn.shape == (3, tokens)
+        assert drawn.dtype == torch.long
+        assert not drawn.requires_grad
+    assert all(token.shape == (3,) for token in stream(model, prompt(3), 2))
+
+
+def test_stream_yields_what_generate_returns() -> None:
+    model, start = small_model(), prompt()
+    streamed = torch.stack(list(stream(model, start, 9, generator=seeded(1), top_k=4)), 1)
+    assert torch.equal(streamed, generate(model, start, 9, generator=seeded(1), top_k=4))
+
+
+def count_calls(model: SequenceModel) -> list[int]:
+    """The number of tokens of each call of the model, as they come."""
+    calls: list[int] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: ModelOutput) -> None:
+        calls.append(inputs[0].shape[1])
+
+    model.register_forward_hook(note)
+    return calls
+
+
+def test_stream_is_lazy() -> None:
+    model = small_model()
+    calls = count_calls(model)
+    tokens = stream(model, prompt(time=5), 1000)
+    assert calls == []
+    next(tokens)
+    assert calls == [5]
+    next(tokens)
+    next(tokens)
+    assert calls == [5, 1, 1]
+
+
+def test_no_step_is_wasted() -> None:
+    """The last token need not be read: nobody asks what follows it."""
+    model = small_model()
+    calls = count_calls(model)
+    generate(model, prompt(time=5), 4)
+    assert calls == [5, 1, 1, 1]
+
+
+def test_text_as_long_as_a_full_simple_bias_reaches() -> None:
+    """The bias has to reach over what is read, and the last token is not."""
+    model = small_model("mega-full", max_length=9)
+    start = prompt(time=5)
+    assert torch.equal(generate(model, start, 5, temperature=0.0), greedy_by_the_parallel_forward(model, start, 5))
+
+
+def test_streams_of_one_model_do_not_disturb_each_other() -> None:
+    model, first, second = small_model(), prompt(1), prompt(1)
+    alone = [generate(model, start, 6, temperature=0.0)[0].tolist() for start in (first, second)]
+    one, two = (stream(model, start, 6, temperature=0.0) for start in (first, second))
+    together = [[int(a), int(b)] for a, b in zip(one, two, strict=True)]
+    assert [list(column) for column in zip(*together, strict=True)] == alone
+
+
+def test_gradients_stay_as_the_caller_has_them() -> None:
+    tokens = stream(small_model(), prompt(), 4)
+    for _ in tokens:
+        assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        for _ in stream(small_model(), prompt(), 4):
+            assert not torch.is_grad_enabled()
+
+
+def test_generation_builds_no_graph() -> None:
+    model = small_model()
+    states: list[Any] = []
+    model.register_forward_hook(lambda module, inputs, output: states.append(output.state))
+    generate(model, prompt(), 3)
+    assert states
+    assert not any(tensor.requires_grad for state in states for tensor in state.tensors().values())
+
+
+def test_generation_works_in_inference_mode() -> None:
+    model, start = small_model("mega"), prompt()
+    expected = generate(model, start, 6, temperature=0.0)
+    with torch.inference_mode():
+        assert torch.equal(generate(model, start, 6, temperature=0.0), expected)
+
+
+def test_prompt_is_left_alone() -> None:
+    start = prompt()
+    before = start.clone()
+    generate(small_model(), start, 5)
+    assert torch.equal(start, before)
