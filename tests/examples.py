@@ -38,9 +38,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
     """A configuration of two narrow layers."""
-    config = ModelConfig(
-        layers=2, width=8, feed_forward=12, input=TokenInput(vocabulary=VOCABULARY), **FAMILY[family]
-    )
+    config = ModelConfig(layers=2, width=8, feed_forward=12, input=TokenInput(vocabulary=VOCABULARY), **FAMILY[family])
     return config.override(**changes)
 
 
