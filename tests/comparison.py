@@ -16,10 +16,10 @@ TOLERANCE = {
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """`‖actual - expected‖ / ‖expected‖`, infinite where anything is not finite."""
-    difference = (actual.double() - expected.double()).norm()
+    difference = (actual.detach().double() - expected.detach().double()).norm()
     if not bool(torch.isfinite(difference)):
         return float("inf")
-    return float(difference / expected.double().norm().clamp(min=1e-30))
+    return float(difference / expected.detach().double().norm().clamp(min=1e-30))
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str = "output", dtype: torch.dtype | None = None) -> None:
@@ -29,7 +29,8 @@ def assert_close(actual: Tensor, expected: Tensor, what: str = "output", dtype: 
         return
     allowed = TOLERANCE[dtype or actual.dtype]
     if not expected.abs().max() > 0:
-        assert float(actual.abs().max()) <= allowed, f"{what}: expected zeros, got up to {float(actual.abs().max())}"
+        largest = float(actual.detach().abs().max())
+        assert largest <= allowed, f"{what}: expected zeros, got up to {largest}"
         return
     error = relative_error(actual, expected)
     assert error <= allowed, f"{what}: relative error {error:.2e}, allowed {allowed:.0e}"

@@ -57,11 +57,11 @@ attentions = st.builds(
     dropout=probabilities,
 )
 token_inputs = st.builds(
-    TokenInput, vocabulary=sizes, scaled=flags, norm=flags, padding_index=st.none() | st.integers(0, 3)
+    TokenInput, vocabulary=st.integers(4, 9), scaled=flags, norm=flags, padding_index=st.none() | st.integers(0, 3)
 )
 inputs = token_inputs | st.builds(ValueInput, features=sizes, norm=flags)
 pooled = {
-    "hidden": st.none() | sizes,
+    "hidden": sizes,
     "hidden_layers": sizes,
     "activation": activations,
     "dropout": probabilities,

@@ -130,6 +130,11 @@ def test_fields_that_do_not_fit_together(make: Callable[..., Any], fields: dict[
         make(**fields)
 
 
+def test_hidden_layers_of_no_width() -> None:
+    with pytest.raises(ConfigError, match=r"^head\.hidden_layers: got 2 without head\.hidden"):
+        RegressionHead(hidden_layers=2)
+
+
 def test_padding_index_outside_the_vocabulary() -> None:
     TokenInput(vocabulary=8, padding_index=7)
     with pytest.raises(ConfigError, match=r"^input\.padding_index: got 8, allowed is below the vocabulary, 8"):

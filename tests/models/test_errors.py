@@ -98,11 +98,14 @@ def test_token_outside_the_vocabulary(token: int, error: type[Exception]) -> Non
         small_model()(x)
 
 
-def test_token_outside_the_vocabulary_counts_even_in_the_padding() -> None:
+def test_tokens_in_the_padding_are_not_looked_at() -> None:
     x = tokens()
-    x[1, 6] = VOCABULARY
+    model = small_model()
+    expected = model(x, lengths=[7, 3]).logits
+    x[1, 3:] = -100
+    assert torch.equal(model(x, lengths=[7, 3]).logits, expected)
     with pytest.raises(VocabularyError):
-        small_model()(x, lengths=[7, 3])
+        model(x, lengths=[7, 4])
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tcnca import StateError
 from tcnca.ops import ATTENTION_FUNCTIONS, AttentionState, chunked_attention, initial_attention_state
 from tests.comparison import assert_close
 from tests.ops.properties import (
@@ -156,3 +157,24 @@ def test_the_future_moves_nothing(function: str, chunk: int | None, at: int) -> 
 @every_function
 def test_strided_inputs_give_the_same(function: str, chunk: int | None) -> None:
     assert_layout_does_not_matter(attention_case(9, chunk, function), [1, 6, 2])
+
+
+def test_padding_does_not_make_the_cache_of_full_attention_grow() -> None:
+    q, k, v = (torch.randn(2, 3, 2, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(15, dtype=torch.float64)
+    state = None
+    for lengths in ([1, 0], [1, 2], [1, 0], [1, 1]):
+        # A reach of 8 is enough: no row has more than four tokens.
+        _, state = chunked_attention(
+            q, k, v, chunk=None, bias=bias, lengths=torch.tensor(lengths), state=state, return_state=True
+        )
+    assert state is not None
+    assert state.position.tolist() == [4, 3]
+    assert state.keys.shape[1] == 4
+
+
+def test_a_chunked_state_is_refused_by_full_attention() -> None:
+    q, k, v = (torch.randn(1, 6, 2) for _ in range(3))
+    _, state = chunked_attention(q, k, v, chunk=4, return_state=True)
+    with pytest.raises(StateError, match=r"state\.position: got more tokens than the 4 slots"):
+        chunked_attention(q, k, v, chunk=None, state=state)

@@ -165,18 +165,14 @@ def test_gradients_through_the_state(
     position = torch.tensor([5, 1])
     real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
 
-    def function(x: Tensor, held: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-        state = EMAState(held, None, position) if truncation is None else EMAState(None, held, position)
+    def function(x: Tensor, hidden: Tensor, window: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        state = EMAState(hidden, None if truncation is None else window, position)
         options: dict[str, Any] = {"method": method, "truncation": truncation, "lengths": real}
         y, new = ema(x, *values, state=state, return_state=True, **options)
         assert new is not None
-        after = new.hidden if truncation is None else new.window
-        assert after is not None
-        return y, after
+        return (y, new.hidden) if new.window is None else (y, new.hidden, new.window)
 
-    # Two hidden states of a channel, or two places of a window of one channel.
-    held = leaf(2, 1, 2) if truncation is None else leaf(2, 2, 1)
-    assert gradcheck(function, (leaf(2, time, 1), held, *parameters(1, 1, 2)))
+    assert gradcheck(function, (leaf(2, time, 1), leaf(2, 1, 2), leaf(2, 3, 1), *parameters(1, 1, 2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -199,17 +199,17 @@ EMA: list[Row] = [
     (
         "state-of-a-truncated-one",
         lambda: ema(X, *PARAMETERS, state=initial_ema_state(2, 3, 4, truncation=6)),
-        ["state.hidden:", "None", "[2, 3, 4]"],
+        ["state.window:", "[2, 6, 3]", "None"],
     ),
     (
         "state-of-another-truncation",
         lambda: ema(X, *PARAMETERS, truncation=6, state=initial_ema_state(2, 3, 4, truncation=7)),
-        ["state.window:", "[2, 6, 3]", "[2, 5, 3]"],
+        ["state.window:", "[2, 7, 3]", "[2, 6, 3]"],
     ),
     (
         "state-of-one-not-truncated",
         lambda: ema(X, *PARAMETERS, truncation=6, state=initial_ema_state(2, 3, 4)),
-        ["state.window:", "None", "[2, 5, 3]"],
+        ["state.window:", "None", "[2, 6, 3]"],
     ),
 ]
 

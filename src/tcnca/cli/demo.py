@@ -63,7 +63,7 @@ def demo(
     console.print(table)
     console.print(
         f"Shown is ‖streamed - parallel‖ / ‖parallel‖ of the logits, in float32 on random weights; up to {ALLOWED:.0e} "
-        f"is rounding. The streaming state takes the place of the past: a token costs the same however long that is."
+        f"is rounding. With chunks, or without attention, a token costs the same however long its past is."
     )
     if failed:
         console.print(f"[red]Streaming differs from the parallel forward in: {', '.join(failed)}[/]")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
-from tcnca.models import LanguageModelHead, SequenceModel
+from tcnca.models import LanguageModelHead, Lengths, SequenceModel
 from tcnca.ops import take_time
 
 
@@ -20,12 +20,13 @@ def stream(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    lengths: Tensor | Sequence[int] | None = None,
+    lengths: Lengths | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield one new token for each sequence at a time, `[batch]`, as soon as it is known.
 
-    A token costs the same however long the past is: the model's state holds all of it that matters.
+    The model's state holds all of the past that matters: with chunked attention, or none, a token costs the same
+    however long that past is.
 
     Args:
         model: a language model; put it in evaluation mode first, or its dropout stays on.
@@ -46,12 +47,26 @@ def stream(
         raise InputError(f"top_k: got {top_k}, allowed is 1 or more, or None")
     if lengths is not None and bool((torch.as_tensor(lengths) < 1).any()):
         raise InputError(f"lengths: got {torch.as_tensor(lengths).tolist()}, allowed are prompts of 1 or more tokens")
+    padding = getattr(model.config.input, "padding_index", None)
+    if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
+        raise InputError(f"prompt: got a row of padding ({padding}) alone, allowed are prompts of 1 or more tokens")
     return _stream(model, prompt, tokens, temperature, top_k, lengths, generator)
 
 
-def generate(model: SequenceModel, prompt: Tensor, tokens: int, **options: object) -> Tensor:
-    """The `tokens` new tokens of `stream` (same options), together: `[batch, tokens]`."""
-    drawn = list(stream(model, prompt, tokens, **options))  # type: ignore[arg-type]
+def generate(
+    model: SequenceModel,
+    prompt: Tensor,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    lengths: Lengths | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The `tokens` new tokens of `stream` (same arguments), together: `[batch, tokens]`."""
+    drawn = list(
+        stream(model, prompt, tokens, temperature=temperature, top_k=top_k, lengths=lengths, generator=generator)
+    )
     return torch.stack(drawn, 1) if drawn else prompt.new_zeros(prompt.shape[0], 0)
 
 
@@ -61,7 +76,7 @@ def _stream(
     tokens: int,
     temperature: float,
     top_k: int | None,
-    lengths: Tensor | Sequence[int] | None,
+    lengths: Lengths | None,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
     padding = getattr(model.config.input, "padding_index", None)
@@ -79,7 +94,7 @@ def _stream(
         yield token
 
 
-def _last_places(prompt: Tensor, lengths: Tensor | Sequence[int] | None, padding: int | None) -> Tensor:
+def _last_places(prompt: Tensor, lengths: Lengths | None, padding: int | None) -> Tensor:
     """Where each prompt ends, `[batch]`."""
     if lengths is not None:
         return torch.as_tensor(lengths, device=prompt.device).long() - 1
@@ -91,7 +106,8 @@ def _draw(
     logits: Tensor, temperature: float, top_k: int | None, padding: int | None, generator: torch.Generator | None
 ) -> Tensor:
     if padding is not None:
-        logits = logits.index_fill(-1, torch.tensor(padding, device=logits.device), float("-inf"))
+        logits = logits.clone()
+        logits[:, padding] = float("-inf")
     if temperature == 0.0:
         return logits.argmax(-1)
     # From the largest, so that a small temperature does not overflow.

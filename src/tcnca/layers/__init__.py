@@ -15,7 +15,7 @@ from tcnca.layers.config import (
 from tcnca.layers.dropout import Dropout
 from tcnca.layers.ema import EMA
 from tcnca.layers.feed_forward import FeedForward
-from tcnca.layers.linear import linear
+from tcnca.layers.linear import Linear
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
 from tcnca.layers.tcn import TCN
 
@@ -34,6 +34,7 @@ __all__ = [
     "GatedMixing",
     "LayerNorm",
     "LayerState",
+    "Linear",
     "Mixer",
     "NormKind",
     "PlainMixing",
@@ -43,6 +44,5 @@ __all__ = [
     "check_choice",
     "check_flag",
     "check_probability",
-    "linear",
     "make_norm",
 ]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
 from tcnca.errors import InputError
 from tcnca.layers.config import AttentionConfig, check_at_least, check_reach
-from tcnca.ops import AttentionState, chunked_attention, initial_attention_state, rotary_bias, rotate
+from tcnca.ops import (
+    AttentionState,
+    chunked_attention,
+    initial_attention_state,
+    needed_reach,
+    rotary_bias,
+    rotate,
+)
 
 
 class ChunkedAttention(nn.Module):
@@ -17,13 +26,17 @@ class ChunkedAttention(nn.Module):
         super().__init__()
         self.config = config
         self.causal = causal
-        self.chunk = config.chunk
         if config.position == "simple":
             self.bias = nn.Parameter(torch.empty(2 * config.reach - 1))
         elif config.position == "rotary":
             self.alpha = nn.Parameter(torch.empty(config.key_width))
             self.beta = nn.Parameter(torch.empty(config.key_width))
         self.reset_parameters()
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens in a chunk; None for attention over everything."""
+        return self.config.chunk
 
     def reset_parameters(self) -> None:
         """Draw new position parameters."""
@@ -34,9 +47,11 @@ class ChunkedAttention(nn.Module):
         """Attend in chunks of another size from now on; a simple bias must reach that far."""
         if chunk is not None:
             check_at_least("chunk", chunk, 1)
+        reach = self.config.max_length
         if self.config.position == "simple":
-            check_reach("chunk", chunk, self.config.reach)
-        self.chunk = chunk
+            reach = self.config.reach
+            check_reach("chunk", chunk, reach)
+        self.config = dataclasses.replace(self.config, chunk=chunk, max_length=reach)
 
     def forward(
         self,
@@ -67,7 +82,7 @@ class ChunkedAttention(nn.Module):
             chunk=self.chunk,
             causal=self.causal,
             function=self.config.function,
-            bias=self._bias(q.shape[1], state, return_state),
+            bias=self._bias(q.shape[1], lengths, state, return_state),
             dropout=self.config.dropout if self.training else 0.0,
             lengths=lengths,
             state=state,
@@ -85,13 +100,12 @@ class ChunkedAttention(nn.Module):
         keys = (chunk + 1) // 2 if self.causal else chunk
         return keys * (self.config.key_width + self.config.value_width)
 
-    def _bias(self, time: int, state: AttentionState | None, return_state: bool) -> Tensor | None:
+    def _bias(
+        self, time: int, lengths: Tensor | None, state: AttentionState | None, return_state: bool
+    ) -> Tensor | None:
         if self.config.position not in ("simple", "rotary"):
             return None
-        if self.chunk is not None:
-            reach = self.chunk if state is not None or return_state else min(self.chunk, time)
-        else:
-            reach = time + (0 if state is None else state.keys.shape[1])
+        reach = needed_reach(time, self.chunk, lengths, state, return_state)
         if self.config.position == "rotary":
             return rotary_bias(self.alpha, self.beta, reach)
         if reach > self.config.reach:

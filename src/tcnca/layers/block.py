@@ -16,7 +16,7 @@ from tcnca.layers.config import AttentionConfig, EMAConfig, Mixer, TCNConfig
 from tcnca.layers.dropout import Dropout
 from tcnca.layers.ema import EMA
 from tcnca.layers.feed_forward import FeedForward
-from tcnca.layers.linear import WEIGHT_STD, linear
+from tcnca.layers.linear import WEIGHT_STD, Linear
 from tcnca.layers.norm import make_norm
 from tcnca.layers.tcn import TCN
 from tcnca.ops import AttentionState, EMAState, State, TCNState, activation
@@ -74,15 +74,20 @@ class GatedMixing(nn.Module):
         self.function = activation(config.activation)
         self.norm = make_norm(config.norm, width)
         self.mixer = make_mixer(config.mixer, width, config.causal)
-        self.values = linear(width, attention.value_width)
-        self.gates = linear(width, sum(self.widths))
-        self.output = linear(attention.value_width, width)
+        self.values = Linear(width, attention.value_width)
+        self.gates = Linear(width, sum(self.widths))
+        self.output = Linear(attention.value_width, width)
         self.gamma = nn.Parameter(torch.empty(2, attention.key_width))
-        self.beta = nn.Parameter(torch.zeros(2, attention.key_width))
+        self.beta = nn.Parameter(torch.empty(2, attention.key_width))
         self.attention = ChunkedAttention(attention, config.causal)
         self.dropout = Dropout(config.dropout, config.feature_dropout)
         self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new transforms of queries and keys."""
         nn.init.normal_(self.gamma, std=WEIGHT_STD)
+        nn.init.zeros_(self.beta)
 
     def forward(
         self, x: Tensor, lengths: Tensor | None, state: LayerState | None, return_state: bool, inplace: bool
@@ -122,8 +127,8 @@ class PlainMixing(nn.Module):
         if attention is not None:
             self.widths = (attention.key_width, attention.key_width, attention.value_width)
             self.attention_norm = make_norm(config.norm, width)
-            self.projection = linear(width, sum(self.widths))
-            self.output = linear(attention.value_width, width)
+            self.projection = Linear(width, sum(self.widths))
+            self.output = Linear(attention.value_width, width)
             self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
         self.dropout = Dropout(config.dropout, config.feature_dropout)
 

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnca.layers.config import EMAConfig
-from tcnca.ops import EMAState, ema, ema_kernel, initial_ema_state
+from tcnca.ops import EMAState, ema, initial_ema_state
 
 
 class EMA(nn.Module):
     """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, each of `width` channels with `hidden` decays of its own.
 
-    Bidirectional, a second set of parameters looks into the future.
-    In evaluation, without gradients, the kernel is kept between calls until a parameter changes.
+    Bidirectional, a second set of parameters looks into the future. `tcnca.ops.ema` takes a kernel made beforehand;
+    the module makes it anew in every call, as it cannot know when its parameters change.
     """
 
     def __init__(self, width: int, config: EMAConfig, causal: bool = True) -> None:
@@ -27,8 +27,6 @@ class EMA(nn.Module):
         self.beta = nn.Parameter(torch.empty(shape))
         self.gamma = nn.Parameter(torch.empty(shape))
         self.omega = nn.Parameter(torch.empty(width))
-        self._kernel: Tensor | None = None
-        self._kernel_made_of: tuple[object, ...] = ()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -55,10 +53,12 @@ class EMA(nn.Module):
         """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.ema`."""
         averaged, new = ema(
             x,
-            *self._parameters_in_order(),
+            self.delta,
+            self.alpha,
+            self.beta,
+            self.gamma,
             method=self.config.method,
             truncation=self.config.truncation,
-            kernel=self._cached_kernel(x.shape[1]),
             lengths=lengths,
             state=state,
             return_state=return_state,
@@ -78,25 +78,6 @@ class EMA(nn.Module):
         """
         truncated = self.config.truncation is not None and self.config.truncation < length
         return (4 if truncated else 3) * self.delta.numel()
-
-    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.delta, self.alpha, self.beta, self.gamma
-
-    def _cached_kernel(self, time: int) -> Tensor | None:
-        """The kernel of an earlier call, while the parameters are still those it was made of."""
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or self.config.method != "fft":
-            return None
-        truncation = self.config.truncation
-        if time == 1 and truncation is None:
-            return None
-        lags = time if truncation is None else truncation
-        parameters = self._parameters_in_order()
-        if any(part.is_inference() for part in parameters):
-            return None  # such tensors have no version to tell a change by
-        made_of = tuple((part.data_ptr(), part._version, part.dtype) for part in parameters)
-        if self._kernel is None or made_of != self._kernel_made_of or self._kernel.shape[-1] < lags:
-            self._kernel, self._kernel_made_of = ema_kernel(*parameters, lags), made_of
-        return self._kernel
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

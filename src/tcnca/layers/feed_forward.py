@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tcnca.layers.dropout import Dropout
-from tcnca.layers.linear import linear
+from tcnca.layers.linear import Linear
 from tcnca.layers.norm import make_norm
 from tcnca.ops import activation
 
@@ -29,8 +29,8 @@ class FeedForward(nn.Module):
         self.prenorm = prenorm
         self.function = activation(function)
         self.norm = make_norm(norm, width)
-        self.up = linear(width, hidden)
-        self.down = linear(hidden, width)
+        self.up = Linear(width, hidden)
+        self.down = Linear(hidden, width)
         self.hidden_dropout = Dropout(hidden_dropout, feature_dropout)
         self.dropout = Dropout(dropout, feature_dropout)
 

@@ -7,10 +7,11 @@ from torch import nn
 WEIGHT_STD = 0.02
 
 
-def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
-    """A linear map with weights N(0, 0.02) and biases 0."""
-    layer = nn.Linear(inputs, outputs, bias)
-    nn.init.normal_(layer.weight, std=WEIGHT_STD)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer
+class Linear(nn.Linear):
+    """A linear map with weights N(0, 0.02) and biases 0 at the start."""
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        nn.init.normal_(self.weight, std=WEIGHT_STD)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.ops import length_mask
+from tcnca.ops import zero_padding
 
 NormKind = Literal["layer", "scale", "rms", "batch", "sync_batch"]
 NORM_KINDS: tuple[str, ...] = get_args(NormKind)
@@ -41,7 +41,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, scales: int, affine: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(scales)) if affine else None
+        self.weight = nn.Parameter(torch.empty(scales)) if affine else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all scales to 1."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Normalise `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
@@ -66,16 +72,27 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.synchronised = synchronised
         self.momentum = momentum
-        self.weight = nn.Parameter(torch.ones(width)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(width)) if affine else None
-        self.register_buffer("running_mean", torch.zeros(width))
-        self.register_buffer("running_var", torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width)) if affine else None
+        self.bias = nn.Parameter(torch.empty(width)) if affine else None
+        self.register_buffer("running_mean", torch.empty(width))
+        self.register_buffer("running_var", torch.empty(width))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set scales to 1 and shifts to 0, and forget the running statistics."""
+        self.running_mean.zero_()
+        self.running_var.fill_(1.0)
+        self.num_batches_tracked.zero_()
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Normalise `x` (`[batch, time, channels]`), of which each row's first `lengths` tokens are real."""
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
+            precise = zero_padding(precise, lengths)
             mean, var = self._batch_statistics(precise, lengths)
         else:
             mean, var = self.running_mean, self.running_var
@@ -85,31 +102,46 @@ class BatchNorm(nn.Module):
         return y.to(x.dtype)
 
     def _batch_statistics(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the real tokens of `x`, which has zeros in its padding."""
         if lengths is None:
-            count = x.new_tensor(float(x.shape[0] * x.shape[1]))
+            count = torch.full((), x.shape[0] * x.shape[1], device=x.device, dtype=x.dtype)
         else:
-            real = length_mask(lengths, x.shape[1]).unsqueeze(-1)
-            x = x.masked_fill(~real, 0.0)
             count = lengths.sum().to(x.dtype)
         total, count = self._over_processes(x.sum((0, 1)), count)
         mean = total / count.clamp(min=1.0)
-        deviation = x - mean if lengths is None else (x - mean).masked_fill(~real, 0.0)
-        squares, _ = self._over_processes(deviation.square().sum((0, 1)), count.detach().new_zeros(()))
+        deviation = zero_padding(x - mean, lengths)
+        squares, _ = self._over_processes(deviation.square().sum((0, 1)), torch.zeros_like(count))
         var = squares / count.clamp(min=1.0)
         with torch.no_grad():
             unbiased = squares / (count - 1.0).clamp(min=1.0)
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+            # A batch of nothing but padding teaches nothing.
+            momentum = self.momentum * (count > 0).to(self.running_mean.dtype)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
             self.num_batches_tracked.add_(1)
         return mean, var
 
     def _over_processes(self, values: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         if not (self.synchronised and dist.is_available() and dist.is_initialized()):
             return values, count
-        from torch.distributed.nn.functional import all_reduce  # differentiable, unlike dist.all_reduce
-
-        joined = all_reduce(torch.cat([values, count.reshape(1)]))
+        joined = _Sum.apply(torch.cat([values, count.reshape(1)]))
         return joined[:-1], joined[-1]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, whose gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
 
 
 def weight_norm(weight: Tensor, scale: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class TCN(nn.Module):
         self.causal = causal
         shape = (config.depth, config.convolutions, width)
         self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))
-        self.bias = nn.Parameter(torch.zeros(*shape)) if config.bias else None
+        self.bias = nn.Parameter(torch.empty(*shape)) if config.bias else None
         self.scale = nn.Parameter(torch.empty(*shape)) if config.norm == "weight" else None
         normalised = config.norm not in ("none", "weight")
         convolutions = range(config.depth * config.convolutions)
@@ -39,6 +39,8 @@ class TCN(nn.Module):
             # Far taps with random weights would pour noise from far tokens into every position.
             self.weight[1:] *= FAR_SCALE
             self.weight[0] = self._decaying_mixtures(self.weight[0])
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
         if self.scale is not None:
             self.scale.copy_(self.weight.norm(dim=-1))
 

@@ -10,6 +10,7 @@ from tcnca.models.config import (
     TokenInput,
     ValueInput,
 )
+from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel
 from tcnca.models.presets import Optimisation, Preset, build, preset, presets
@@ -18,6 +19,7 @@ from tcnca.models.summary import Summary, summarise
 __all__ = [
     "ClassifierHead",
     "LanguageModelHead",
+    "Lengths",
     "ModelConfig",
     "ModelOutput",
     "ModelState",

@@ -93,6 +93,8 @@ class _PooledHead:
         if self.hidden is not None:
             check_at_least("head.hidden", self.hidden, 1)
         check_at_least("head.hidden_layers", self.hidden_layers, 1)
+        if self.hidden is None and self.hidden_layers != 1:
+            raise ConfigError(f"head.hidden_layers: got {self.hidden_layers} without head.hidden, their width")
         check_choice("head.activation", self.activation, ACTIVATIONS)
         check_probability("head.dropout", self.dropout)
 

@@ -21,16 +21,24 @@ class TokenEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
         self.scale = math.sqrt(width) if config.scaled else 1.0
         self.norm = make_norm(norm, width) if config.norm else None
-        nn.init.normal_(self.weight, std=width**-0.5)
-        if config.padding_index is not None:
-            nn.init.zeros_(self.weight[config.padding_index])
+        self.padding_index = config.padding_index
+        self.reset_parameters()
 
-    def check(self, name: str, x: Tensor) -> None:
-        """Raise an error unless `x` can be embedded."""
+    def reset_parameters(self) -> None:
+        """Draw new embeddings, N(0, 1 / width); that of the padding is 0."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if self.padding_index is not None:
+            nn.init.zeros_(self.weight[self.padding_index])
+
+    def check_shape(self, name: str, x: Tensor) -> None:
+        """Raise an error unless `x` is of a shape and type that can be embedded."""
         if x.dim() != 2 or x.shape[1] < 1:
             raise InputError(f"{name}: got shape {list(x.shape)}, allowed is [batch, time] with 1 or more tokens")
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise InputError(f"{name}: got {x.dtype}, allowed are whole numbers: this model reads tokens")
+
+    def check_tokens(self, name: str, x: Tensor) -> None:
+        """Raise an error unless all tokens of `x` are in the vocabulary."""
         vocabulary = self.weight.shape[0]
         check_values(
             (x >= 0) & (x < vocabulary),
@@ -40,7 +48,7 @@ class TokenEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Embed `x`."""
+        """`[batch, time]` of tokens to `[batch, time, width]`; `lengths` (`[batch]`) says what is padding."""
         embedded = nn.functional.embedding(x.long(), self.weight) * self.scale
         return embedded if self.norm is None else self.norm(embedded, lengths)
 
@@ -53,11 +61,15 @@ class ValueEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.features, width))
         self.bias = nn.Parameter(torch.empty(width))
         self.norm = make_norm(norm, width) if config.norm else None
-        nn.init.normal_(self.weight, std=config.features**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors, N(0, 1 / features), and biases, N(0, 0.1)."""
+        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
         nn.init.normal_(self.bias, std=0.1)
 
-    def check(self, name: str, x: Tensor) -> None:
-        """Raise an error unless `x` can be embedded."""
+    def check_shape(self, name: str, x: Tensor) -> None:
+        """Raise an error unless `x` is of a shape and type that can be embedded."""
         features = self.weight.shape[0]
         fits = x.dim() == 3 and x.shape[2] == features
         if not (fits or (x.dim() == 2 and features == 1)) or x.shape[1] < 1:
@@ -67,7 +79,7 @@ class ValueEmbedding(nn.Module):
             raise InputError(f"{name}: got {x.dtype}, allowed are floating-point numbers: this model reads real values")
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Embed `x`."""
+        """`[batch, time]` or `[batch, time, features]` to `[batch, time, width]`; `lengths` says what is padding."""
         x = x if x.dim() == 3 else x.unsqueeze(-1)
         embedded = x.to(self.weight.dtype) @ self.weight + self.bias
         return embedded if self.norm is None else self.norm(embedded, lengths)

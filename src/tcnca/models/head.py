@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ class PoolState(State):
     position: `[batch]`, tokens seen so far.
     """
 
+    _sums: ClassVar[frozenset[str]] = frozenset({"summary"})
+
     summary: Tensor
     position: Tensor
 
@@ -30,12 +33,26 @@ class VocabularyHead(nn.Module):
     def __init__(self, config: LanguageModelHead, vocabulary: int, width: int) -> None:
         super().__init__()
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocabulary, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw a new matrix, N(0, 1 / width), if it is the head's own."""
         if self.weight is not None:
-            nn.init.normal_(self.weight, std=width**-0.5)
+            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, features: Tensor, embedding: Tensor) -> Tensor:
-        """Logits of the next token."""
+        """`[…, width]` to the logits of the next token, `[…, vocabulary]`; `embedding` is `[vocabulary, width]`."""
         return nn.functional.linear(features, embedding if self.weight is None else self.weight)
+
+
+class HeadLinear(nn.Linear):
+    """A linear map with Xavier's uniform weights and biases 0 at the start."""
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        nn.init.xavier_uniform_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class PooledHead(nn.Module):
@@ -51,16 +68,11 @@ class PooledHead(nn.Module):
         self.hidden = nn.ModuleList()
         for _ in range(config.hidden_layers if config.hidden is not None else 0):
             assert config.hidden is not None
-            self.hidden.append(nn.Linear(inputs, config.hidden))
+            self.hidden.append(HeadLinear(inputs, config.hidden))
             inputs = config.hidden
         regression = isinstance(config, RegressionHead)
         outputs = config.outputs if isinstance(config, RegressionHead) else config.classes
-        self.output = nn.Linear(inputs, outputs, bias=regression)
-        for layer in self.modules():
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight)
-                if layer.bias is not None:
-                    nn.init.zeros_(layer.bias)
+        self.output = HeadLinear(inputs, outputs, bias=regression)
 
     def pool(
         self, features: Tensor, lengths: Tensor | None, state: PoolState | None, return_state: bool
@@ -91,13 +103,13 @@ class PooledHead(nn.Module):
         return torch.where(fresh.unsqueeze(1), picked, state.summary)
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """The vectors of two documents as one."""
+        """The vectors of two documents, `[batch, width]` each, as one: `[batch, 2 · width]` or `[batch, 4 · width]`."""
         if self.combination == "concat":
             return torch.cat([second, first], -1)
         return torch.cat([first, second, first * second, first - second], -1)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Logits or values of pooled features."""
+        """`[…, inputs]` to the logits or values `[…, outputs]`; inputs are width, or what `combine` gives."""
         for layer in self.hidden:
             pooled = self.function(self.dropout(layer(pooled)))
         return self.output(pooled)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.ops import check_lengths, check_values
+
+Lengths = Tensor | Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +59,9 @@ class Layout:
 
 def make_layout(
     x: Tensor,
-    lengths: Tensor | Sequence[int] | None,
+    lengths: Lengths | None,
     mask: Tensor | None,
-    cu_seqlens: Tensor | Sequence[int] | None,
+    cu_seqlens: Lengths | None,
     max_seqlen: int | None,
     suffix: str = "",
 ) -> Layout:
@@ -77,7 +82,7 @@ def make_layout(
     return Layout() if cu_seqlens is None else _packed(x, cu_seqlens, max_seqlen)
 
 
-def _lengths(x: Tensor, lengths: Tensor | Sequence[int], name: str) -> Tensor:
+def _lengths(x: Tensor, lengths: Lengths, name: str) -> Tensor:
     lengths = torch.as_tensor(lengths)
     check_lengths(lengths, x.shape[0], x.shape[1], name)
     lengths = lengths.to(x.device).long()
@@ -89,12 +94,16 @@ def _lengths(x: Tensor, lengths: Tensor | Sequence[int], name: str) -> Tensor:
 def _masked(x: Tensor, mask: Tensor, name: str) -> Layout:
     if mask.shape != x.shape[:2]:
         raise InputError(f"{name}: got shape {list(mask.shape)}, allowed is {list(x.shape[:2])}, true for real tokens")
+    if mask.is_floating_point() or mask.is_complex():
+        raise InputError(f"{name}: got {mask.dtype}, allowed are true for real tokens and false, or 1 and 0")
+    if mask.dtype != torch.bool:
+        check_values((mask == 0) | (mask == 1), f"{name}: allowed are 1 for real tokens and 0", mask)
     mask = mask.to(device=x.device, dtype=torch.bool)
     order = torch.argsort(~mask, dim=1, stable=True)
     return Layout(mask.sum(1), order=order)
 
 
-def _packed(x: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None) -> Layout:
+def _packed(x: Tensor, cu_seqlens: Lengths, max_seqlen: int | None) -> Layout:
     starts = torch.as_tensor(cu_seqlens, device=x.device)
     if x.shape[0] != 1:
         raise InputError(f"x: got a batch of {x.shape[0]}, allowed is 1 with cu_seqlens: all documents lie in one row")

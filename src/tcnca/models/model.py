@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -15,10 +13,8 @@ from tcnca.layers import Block, Dropout, LayerState, TCNConfig, make_norm
 from tcnca.models.config import LanguageModelHead, ModelConfig, PairHead, TokenInput, ValueInput
 from tcnca.models.embedding import TokenEmbedding, ValueEmbedding
 from tcnca.models.head import PooledHead, PoolState, VocabularyHead
-from tcnca.models.layout import Layout, make_layout
-from tcnca.ops import State, TCNState, zero_padding
-
-Lengths = Tensor | Sequence[int]
+from tcnca.models.layout import Layout, Lengths, make_layout
+from tcnca.ops import State, TCNState, autocasts, length_mask, zero_padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +75,13 @@ class SequenceModel(nn.Module):
         """Whether the model has a state: it is causal and reads one document."""
         return self.config.causal and not isinstance(self.config.head, PairHead)
 
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, for example after a model built on the `meta` device was given memory."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
     def set_chunk(self, chunk: int | None) -> SequenceModel:
         """Attend in chunks of another size from now on, for example longer ones in evaluation; None for all tokens.
 
@@ -89,10 +92,7 @@ class SequenceModel(nn.Module):
         for block in self._blocks():
             if block.mixing.attention is not None:
                 block.mixing.attention.set_chunk(chunk)
-        attention = self.config.attention
-        reach = attention.reach if attention.position == "simple" else attention.max_length
-        attention = dataclasses.replace(attention, chunk=chunk, max_length=reach)
-        self.config = dataclasses.replace(self.config, attention=attention)
+                self.config = dataclasses.replace(self.config, attention=block.mixing.attention.config)
         self._signature = _signature(self.config)
         return self
 
@@ -134,7 +134,8 @@ class SequenceModel(nn.Module):
             mask: `[batch, time]`, true for real tokens, anywhere in the row: padding left, right or between.
             lengths2, mask2: the same for `second`.
             cu_seqlens: `[documents + 1]`: `x` is one row of documents, document `i` from `cu_seqlens[i]` to
-                `cu_seqlens[i + 1]`. Each is a sequence of its own, also in the state.
+                `cu_seqlens[i + 1]`. Each is a sequence of its own, also in the state. It costs as much as that many
+                rows of the longest document: pack documents of like lengths.
             max_seqlen: the longest document's length; saves reading it off the device, and `torch.compile` needs it.
             state: the state after the tokens before these; None at the start of the sequence.
             return_state: whether to return the new state; by default wherever there is one. Training that does
@@ -177,7 +178,7 @@ class SequenceModel(nn.Module):
         inplace: bool,
     ) -> tuple[Tensor, Layout, tuple[LayerState, ...]]:
         """Features of right-padded rows, zero in the padding, with their layout and the layers' new states."""
-        self.embedding.check(name, x)
+        self.embedding.check_shape(name, x)
         padding = getattr(self.config.input, "padding_index", None)
         if padding is not None and lengths is None and mask is None and cu_seqlens is None:
             mask = x != padding
@@ -185,8 +186,11 @@ class SequenceModel(nn.Module):
         rows, real = layout.rows(x), layout.lengths
         if state is not None:
             self._check_state(state, rows)
-        if rows.is_floating_point() and real is not None:
-            rows = zero_padding(rows if rows.dim() == 3 else rows.unsqueeze(-1), real)
+        if real is not None:
+            # Whatever the padding holds, NaN or a token of no vocabulary, it is not looked at.
+            rows = rows.masked_fill(~_real(real, rows), 0)
+        if isinstance(self.embedding, TokenEmbedding):
+            self.embedding.check_tokens(name, rows)
         h = zero_padding(self.dropout(self.embedding(rows, real)), real)
         states = []
         for index, layer in enumerate(self.layers):
@@ -240,6 +244,8 @@ class SequenceModel(nn.Module):
                 f"state: comes from another model: it was made by {state.signature}; allowed is {self._signature}"
             )
         position = _position(state)
+        if position is None:
+            return  # a model of feed-forward nets alone remembers nothing
         if position.shape[0] != rows.shape[0]:
             raise StateError(f"state: got a batch of {position.shape[0]}, allowed is {rows.shape[0]}, that of x")
         if position.device != rows.device:
@@ -247,10 +253,15 @@ class SequenceModel(nn.Module):
                 f"state: got one on {position.device}, allowed is {rows.device}, where x is; move it with state.to(…)"
             )
         kept, kind = _kept(state), self.embedding.weight.dtype
-        if kept is not None and kept.dtype != kind and not torch.is_autocast_enabled(rows.device.type):
+        if kept is not None and kept.dtype != kind and not autocasts(rows.device):
             raise StateError(
                 f"state: got {kept.dtype}, allowed is {kind}, the model's; change it with state.to({kind})"
             )
+
+
+def _real(lengths: Tensor, rows: Tensor) -> Tensor:
+    mask = length_mask(lengths, rows.shape[1])
+    return mask if rows.dim() == 2 else mask.unsqueeze(-1)
 
 
 def _kept(state: ModelState) -> Tensor | None:
@@ -261,11 +272,11 @@ def _kept(state: ModelState) -> Tensor | None:
     return mixer.buffers[0] if isinstance(mixer, TCNState) else None
 
 
-def _position(state: ModelState) -> Tensor:
+def _position(state: ModelState) -> Tensor | None:
     for part in (state.layers[0].mixer, state.layers[0].attention, state.pool):
         if part is not None:
             return part.position
-    raise StateError("state: is empty, allowed is one that a model returned")
+    return None
 
 
 def _signature(config: ModelConfig) -> str:

@@ -11,11 +11,12 @@ from tcnca.ops.attention import (
     attend,
     chunked_attention,
     initial_attention_state,
+    needed_reach,
     offset_bias,
     rotary_bias,
     rotate,
 )
-from tcnca.ops.checks import check_lengths, check_values
+from tcnca.ops.checks import autocasts, check_lengths, check_values
 from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
 from tcnca.ops.ema import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
@@ -37,6 +38,7 @@ __all__ = [
     "activation",
     "advance",
     "attend",
+    "autocasts",
     "check_lengths",
     "check_values",
     "chunked_attention",
@@ -50,6 +52,7 @@ __all__ = [
     "initial_tcn_state",
     "laplace",
     "length_mask",
+    "needed_reach",
     "offset_bias",
     "receptive_field",
     "relu2",

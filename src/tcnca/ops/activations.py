@@ -13,12 +13,23 @@ from torch import Tensor
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "none"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The GELU's approximation by a hyperbolic tangent."""
+    return F.gelu(x, approximate="tanh")
+
+
+def identity(x: Tensor) -> Tensor:
+    """`x` itself."""
+    return x
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
-    "none": lambda x: x,
+    "none": identity,
 }
 
 

@@ -1,11 +1,11 @@
-"""Checks that several operators and the models share."""
+"""Checks and questions that several operators and the models share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tcnca.errors import InputError
+from tcnca.errors import InputError, TcncaError
 
 
 def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
@@ -27,7 +27,12 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
         )
 
 
-def check_values(fine: Tensor, message: str, values: Tensor, error: type[InputError] = InputError) -> None:
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device; some kinds of device, such as `meta`, have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def check_values(fine: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:
     """Raise `error` unless all of `fine` is true.
 
     On a GPU the check runs along with everything else, so that it costs no wait, and stops the device.

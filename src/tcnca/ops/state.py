@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -34,12 +34,14 @@ class State:
     """
 
     _classes: ClassVar[dict[str, type[State]]] = {}
+    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that sum over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         State._classes[cls.__name__] = cls
-        # States hold tensors and nothing that runs: `torch.load` may read them without being told to trust the file.
-        torch.serialization.add_safe_globals([cls])
+        if cls.__module__.startswith("tcnca."):
+            # Ours hold tensors and nothing that runs: `torch.load` may read them without trusting the file.
+            torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
             _flatten,
@@ -59,8 +61,8 @@ class State:
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences that the state belongs to."""
-        return next(iter(self.tensors().values())).shape[0]
+        """Number of sequences that the state belongs to; 0 if it holds nothing."""
+        return next((tensor.shape[0] for tensor in self.tensors().values()), 0)
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +71,7 @@ class State:
         return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
     def detach(self) -> Self:
-        """The same values, cut from the graph that computed them."""
+        """The same values, cut from the graph that computed them. The memory is shared."""
         return self.map(torch.Tensor.detach)
 
     def clone(self) -> Self:
@@ -77,17 +79,29 @@ class State:
         return self.map(torch.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move to another device or floating type, with the arguments of `torch.nn.Module.to`.
+        """A copy on another device or of another floating type, with the arguments of `torch.nn.Module.to`.
 
-        Integer tensors (positions) move to the device but keep their type.
+        Positions keep their type, and sums over the whole past stay in float32 at least: they would stop growing
+        in half precision.
         """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._to(device, dtype, non_blocking)
 
-        def move(tensor: Tensor) -> Tensor:
-            kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device=device, dtype=kept, non_blocking=non_blocking)
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> Self:
+        def moved(value: Any, kind: torch.dtype | None) -> Any:
+            if isinstance(value, State):
+                return value._to(device, dtype, non_blocking)
+            if isinstance(value, tuple):
+                return tuple(moved(item, kind) for item in value)
+            if not isinstance(value, Tensor):
+                return value
+            target = kind if kind is not None and value.is_floating_point() else value.dtype
+            return value.to(device=device, dtype=target, non_blocking=non_blocking, copy=True)
 
-        return self.map(move)
+        wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
+        names = [field.name for field in dataclasses.fields(self)]
+        changed = {name: moved(getattr(self, name), wide if name in self._sums else dtype) for name in names}
+        return dataclasses.replace(self, **changed)
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times, side by side: `[a, b]` becomes `[a, a, b, b]`."""
@@ -114,12 +128,18 @@ class State:
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
         """Read a state that `save` wrote."""
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise StateError(f"{path}: got format {metadata.get('format')!r}, allowed is {_FORMAT!r}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        state = _rebuild(json.loads(metadata["structure"]), "", tensors)
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"{path}: cannot be read as safetensors ({error})") from error
+        if metadata.get("format") != _FORMAT:
+            raise StateError(f"{path}: got format {metadata.get('format')!r}, allowed is {_FORMAT!r}")
+        try:
+            state = _rebuild(json.loads(metadata["structure"]), "", tensors)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise StateError(f"{path}: is no whole state: {error!r} does not fit its structure") from error
         if not isinstance(state, cls):
             raise StateError(f"{path}: got a {type(state).__name__}, allowed is a {cls.__name__}")
         return state

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.attention.attend import ATTENTION_FUNCTIONS
-from tcnca.ops.attention.streaming import AttentionState
-from tcnca.ops.checks import check_lengths
+from tcnca.ops.attention.streaming import AttentionState, full_slots
+from tcnca.ops.checks import check_lengths, check_values
+from tcnca.ops.padding import advance
 
 
 def check_attention(
@@ -41,13 +42,23 @@ def check_attention(
             _check_state(q, v, chunk, state)
     if bias is not None:
         reach = (bias.numel() + 1) // 2
-        slots = chunk if chunk is not None else q.shape[1] + (0 if state is None else state.keys.shape[1])
-        needed = slots if state is not None or return_state else min(slots, q.shape[1])
+        needed = needed_reach(q.shape[1], chunk, lengths, state, return_state)
         if bias.dim() != 1 or bias.numel() % 2 == 0 or reach < needed:
             raise InputError(
                 f"bias: got shape {list(bias.shape)}, allowed is [2 · reach - 1] with a reach of at least {needed}, "
                 f"the {'chunk' if chunk is not None else 'number of tokens'}"
             )
+
+
+def needed_reach(
+    time: int, chunk: int | None, lengths: Tensor | None, state: AttentionState | None, return_state: bool
+) -> int:
+    """How far a position bias has to reach for a call of chunked attention with `time` tokens."""
+    if chunk is not None:
+        return chunk if state is not None or return_state else min(chunk, time)
+    if state is None:
+        return time
+    return full_slots(state.keys.shape[1], advance(state.position, time, lengths), time, lengths)
 
 
 def _check_state(q: Tensor, v: Tensor, chunk: int | None, state: AttentionState) -> None:
@@ -57,3 +68,10 @@ def _check_state(q: Tensor, v: Tensor, chunk: int | None, state: AttentionState)
         got = list(getattr(state, name).shape)
         if got != shape:
             raise StateError(f"state.{name}: got shape {got}, allowed is {shape} ([batch, slots, width])")
+    if chunk is None:
+        check_values(
+            state.position <= slots,
+            f"state.position: got more tokens than the {slots} slots hold, allowed is a state of full attention",
+            state.position,
+            StateError,
+        )

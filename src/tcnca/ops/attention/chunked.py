@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tcnca.ops.attention.attend import attend
 from tcnca.ops.attention.checks import check_attention
-from tcnca.ops.attention.position import offset_bias
-from tcnca.ops.attention.streaming import AttentionState, continue_attention, initial_attention_state
+from tcnca.ops.attention.position import chunk_bias
+from tcnca.ops.attention.streaming import AttentionState, begin_attention_state, continue_attention
 from tcnca.ops.padding import length_mask, zero_padding
 
 
@@ -49,13 +49,12 @@ def chunked_attention(
     check_attention(q, k, v, chunk, causal, function, bias, lengths, state, return_state)
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
-    if return_state and state is None:
-        state = initial_attention_state(q.shape[0], q.shape[2], v.shape[2], chunk, q.device, q.dtype)
     if state is not None:
         out, new = continue_attention(q, k, v, chunk, function, bias, dropout, lengths, state, inplace)
         return out, new if return_state else None
     size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
-    return _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths), None
+    out = _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths)
+    return out, begin_attention_state(k, v, chunk, lengths) if return_state else None
 
 
 def _by_chunks(
@@ -71,17 +70,20 @@ def _by_chunks(
 ) -> Tensor:
     """Whole sequences from their start, padded at the right to a multiple of the chunk and cropped again."""
     time = q.shape[1]
-    missing = -time % size
-    if missing:
+    chunks = (time + size - 1) // size
+    missing = chunks * size - time
+    # An exported program serves any length, so it must not ask whether one is a multiple of the chunk.
+    exporting = torch.compiler.is_exporting()
+    if exporting or missing:
         q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
         if lengths is None:
             lengths = torch.full((q.shape[0],), time, device=q.device)
     place = torch.arange(size, device=q.device)
     mask = place <= place.unsqueeze(1) if causal else None
     if lengths is not None:
-        real = length_mask(lengths, time + missing).unflatten(1, (-1, size)).unsqueeze(2)
+        real = length_mask(lengths, chunks * size).unflatten(1, (chunks, size)).unsqueeze(2)
         mask = real if mask is None else real & mask
-    q, k, v = (part.unflatten(1, (-1, size)) for part in (q, k, v))
-    biases = None if bias is None else offset_bias(bias, place, place)
-    out = attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout)
-    return out.flatten(1, 2)[:, :time]
+    q, k, v = (part.unflatten(1, (chunks, size)) for part in (q, k, v))
+    biases = None if bias is None else chunk_bias(bias, size)
+    out = attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
+    return out.index_select(1, torch.arange(time, device=out.device)) if exporting else out[:, :time]

@@ -5,6 +5,8 @@ A bias is a vector of `2 · reach - 1` values: place `key - query + reach - 1` h
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     precise = torch.promote_types(x.dtype, torch.float32)
     order = torch.arange(half, device=x.device, dtype=precise)
-    angles = positions.to(precise).unsqueeze(-1) * torch.exp(order * -(torch.log(order.new_tensor(ROTARY_BASE)) / half))
+    angles = positions.to(precise).unsqueeze(-1) * torch.exp(order * (-math.log(ROTARY_BASE) / half))
     sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
@@ -26,6 +28,16 @@ def rotary_bias(alpha: Tensor, beta: Tensor, reach: int) -> Tensor:
     """MEGA's rotary bias `⟨R_m α, R_n β⟩` of query `m` and key `n`, by `n - m` alone: `[2 · reach - 1]`."""
     offsets = torch.arange(1 - reach, reach, device=alpha.device)
     return (alpha * rotate(beta.expand(2 * reach - 1, -1), offsets)).sum(-1)
+
+
+def chunk_bias(bias: Tensor, size: int) -> Tensor:
+    """`bias` (`[2 · reach - 1]`) between the tokens of one chunk, `[size, size]` by query and key."""
+    if torch.compiler.is_compiling():
+        # Unfolding would bind a graph to one size.
+        place = torch.arange(size, device=bias.device)
+        return offset_bias(bias, place, place)
+    reach = (bias.shape[0] + 1) // 2
+    return bias[reach - size : reach + size - 1].unfold(0, size, 1).flip(0)
 
 
 def offset_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops.attention.attend import attend
-from tcnca.ops.attention.position import offset_bias
+from tcnca.ops.attention.position import chunk_bias, offset_bias
 from tcnca.ops.padding import advance, take_time
 from tcnca.ops.state import State
 
@@ -23,7 +23,7 @@ class AttentionState(State):
     """Keys and values of the chunk that is not finished yet.
 
     keys: `[batch, slots, width]`; slot `j` holds place `j` of the chunk. As many slots as the chunk has
-        tokens, or for full attention as many as tokens were seen.
+        tokens; for full attention as many as the longest row has, or more.
     values: `[batch, slots, value_width]`.
     position: `[batch]`, tokens seen so far.
     """
@@ -50,6 +50,26 @@ def initial_attention_state(
     )
 
 
+def begin_attention_state(k: Tensor, v: Tensor, chunk: int | None, lengths: Tensor | None) -> AttentionState:
+    """The state after the first tokens of a sequence, whose keys and values these are."""
+    position = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
+    end = advance(position, k.shape[1], lengths)
+    slots = full_slots(0, end, k.shape[1], lengths) if chunk is None else None
+    keys, values = (part[:, :slots] if chunk is None else _last_chunk(part, end, chunk) for part in (k, v))
+    return AttentionState(keys, values, end)
+
+
+def full_slots(cached: int, end: Tensor, time: int, lengths: Tensor | None) -> int:
+    """Slots that full attention needs after `time` more tokens, where rows then hold `end` (`[batch]`) tokens.
+
+    Without padding that is known. With padding it is read off the device, lest the cache grow by padding; a compiled
+    graph cannot read it and makes room for all.
+    """
+    if lengths is None or torch.compiler.is_compiling():
+        return cached + time
+    return max(int(end.max()), 1)
+
+
 def continue_attention(
     q: Tensor,
     k: Tensor,
@@ -68,11 +88,13 @@ def continue_attention(
     if time == 1 and chunk is not None:
         out, keys, values = _one(q, k, v, fill, function, bias, dropout, state, inplace)
     else:
-        slots = state.keys.shape[1] + time if chunk is None else chunk - 1 + time
-        if chunk is not None and time > chunk:
-            slots += -slots % chunk
+        end = advance(fill, time, lengths)
+        if chunk is None:
+            slots = full_slots(state.keys.shape[1], end, time, lengths)
+        else:
+            slots = chunk - 1 + time
+            slots += -slots % chunk if time > chunk else 0
         lined_k, lined_v = (_line_up(*pair, fill, slots) for pair in ((state.keys, k), (state.values, v)))
-        end = fill + time if lengths is None else fill + lengths
         attention = _window if chunk is None or time <= chunk else _chunks
         out = attention(q, lined_k, lined_v, fill, end, chunk, function, bias, dropout)
         keys, values = (_last_chunk(lined, end, chunk) for lined in (lined_k, lined_v))
@@ -163,7 +185,7 @@ def _chunks(
     place = torch.arange(chunk, device=q.device)
     real = (slots < end.unsqueeze(1)).unflatten(1, (-1, chunk)).unsqueeze(2)
     mask = real & (place <= place.unsqueeze(1))
-    biases = None if bias is None else offset_bias(bias, place, place)
+    biases = None if bias is None else chunk_bias(bias, chunk)
     lined = [part.unflatten(1, (-1, chunk)) for part in (lined_q, k, v)]
     out = attend(*lined, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
     return take_time(out, fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device))

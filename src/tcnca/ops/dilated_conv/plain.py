@@ -72,13 +72,14 @@ def dilated_conv(
         `y` of `x`'s shape, and the new state or None.
     """
     check_conv(x, weight, dilation, bias, causal, lengths, state, return_state)
-    if return_state and state is None:
-        state = initial_conv_state(x.shape[0], x.shape[2], weight.shape[1], dilation, x.device, x.dtype)
-    if state is None:
-        y, _ = conv_with_buffer(x, weight, dilation, bias, causal, lengths, None, None)
+    buffer, position = (None, None) if state is None else (state.buffer, state.position)
+    y, seen = conv_with_buffer(x, weight, dilation, bias, causal, lengths, buffer, position)
+    if not return_state:
         return y, None
-    y, buffer = conv_with_buffer(x, weight, dilation, bias, causal, lengths, state.buffer, state.position, inplace)
-    return y, ConvState(buffer, advance(state.position, x.shape[1], lengths, inplace)) if return_state else None
+    if state is None:
+        state = initial_conv_state(x.shape[0], x.shape[2], weight.shape[1], dilation, x.device, x.dtype)
+    buffer = push_ring(state.buffer, state.position, seen, lengths, inplace)
+    return y, ConvState(buffer, advance(state.position, x.shape[1], lengths, inplace))
 
 
 def conv_with_buffer(
@@ -90,16 +91,19 @@ def conv_with_buffer(
     lengths: Tensor | None,
     buffer: Tensor | None,
     position: Tensor | None,
-    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`dilated_conv` on a bare ring, for callers that keep one position for several convolutions."""
+    """`dilated_conv` on a bare ring, for callers that keep one position for several convolutions.
+
+    Returns the output, and the inputs with zeros in the padding, which belong into the ring. Without a ring the
+    sequence starts here.
+    """
     x = zero_padding(x, lengths)
     time, kernel_size = x.shape[1], weight.shape[1]
     if buffer is None or position is None:
         future = 0 if causal else (kernel_size - 1) // 2 * dilation
         past = (kernel_size - 1) * dilation - future
-        return _correlate(F.pad(x, (0, 0, past, future)), weight, dilation, bias), x
-    if time <= dilation and kernel_size > 1:
+        y = _correlate(F.pad(x, (0, 0, past, future)), weight, dilation, bias)
+    elif time <= dilation and kernel_size > 1:
         # No tap of these tokens falls on another of them: read just the taps.
         steps = torch.arange(time, device=x.device)
         back = torch.arange(1, kernel_size, device=x.device) * dilation
@@ -109,7 +113,7 @@ def conv_with_buffer(
         y = y if bias is None else y + bias
     else:
         y = _correlate(torch.cat([unroll_ring(buffer, position), x], 1), weight, dilation, bias)
-    return y, push_ring(buffer, position, x, lengths, inplace)
+    return y, x
 
 
 def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | None) -> Tensor:

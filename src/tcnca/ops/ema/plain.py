@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths
+from tcnca.ops.checks import autocasts, check_lengths
 from tcnca.ops.ema.forms import ema_fft, ema_scan, ema_steps
 from tcnca.ops.ema.kernel import decay_powers, ema_coefficients, ema_kernel
 from tcnca.ops.padding import advance, take_time, zero_padding
@@ -26,13 +27,15 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, hidden]`, or None if the kernel is truncated.
-    window: `[batch, truncation - 1, channels]`, a ring of the last inputs, for a truncated kernel only: there
-        each input has to be forgotten after so many steps.
+    hidden: `[batch, channels, hidden]`.
+    window: `[batch, truncation, channels]`, a ring of the last inputs, for a truncated kernel only: there each
+        input has to be taken out again after so many steps. None otherwise.
     position: `[batch]`, tokens seen so far.
     """
 
-    hidden: Tensor | None
+    _sums: ClassVar[frozenset[str]] = frozenset({"hidden"})
+
+    hidden: Tensor
     window: Tensor | None
     position: Tensor
 
@@ -46,11 +49,12 @@ def initial_ema_state(
     dtype: torch.dtype | None = None,
 ) -> EMAState:
     """The state before the first token. Hidden states are kept in float32 at least: they sum over a whole past."""
-    position = torch.zeros(batch, dtype=torch.long, device=device)
-    if truncation is None:
-        precise = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        return EMAState(torch.zeros(batch, channels, hidden, device=device, dtype=precise), None, position)
-    return EMAState(None, torch.zeros(batch, truncation - 1, channels, device=device, dtype=dtype), position)
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+    return EMAState(
+        torch.zeros(batch, channels, hidden, device=device, dtype=precise),
+        None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
+        torch.zeros(batch, dtype=torch.long, device=device),
+    )
 
 
 def ema(
@@ -90,36 +94,28 @@ def ema(
         `y` of `x`'s shape, and the new state or None.
     """
     check_ema(x, delta, alpha, beta, gamma, method, truncation, kernel, lengths, state, return_state)
-    if torch.is_autocast_enabled(x.device.type):
-        # Autocast would make the kernel in half precision.
-        with torch.autocast(x.device.type, enabled=False):
-            return ema(
-                x,
-                delta,
-                alpha,
-                beta,
-                gamma,
-                method=method,
-                truncation=truncation,
-                kernel=kernel,
-                lengths=lengths,
-                state=state,
-                return_state=return_state,
-                inplace=inplace,
-            )
     parameters = (delta, alpha, beta, gamma)
     x = zero_padding(x, lengths)
-    if return_state and state is None:
-        state = initial_ema_state(x.shape[0], x.shape[2], delta.shape[2], truncation, x.device, x.dtype)
-    if state is None:
-        return _whole(x, parameters, method, truncation, kernel), None
-    if state.window is not None:
-        y = _windowed(x, parameters, method, state.window, state.position, kernel)
-        window = push_ring(state.window, state.position, x, lengths, inplace) if return_state else state.window
-        new = EMAState(None, window, advance(state.position, x.shape[1], lengths, inplace)) if return_state else None
-        return y, new
-    y, hidden = _recurrent(x, parameters, method, kernel, lengths, state)
-    return y, EMAState(hidden, None, advance(state.position, x.shape[1], lengths, inplace)) if return_state else None
+    # Autocast would make the kernel in half precision.
+    with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
+        hidden = None
+        if state is None:
+            y = _whole(x, parameters, method, truncation, kernel)
+        elif x.shape[1] == 1:
+            hidden = _step(x, parameters, state)
+            y = _read_out(hidden, parameters).to(x.dtype)
+        elif state.window is None:
+            y = _whole(x, parameters, method, None, kernel) + _left_over(x, parameters, state.hidden)
+        else:
+            # The outputs depend on a window of inputs and on nothing older.
+            past = unroll_ring(state.window, state.position)[:, 1:]
+            y = _whole(torch.cat([past, x], 1), parameters, method, truncation, kernel)[:, past.shape[1] :]
+        if not return_state:
+            return y, None
+        if state is None:
+            batch, _, channels = x.shape
+            state = initial_ema_state(batch, channels, delta.shape[2], truncation, x.device, x.dtype)
+        return y, _advanced(x, parameters, lengths, state, hidden, inplace)
 
 
 def _whole(x: Tensor, parameters: Parameters, method: Method, truncation: int | None, kernel: Tensor | None) -> Tensor:
@@ -132,57 +128,59 @@ def _whole(x: Tensor, parameters: Parameters, method: Method, truncation: int | 
     return run(x, ema_coefficients(*parameters), truncation)
 
 
-def _recurrent(
+def _step(x: Tensor, parameters: Parameters, state: EMAState) -> Tensor:
+    """The hidden states after one token."""
+    drive, decay, _ = (part[0] for part in ema_coefficients(*parameters))
+    hidden = drive * x[:, 0].unsqueeze(-1) + decay * state.hidden
+    if state.window is None:
+        return hidden
+    lags = torch.full((1,), state.window.shape[1], device=x.device)
+    leaving = read_ring(state.window, state.position, lags)[:, 0]
+    return hidden - drive * decay_powers(decay, lags)[..., 0] * leaving.unsqueeze(-1)
+
+
+def _read_out(hidden: Tensor, parameters: Parameters) -> Tensor:
+    """The output of one token, `[batch, 1, channels]`, from the hidden states after it."""
+    return (hidden * ema_coefficients(*parameters).readout[0]).sum(-1).unsqueeze(1)
+
+
+def _left_over(x: Tensor, parameters: Parameters, hidden: Tensor) -> Tensor:
+    """What is left of the past in the outputs of the next tokens."""
+    _, decay, readout = (part[0] for part in ema_coefficients(*parameters))
+    powers = decay_powers(decay, torch.arange(1, x.shape[1] + 1, device=x.device))
+    return torch.einsum("bdn,dnl->bld", hidden * readout, powers).to(x.dtype)
+
+
+def _advanced(
     x: Tensor,
     parameters: Parameters,
-    method: Method,
-    kernel: Tensor | None,
     lengths: Tensor | None,
     state: EMAState,
-) -> tuple[Tensor, Tensor]:
-    """Continue from hidden states: what these inputs give by themselves, plus what is left of the past."""
+    hidden: Tensor | None,
+    inplace: bool,
+) -> EMAState:
+    """The state after the tokens `x`, with zeros in their padding; `hidden` if it is known already."""
     time = x.shape[1]
-    drive, decay, readout = (part[0] for part in ema_coefficients(*parameters))
-    hidden = state.hidden
-    assert hidden is not None
-    if time == 1:
-        new = drive * x[:, 0].unsqueeze(-1) + decay * hidden
-        y = (new * readout).sum(-1).unsqueeze(1).to(x.dtype)
-        return y, new if lengths is None else torch.where((lengths > 0).view(-1, 1, 1), new, hidden)
-    powers = decay_powers(decay, torch.arange(time + 1, device=x.device))
-    left = torch.einsum("bdn,dnl->bld", hidden * readout, powers[..., 1:])
-    y = _whole(x, parameters, method, None, kernel) + left.to(x.dtype)
-    if lengths is None:
-        entered, remaining = x, powers[..., -1]
-    else:
-        # Move each row's last real token to the end, where every row's powers are the same.
-        source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
-        entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
-        remaining = decay_powers(decay, lengths).permute(2, 0, 1)
-    fresh = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers[..., :-1].flip(-1)) * drive
-    return y, fresh + remaining * hidden
-
-
-def _windowed(
-    x: Tensor,
-    parameters: Parameters,
-    method: Method,
-    window: Tensor,
-    position: Tensor,
-    kernel: Tensor | None,
-) -> Tensor:
-    """Continue a truncated EMA, whose outputs depend on the inputs of a window and nothing older."""
-    lags = window.shape[1] + 1
-    if x.shape[1] > 1:
-        past = unroll_ring(window, position)
-        y = _whole(torch.cat([past, x], 1), parameters, method, lags, kernel)
-        return y[:, lags - 1 :]
-    kernel = ema_kernel(*parameters, lags) if kernel is None else kernel[..., :lags]
-    y = x * kernel[0, :, 0]
-    if lags > 1:
-        past = read_ring(window, position, torch.arange(1, lags, device=x.device))
-        y = y + torch.einsum("bld,dl->bd", past.to(kernel.dtype), kernel[0, :, 1:]).unsqueeze(1)
-    return y.to(x.dtype)
+    window = None if state.window is None else push_ring(state.window, state.position, x, lengths, inplace)
+    position = advance(state.position, time, lengths, inplace)
+    if hidden is None:
+        steps: Tensor | None = torch.full_like(position, time) if lengths is None else lengths
+        entered = x
+        if window is not None:
+            # Whatever is still to be remembered stands in the window.
+            entered, steps = unroll_ring(window, position), None
+        elif lengths is not None:
+            # Move each row's last real token to the end, where every row's powers are the same.
+            source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
+            entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
+        drive, decay, _ = (part[0] for part in ema_coefficients(*parameters))
+        powers = decay_powers(decay, torch.arange(entered.shape[1] - 1, -1, -1, device=x.device))
+        hidden = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers) * drive
+        if steps is not None:
+            hidden = hidden + decay_powers(decay, steps).permute(2, 0, 1) * state.hidden
+    elif lengths is not None:
+        hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, state.hidden)
+    return EMAState(hidden, window, position)
 
 
 def check_ema(
@@ -227,9 +225,11 @@ def check_ema(
 
 
 def _check_state(x: Tensor, hidden: int, truncation: int | None, state: EMAState) -> None:
-    name, held, expected = "hidden", state.hidden, [x.shape[0], x.shape[2], hidden]
-    if truncation is not None:
-        name, held, expected = "window", state.window, [x.shape[0], truncation - 1, x.shape[2]]
-    if held is None or list(held.shape) != expected:
-        got = None if held is None else list(held.shape)
-        raise StateError(f"state.{name}: got shape {got}, allowed is {expected}")
+    window = None if truncation is None else [x.shape[0], truncation, x.shape[2]]
+    held = None if state.window is None else list(state.window.shape)
+    for name, got, expected in (
+        ("hidden", list(state.hidden.shape), [x.shape[0], x.shape[2], hidden]),
+        ("window", held, window),
+    ):
+        if got != expected:
+            raise StateError(f"state.{name}: got shape {got}, allowed is {expected}")

@@ -1,0 +1,140 @@
+"""The layers of the paper written down with loops and plain formulas, to hold the modules against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnca.layers import EMA, TCN, ChunkedAttention
+
+EPS = 1e-5
+
+
+def scramble(module: nn.Module) -> nn.Module:
+    """Move every parameter and statistic of `module` far from its start, so that each of them matters."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
+    return module
+
+
+def normalised(module: nn.Module, kind: str, x: Tensor) -> Tensor:
+    """What the norm called `kind` gives in evaluation, from its formula and the parameters of `module`."""
+    weight = cast(Tensor, module.weight)
+    if kind in ("scale", "rms"):
+        return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    bias = cast(Tensor, module.bias)
+    if kind == "layer":
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    else:
+        mean, variance = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
+    return weight * (x - mean) / (variance + EPS).sqrt() + bias
+
+
+def convolved(x: Tensor, weight: Tensor, dilation: int, causal: bool) -> Tensor:
+    """`y[t] = Σ_j weight[:, j] x[t - j · dilation]`; not causal, the taps lie around `t`."""
+    time, taps = x.shape[1], weight.shape[1]
+    centre = 0 if causal else (taps - 1) // 2
+    y = torch.zeros_like(x)
+    for t in range(time):
+        for j in range(taps):
+            source = t - (j - centre) * dilation
+            if 0 <= source < time:
+                y[:, t] += weight[:, j] * x[:, source]
+    return y
+
+
+def tcn(module: TCN, x: Tensor) -> Tensor:
+    """The residual blocks of `module`: convolution, norm, non-linearity, skip connection."""
+    config = module.config
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "none": lambda h: h,
+    }
+    for block in range(config.depth):
+        h = x
+        for inner in range(config.convolutions):
+            weight = module.weight[block, inner]
+            if module.scale is not None:
+                weight = module.scale[block, inner].unsqueeze(-1) * weight / weight.norm(dim=-1, keepdim=True)
+            h = convolved(h, weight, config.dilation_factor**block, module.causal)
+            if module.bias is not None:
+                h = h + module.bias[block, inner]
+            if config.norm not in ("none", "weight"):
+                h = normalised(module.norms[block * config.convolutions + inner], config.norm, h)
+            h = functions[config.activation](h)
+        x = x + h
+    return x
+
+
+def ema(module: EMA, x: Tensor) -> Tensor:
+    """`silu(Σ_l k[l] x[t - l] + ω x[t])`, and the same over the future with the second set of parameters."""
+    time, hidden = x.shape[1], module.config.hidden
+    p = torch.sigmoid(module.delta)
+    q = 1 - p * torch.sigmoid(module.alpha)
+    y = x * module.omega
+    for direction in range(p.shape[0]):
+        for lag in range(min(time, module.config.truncation or time)):
+            tap = (p * module.beta * q**lag * module.gamma)[direction].sum(-1) / math.sqrt(hidden)
+            moved = F.pad(x, (0, 0, lag, 0))[:, :time] if direction == 0 else F.pad(x, (0, 0, 0, lag))[:, lag:]
+            y = y + tap * moved
+    return F.silu(y)
+
+
+def mixed(module: TCN | EMA | None, x: Tensor) -> Tensor:
+    """Whichever mixer `module` is."""
+    if module is None:
+        return x
+    return tcn(module, x) if isinstance(module, TCN) else ema(module, x)
+
+
+def turned(vector: Tensor, position: int) -> Tensor:
+    """`vector` (`[…, width]`) with pair `i`, places `i` and `i + half`, turned by `position · 10000^(-i / half)`."""
+    half = vector.shape[-1] // 2
+    angles = position * 10000.0 ** (-torch.arange(half, dtype=vector.dtype) / half)
+    a, b = vector[..., :half], vector[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def attention(module: ChunkedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Chunk by chunk and query by query, for whole sequences."""
+    time = q.shape[1]
+    chunk = module.chunk or time
+    out = torch.zeros_like(v)
+    for row in range(q.shape[0]):
+        for m in range(time):
+            start = m // chunk * chunk
+            end = m + 1 if module.causal else min(start + chunk, time)
+            weights = _weights(module, q[row], k[row], m, range(start, end))
+            out[row, m] = weights @ v[row, start:end]
+    return out
+
+
+def _weights(module: ChunkedAttention, q: Tensor, k: Tensor, m: int, visible: range) -> Tensor:
+    position, function = module.config.position, module.config.function
+    scale = q.shape[-1] ** -0.5 if function == "softmax" else 1 / len(visible)
+    scores = []
+    for n in visible:
+        query, key = (turned(q[m], m), turned(k[n], n)) if position == "rope" else (q[m], k[n])
+        score = query @ key * scale
+        if position == "simple":
+            score = score + module.bias[n - m + module.config.reach - 1]
+        elif position == "rotary":
+            score = score + turned(module.alpha, m) @ turned(module.beta, n)
+        scores.append(score)
+    together = torch.stack(scores)
+    if function == "softmax":
+        return together.exp() / together.exp().sum()
+    if function == "relu2":
+        return together.clamp(min=0).square()
+    return 0.5 * (1 + torch.erf((together - 0.707107) / (0.282095 * math.sqrt(2))))

@@ -1,0 +1,87 @@
+"""The EMA as a module: its start, and its agreement with the formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcnca import EMAConfig
+from tcnca.layers import EMA
+from tcnca.ops import METHODS, Method
+from tcnca.ops.ema import plain
+from tests.comparison import assert_close
+from tests.layers import formulas
+
+DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def _is_normal(values: Tensor, mean: float, deviation: float) -> bool:
+    """Whether `values` may be drawn from this distribution: both moments within five standard errors."""
+    values, error = values.detach(), deviation / math.sqrt(values.numel())
+    return abs(float(values.mean()) - mean) < 5 * error and abs(
+        float(values.std()) - deviation
+    ) < 5 * error / math.sqrt(2)
+
+
+@DIRECTIONS
+def test_start(causal: bool) -> None:
+    module = EMA(256, EMAConfig(hidden=16), causal)
+    assert _is_normal(module.delta, 0, 0.2)
+    assert _is_normal(module.alpha, 0, 0.2)
+    assert _is_normal(module.beta[..., 0::2], 1, 0.02)
+    assert _is_normal(module.beta[..., 1::2], -1, 0.02)
+    assert _is_normal(module.gamma, 0, 1)
+    assert _is_normal(module.omega, 0, 1)
+
+
+@pytest.mark.parametrize(("causal", "learned"), [(True, 32), (False, 64)], ids=["causal", "bidirectional"])
+def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
+    module = EMA(10, EMAConfig(hidden=8), causal)
+    without_skip = sum(parameter.numel() for name, parameter in module.named_parameters() if name != "omega")
+    assert without_skip == 10 * learned
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("truncation", [None, 1, 4, 50])
+def test_equals_the_formula(causal: bool, method: Method, truncation: int | None) -> None:
+    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method), causal).double()
+    formulas.scramble(module)
+    x = torch.randn(2, 13, 5, dtype=torch.float64)
+    assert_close(module(x)[0].detach(), formulas.ema(module, x).detach())
+
+
+def test_channels_do_not_mix() -> None:
+    module, x = EMA(5, EMAConfig(hidden=3)).double(), torch.randn(2, 13, 5, dtype=torch.float64)
+    changed = x.clone()
+    changed[..., 0] += 1
+    moved = (module(changed)[0] - module(x)[0]).abs().amax((0, 1))
+    assert moved[0] > 0
+    assert not moved[1:].any()
+
+
+def test_padding_is_silent() -> None:
+    module, x = EMA(5, EMAConfig(hidden=3), causal=False).double(), torch.randn(1, 13, 5, dtype=torch.float64)
+    padded = module(x, lengths=torch.tensor([6]))[0]
+    assert_close(padded[:, :6].detach(), module(x[:, :6])[0].detach())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_method_of_the_configuration_is_the_one_that_runs(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {"fft": "ema_fft", "steps": "ema_steps", "scan": "ema_scan"}
+    ran = []
+    for name, form in forms.items():
+        real = getattr(plain, form)
+
+        def spy(*args: object, name: str = name, real: Callable[..., Tensor] = real) -> Tensor:
+            ran.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(plain, form, spy)
+    EMA(2, EMAConfig(hidden=2, method=method))(torch.randn(1, 5, 2))
+    assert ran == [method]

@@ -1,0 +1,205 @@
+"""How mixer and attention are joined, against the formulas of the paper's layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnca.layers import AttentionConfig, Block, BlockConfig, GatedMixing, PlainMixing
+from tcnca.layers.config import Position
+from tcnca.ops import ATTENTION_FUNCTIONS
+from tests.comparison import assert_close
+from tests.examples import ATTENTION, EMA, TCN
+from tests.layers import formulas
+
+WIDTH = 8
+CONFIG = BlockConfig(
+    width=WIDTH,
+    causal=True,
+    mixer=TCN,
+    attention=ATTENTION,
+    gated=True,
+    feed_forward=12,
+    activation="silu",
+    norm="layer",
+    prenorm=True,
+    dropout=0.0,
+    value_dropout=0.0,
+    feed_forward_dropout=0.0,
+    feature_dropout=False,
+)
+MIXERS = pytest.mark.parametrize("mixer", [TCN, EMA, None], ids=["tcn", "ema", "no-mixer"])
+DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+ORDERS = pytest.mark.parametrize("prenorm", [True, False], ids=["pre-norm", "post-norm"])
+
+
+class Zero(nn.Module):
+    """A dropout that drops everything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def _config(**changes: Any) -> BlockConfig:
+    return dataclasses.replace(CONFIG, **changes)
+
+
+def _gated(**changes: Any) -> GatedMixing:
+    module = GatedMixing(_config(**changes)).double().eval()
+    formulas.scramble(module)
+    return module
+
+
+def _plain(**changes: Any) -> PlainMixing:
+    module = PlainMixing(_config(gated=False, **changes)).double().eval()
+    formulas.scramble(module)
+    return module
+
+
+def _x(time: int = 11) -> Tensor:
+    return torch.randn(2, time, WIDTH, dtype=torch.float64)
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x, None, None, False, False)[0].detach()
+
+
+def _affine(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight.T + layer.bias
+
+
+@torch.no_grad()
+def gated_formula(module: GatedMixing, config: BlockConfig, x: Tensor) -> Tensor:
+    """Section 3.3 of MEGA with any mixer, line by line."""
+    assert config.attention is not None
+    act = getattr(F, config.activation)
+    d, z, v = config.width, config.attention.key_width, config.attention.value_width
+    entered = formulas.normalised(module.norm, config.norm, x) if config.prenorm else x
+    values = act(_affine(module.values, entered))
+    projected = _affine(module.gates, formulas.mixed(module.mixer, entered))
+    u = torch.sigmoid(projected[..., :d])
+    zeta, r = F.silu(projected[..., d : d + z]), F.silu(projected[..., d + z : d + z + v])
+    h = projected[..., d + z + v :]
+    q, k = zeta * module.gamma[0] + module.beta[0], zeta * module.gamma[1] + module.beta[1]
+    attended = formulas.attention(module.attention, q, k, values)
+    candidate = act(h + _affine(module.output, attended * r))
+    out = x + u * (candidate - x)
+    return out if config.prenorm else formulas.normalised(module.norm, config.norm, out)
+
+
+@torch.no_grad()
+def plain_formula(module: PlainMixing, config: BlockConfig, x: Tensor) -> Tensor:
+    """`x + mixer`, `x + attention`."""
+    if module.mixer is not None:
+        assert module.mixer_norm is not None
+        entered = formulas.normalised(module.mixer_norm, config.norm, x) if config.prenorm else x
+        x = x + formulas.mixed(module.mixer, entered)
+        x = x if config.prenorm else formulas.normalised(module.mixer_norm, config.norm, x)
+    if module.attention is not None:
+        assert config.attention is not None
+        z = config.attention.key_width
+        entered = formulas.normalised(module.attention_norm, config.norm, x) if config.prenorm else x
+        projected = _affine(module.projection, entered)
+        q, k, values = projected[..., :z], projected[..., z : 2 * z], projected[..., 2 * z :]
+        x = x + _affine(module.output, formulas.attention(module.attention, q, k, values))
+        x = x if config.prenorm else formulas.normalised(module.attention_norm, config.norm, x)
+    return x
+
+
+@MIXERS
+@DIRECTIONS
+@ORDERS
+@pytest.mark.parametrize("norm", ["layer", "scale", "batch"])
+def test_gated_mixing_equals_the_formula(mixer: Any, causal: bool, prenorm: bool, norm: str) -> None:
+    changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "norm": norm}
+    module, x = _gated(**changes), _x()
+    assert_close(_run(module, x), gated_formula(module, _config(**changes), x))
+
+
+@pytest.mark.parametrize("position", get_args(Position))
+@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+def test_gated_mixing_with_any_attention(position: str, function: str) -> None:
+    attention = dataclasses.replace(ATTENTION, position=position, function=function)  # type: ignore[arg-type]
+    module, x = _gated(attention=attention, activation="gelu"), _x()
+    assert_close(_run(module, x), gated_formula(module, _config(attention=attention, activation="gelu"), x))
+
+
+@MIXERS
+@DIRECTIONS
+@ORDERS
+@pytest.mark.parametrize("attention", [ATTENTION, None], ids=["attention", "no-attention"])
+def test_plain_mixing_equals_the_formula(
+    mixer: Any, causal: bool, prenorm: bool, attention: AttentionConfig | None
+) -> None:
+    changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "attention": attention}
+    module, x = _plain(**changes), _x()
+    assert_close(_run(module, x), plain_formula(module, _config(**changes), x))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_block_is_mixing_then_a_feed_forward_net(gated: bool) -> None:
+    block, x = Block(_config(gated=gated)).double(), _x()
+    assert block.feed_forward is not None
+    mixed = block.mixing(x, None, None, False, False)[0]
+    assert_close(block(x)[0].detach(), block.feed_forward(mixed).detach())
+    assert Block(_config(gated=gated, feed_forward=0)).feed_forward is None
+
+
+def test_start_of_the_gates() -> None:
+    module = GatedMixing(_config(attention=AttentionConfig(key_width=2000)))
+    assert abs(float(module.gamma.detach().std()) / 0.02 - 1) < 5 / math.sqrt(2 * module.gamma.numel())
+    assert not module.beta.any()
+    assert not torch.equal(module.gamma[0], module.gamma[1]), "queries and keys have transforms of their own"
+
+
+def test_gated_mixing_drops_the_mixers_output_and_the_candidate() -> None:
+    module, x = _gated(), _x()
+    module.dropout = Zero()  # type: ignore[assignment]
+    # What is left of X' is the bias of the projection, and of H nothing.
+    u = torch.sigmoid(module.gates.bias[:WIDTH])
+    assert_close(_run(module, x), (x - u * x).detach())
+
+
+def test_gated_mixing_drops_values() -> None:
+    module, other, x = _gated(), _gated(), _x()
+    other.load_state_dict(module.state_dict())
+    module.value_dropout = Zero()  # type: ignore[assignment]
+    with torch.no_grad():
+        # Without biases SiLU leaves values of zero.
+        other.values.weight.zero_()
+        other.values.bias.zero_()
+    assert_close(_run(module, x), _run(other, x))
+
+
+def test_plain_mixing_drops_what_it_adds() -> None:
+    module, x = _plain(), _x()
+    module.dropout = Zero()  # type: ignore[assignment]
+    assert torch.equal(_run(module, x), x)
+
+
+def test_plain_mixing_drops_values() -> None:
+    module, x = _plain(mixer=None), _x()
+    module.value_dropout = Zero()  # type: ignore[assignment]
+    assert_close(_run(module, x), (x + module.output.bias).detach())
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_probabilities_arrive_where_they_belong(gated: bool) -> None:
+    changes = {"dropout": 0.1, "value_dropout": 0.2, "feed_forward_dropout": 0.3, "feature_dropout": True}
+    block = Block(_config(gated=gated, **changes))
+    assert block.feed_forward is not None
+    parts = (block.mixing, block.feed_forward)
+    found = [
+        *(part.dropout.probability for part in parts),
+        block.mixing.value_dropout.probability,
+        block.feed_forward.hidden_dropout.probability,
+    ]
+    assert found == [0.1, 0.1, 0.2, 0.3]
+    drops = [block.mixing.dropout, block.mixing.value_dropout, block.feed_forward.dropout]
+    assert all(drop.feature for drop in [*drops, block.feed_forward.hidden_dropout])

@@ -1,0 +1,168 @@
+"""The TCN as a module: its start, its norms, and its agreement with the residual blocks written as loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcnca import TCNConfig
+from tcnca.layers import TCN
+from tcnca.layers.config import TCNNorm
+from tests.comparison import TOLERANCE, assert_close
+from tests.layers import formulas
+
+WIDTH = 5
+DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def _tcn(causal: bool = True, **fields: Any) -> TCN:
+    config = TCNConfig(**{"kernel_size": 3, "dilation_factor": 2, "depth": 3, "norm": "none", **fields})
+    module = TCN(WIDTH, config, causal).double().eval()
+    formulas.scramble(module)
+    return module
+
+
+def _x(time: int = 17) -> Tensor:
+    return torch.randn(2, time, WIDTH, dtype=torch.float64)
+
+
+def _has_deviation(values: Tensor, deviation: float) -> bool:
+    """Whether normal `values` may have this standard deviation: within five standard errors."""
+    return abs(float(values.detach().std()) / deviation - 1) < 5 / math.sqrt(2 * values.numel())
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("norm", get_args(TCNNorm))
+@pytest.mark.parametrize("convolutions", [1, 2])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_equals_the_residual_blocks_written_as_loops(causal: bool, norm: str, convolutions: int, bias: bool) -> None:
+    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias)
+    x = _x()
+    with torch.no_grad():
+        assert_close(module(x)[0], formulas.tcn(module, x))
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("kernel_size", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
+def test_other_kernels_and_functions(causal: bool, kernel_size: int, activation: str) -> None:
+    module = _tcn(causal, kernel_size=kernel_size, activation=activation, dilation_factor=3, depth=2)
+    x = _x()
+    with torch.no_grad():
+        assert_close(module(x)[0], formulas.tcn(module, x))
+
+
+@pytest.mark.parametrize(("norm", "mixes"), [(name, name in ("rms", "layer")) for name in get_args(TCNNorm)])
+def test_only_norms_over_channels_mix_channels(norm: str, mixes: bool) -> None:
+    module, x = _tcn(norm=norm), _x()
+    changed = x.clone()
+    changed[..., 0] += 1
+    with torch.no_grad():
+        moved = (module(changed)[0] - module(x)[0]).abs().amax((0, 1))
+    assert moved[0] > 0
+    assert bool((moved[1:] > 0).all() if mixes else (moved[1:] == 0).all())
+
+
+@pytest.mark.parametrize("convolutions", [1, 2])
+def test_output_depends_on_the_receptive_field_and_nothing_older(convolutions: int) -> None:
+    module = _tcn(convolutions=convolutions)
+    reach = module.config.receptive_field
+    x = _x(reach + 6).requires_grad_()
+    (gradient,) = torch.autograd.grad(module(x)[0][:, -1].sum(), x)
+    assert bool((gradient[:, -reach:] != 0).all())
+    assert bool((gradient[:, :-reach] == 0).all())
+    held = sum(buffer.shape[1] for buffer in module.initial_state(2).buffers)
+    assert held == reach - 1
+
+
+def test_normal_start() -> None:
+    weight = TCN(256, TCNConfig(kernel_size=9, depth=3, init="normal")).weight
+    assert all(_has_deviation(block, 1 / 3) for block in weight)
+
+
+def test_decay_start_has_small_far_blocks() -> None:
+    weight = TCN(256, TCNConfig(kernel_size=9, depth=3, init="decay")).weight
+    assert all(_has_deviation(block, 0.1 / 3) for block in weight[1:])
+
+
+@pytest.mark.parametrize("convolutions", [1, 2])
+def test_decay_start_has_a_first_block_of_unit_mixtures_of_four_exponentials(convolutions: int) -> None:
+    kernels = TCN(64, TCNConfig(kernel_size=17, convolutions=convolutions, init="decay")).weight[0].detach()
+    assert_close(kernels.norm(dim=-1), torch.ones(convolutions, 64))
+    # A sum of four exponentials obeys a recurrence of order four, so this matrix has that rank.
+    place = torch.arange(9)
+    strengths = torch.linalg.svdvals(kernels[..., place.unsqueeze(1) + place].double())
+    assert bool((strengths[..., 4] <= TOLERANCE[torch.float32] * strengths[..., 0]).all())
+    energy = kernels.square().mean((0, 1))
+    assert energy[0] > 4 * energy[-1], "near taps weigh more than far ones"
+
+
+def test_decay_start_of_a_bidirectional_tcn_decays_to_both_sides() -> None:
+    kernels = TCN(64, TCNConfig(kernel_size=9, init="decay"), causal=False).weight[0].detach()
+    assert_close(kernels, kernels.flip(-1))
+    energy = kernels.square().mean((0, 1))
+    assert int(energy.argmax()) == 4
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("init", ["decay", "normal"])
+def test_bias_starts_at_zero_and_weight_norm_starts_with_the_kernels_as_drawn(causal: bool, init: str) -> None:
+    module = TCN(WIDTH, TCNConfig(kernel_size=3, norm="weight", bias=True, init=init), causal).double()  # type: ignore[arg-type]
+    plain = TCN(WIDTH, TCNConfig(kernel_size=3, norm="none", init=init), causal).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        plain.weight.copy_(module.weight)
+    x = _x()
+    assert module.bias is not None
+    assert not module.bias.any()
+    # The kernels were drawn in float32, and so were their lengths.
+    assert_close(module(x)[0].detach(), plain(x)[0].detach(), dtype=torch.float32)
+
+
+def test_weight_norm_sets_the_lengths_of_the_kernels() -> None:
+    module = _tcn(norm="weight")
+    x = _x()
+    with torch.no_grad():
+        before = module(x)[0]
+        module.weight.mul_(3.0)
+        assert_close(module(x)[0], before, "output with longer directions")
+        assert module.scale is not None
+        module.scale.mul_(2.0)
+        plain = TCN(WIDTH, TCNConfig(kernel_size=3, dilation_factor=2, depth=3, norm="none")).double()
+        plain.weight.copy_(module.weight / module.weight.norm(dim=-1, keepdim=True) * module.scale.unsqueeze(-1))
+        assert_close(module(x)[0], plain(x)[0])
+
+
+def test_weight_norm_of_a_zero_kernel_is_zero() -> None:
+    module, x = _tcn(norm="weight"), _x()
+    with torch.no_grad():
+        module.weight.zero_()
+        assert_close(module(x)[0], x)
+
+
+def test_batch_norm_in_training_does_not_see_padding() -> None:
+    module, x, lengths = _tcn(norm="batch").train(), _x(9), torch.tensor([4, 9])
+    statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.no_grad():
+        y = module(x, lengths=lengths)[0]
+        after = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        module.load_state_dict(statistics, strict=False)
+        other = x.clone()
+        other[0, 4:] = 1e3
+        assert_close(module(other, lengths=lengths)[0][0, :4], y[0, :4])
+    for name, buffer in module.named_buffers():
+        assert_close(buffer.double(), after[name].double(), name)
+
+
+def test_dropout_drops_what_a_block_adds_in_training_only() -> None:
+    module, x = _tcn(depth=1, dropout=0.25), _x(200)
+    with torch.no_grad():
+        added = module.eval()(x)[0] - x
+        dropped = module.train()(x)[0] - x
+    kept = dropped != 0
+    assert kept.any()
+    assert not kept.all()
+    assert_close(dropped, added / 0.75 * kept)
