@@ -19,7 +19,7 @@ def test_python_blocks_run_in_order(tmp_path: Path) -> None:
     assert code.count("import tcnca") == 1
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "bytes" in done.stdout
+    assert "ModelState(batch_size=4" in done.stdout
     assert (tmp_path / "my-classifier" / "model.safetensors").is_file()
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tcnca import (
@@ -139,3 +140,16 @@ def test_padding_index_outside_the_vocabulary() -> None:
     TokenInput(vocabulary=8, padding_index=7)
     with pytest.raises(ConfigError, match=r"^input\.padding_index: got 8, allowed is below the vocabulary, 8"):
         TokenInput(vocabulary=8, padding_index=8)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    head = RegressionHead(outputs=np.int64(5), dropout=np.float32(0.5))  # type: ignore[arg-type]
+    assert type(head.outputs) is int
+    assert type(head.dropout) is float
+    assert head == RegressionHead(outputs=5, dropout=0.5)
+
+
+@pytest.mark.parametrize("config", [ModelConfig, TCNConfig, EMAConfig, AttentionConfig, TokenInput, PairHead])
+def test_help_explains_every_field(config: type) -> None:
+    for field in dataclasses.fields(config):
+        assert f"\n    {field.name}: " in (config.__doc__ or ""), field.name

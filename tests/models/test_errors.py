@@ -19,6 +19,7 @@ from tcnca import (
     TcncaError,
     ValueInput,
     VocabularyError,
+    build,
     generate,
     stream,
 )
@@ -273,3 +274,22 @@ def test_generation_checks_its_arguments_before_the_first_token() -> None:
 def test_generation_of_what_is_no_language_model() -> None:
     with pytest.raises(InputError, match=r"^model: got a ClassifierHead, allowed is a language model"):
         generate(small_model(small_config(head=ClassifierHead())), tokens(), 2)
+
+
+@pytest.mark.parametrize("vocabulary", [128, 256, 300, 50_000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str)
+def test_tokens_of_any_whole_type(dtype: torch.dtype, vocabulary: int) -> None:
+    x = torch.tensor([[97, 98, 99]])
+    model = small_model(vocabulary=vocabulary)
+    assert torch.equal(model(x.to(dtype)).logits, model(x).logits)
+    with pytest.raises(VocabularyError, match=r"allowed are 0 to 98; got \[99\]"):
+        small_model(vocabulary=99)(x.to(dtype))
+
+
+def test_inputs_that_are_no_tensors() -> None:
+    model = small_model()
+    for wrong in (tokens().numpy(), [[1, 2]], "abc"):
+        with pytest.raises(InputError, match=r"^x: got a .*, allowed is a torch\.Tensor"):
+            model(wrong)
+    with pytest.raises(ConfigError, match=r"^what: got None, allowed are a preset, its name, or a ModelConfig"):
+        build(None)  # type: ignore[arg-type]

@@ -227,3 +227,14 @@ def test_head_of_a_configuration_alone_decides_the_outputs() -> None:
     }
     for name, (config, shape) in shapes.items():
         assert small_model(config)(_tokens()).logits.shape == shape, name
+
+
+@pytest.mark.parametrize("head", [RegressionHead(outputs=2, pooling="none"), ClassifierHead(classes=2, pooling="none")])
+def test_answers_at_every_time_are_zero_in_the_padding(head: RegressionHead | ClassifierHead) -> None:
+    model = small_model(head=head)
+    tokens = torch.randint(VOCABULARY, (2, 6))
+    logits = model(tokens, lengths=[6, 3]).logits
+    assert not logits[1, 3:].any()
+    assert logits[1, :3].all()
+    packed = model(tokens.view(1, -1), cu_seqlens=[0, 6, 9, 12]).logits
+    assert_close(packed[0, :6], logits[0])

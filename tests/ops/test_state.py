@@ -237,7 +237,7 @@ def test_pytree_functions_reach_every_tensor(state: State) -> None:
 
 @pytest.mark.parametrize("times", [0, -1])
 def test_repeat_needs_a_count(times: int) -> None:
-    with pytest.raises(StateError, match=rf"times: got {times}, allowed is 1 or more"):
+    with pytest.raises(StateError, match=rf"times: got {times}, allowed is a whole number of at least 1"):
         conv_state().repeat(times)
 
 

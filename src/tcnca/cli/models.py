@@ -18,12 +18,12 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the models of the paper: size, receptive field, streaming state and cost of a token."""
-    chosen = [preset(name) for name in presets() if like in name]
+    chosen = [preset(name) for name in presets() if like.lower() in name]
     if not chosen:
         typer.echo(f"no preset has {like!r} in its name; `tcnca models` shows them all", err=True)
         raise typer.Exit(2)
     if as_json:
-        rows = {entry.name: {"task": entry.task, **vars(summarise(entry))} for entry in chosen}
+        rows = {entry.name: {"task": entry.task, "length": entry.length, **vars(summarise(entry))} for entry in chosen}
         typer.echo(json.dumps(rows, indent=2))
         return
     Console().print(models_table([(entry, summarise(entry)) for entry in chosen]))
@@ -50,7 +50,7 @@ def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
     table.caption = (
         "Receptive field: tokens that the mixer of one layer sees. Streaming state: of one sequence of the task's "
         "length in float32; bidirectional models (–) do not stream. Cost: million multiply-adds to read one token of "
-        "such a sequence, an EMA counted as its recurrence."
+        "such a sequence, an EMA counted as its recurrence. Where the EMA is truncated its field has an end."
     )
     table.caption_justify = "left"
     return table

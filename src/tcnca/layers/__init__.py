@@ -4,6 +4,7 @@ from tcnca.layers.attention import ChunkedAttention
 from tcnca.layers.block import Block, BlockConfig, GatedMixing, LayerState, PlainMixing
 from tcnca.layers.config import (
     AttentionConfig,
+    Config,
     EMAConfig,
     Mixer,
     TCNConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "Block",
     "BlockConfig",
     "ChunkedAttention",
+    "Config",
     "Dropout",
     "EMAConfig",
     "FeedForward",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import bisect
 import dataclasses
+import inspect
+import itertools
+import textwrap
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from tcnca.errors import ConfigError
 from tcnca.ops import (
@@ -20,6 +26,44 @@ from tcnca.ops import (
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["decay", "normal"]
 Position = Literal["none", "simple", "rotary", "rope"]
+
+
+class Config:
+    """Base of the configurations.
+
+    Numbers of NumPy's become plain ones, and the text under each field, which `help` would not show, is added to the
+    docstring of the class.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        texts: dict[str, str] = {}
+        for base in reversed(cls.__mro__):
+            texts |= _field_texts(base) if issubclass(base, Config) else {}
+        if texts:
+            lines = "".join(f"\n    {name}: {text}" for name, text in texts.items())
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields:{lines}\n"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """The string that follows each field in the source of a class; nothing if there is no source."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    texts = {}
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    for field, text in itertools.pairwise(statements):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                texts[name] = " ".join(words.split())
+    return texts
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:
@@ -51,12 +95,12 @@ def check_reach(name: str, chunk: int | None, reach: int) -> None:
     if chunk is not None and chunk > reach:
         raise ConfigError(
             f"{name}: got {chunk}, allowed is at most {reach}, as far as the simple position bias reaches; "
-            f"rotary and rope positions have no such limit"
+            f"attention.max_length sets how far before training, and rotary and rope positions have no such limit"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TCNConfig:
+class TCNConfig(Config):
     """The structure of a TCN: `depth` residual blocks, block `i` of dilation `dilation_factor^i`."""
 
     kernel_size: int = 17
@@ -81,6 +125,7 @@ class TCNConfig:
     `normal`: all kernels N(0, 1 / kernel_size)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
             check_at_least(f"mixer.{name}", getattr(self, name), 1)
         check_choice("mixer.activation", self.activation, ACTIVATIONS)
@@ -118,7 +163,7 @@ class TCNConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EMAConfig:
+class EMAConfig(Config):
     """MEGA's multi-dimensional damped EMA."""
 
     hidden: int = 16
@@ -129,6 +174,7 @@ class EMAConfig:
     """How it is computed: `fft`, `scan` or `steps`. All give the same."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("mixer.hidden", self.hidden, 1)
         if self.truncation is not None:
             check_at_least("mixer.truncation", self.truncation, 1)
@@ -136,7 +182,7 @@ class EMAConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Config):
     """Attention of one head inside chunks."""
 
     key_width: int = 64
@@ -156,6 +202,7 @@ class AttentionConfig:
     """Dropout of attention weights."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("attention.key_width", self.key_width, 1)
         check_at_least("attention.value_width", self.value_width, 1)
         for name in ("chunk", "max_length"):

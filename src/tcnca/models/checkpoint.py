@@ -28,7 +28,10 @@ def save(model: SequenceModel, folder: str | Path) -> Path:
     leaves an earlier checkpoint as it was.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"{folder}: is a file, allowed is a folder to make or to write into") from error
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as beside:

@@ -11,6 +11,7 @@ from tcnca.layers import (
     NORM_KINDS,
     AttentionConfig,
     BlockConfig,
+    Config,
     EMAConfig,
     NormKind,
     TCNConfig,
@@ -26,7 +27,7 @@ Combination = Literal["concat", "features"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInput:
+class TokenInput(Config):
     """Tokens `[batch, time]`, whole numbers below `vocabulary`."""
 
     vocabulary: int = 256
@@ -39,6 +40,7 @@ class TokenInput:
     """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("input.vocabulary", self.vocabulary, 1)
         check_flag("input.scaled", self.scaled)
         check_flag("input.norm", self.norm)
@@ -51,7 +53,7 @@ class TokenInput:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInput:
+class ValueInput(Config):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
     features: int = 1
@@ -60,23 +62,25 @@ class ValueInput:
     """Whether embeddings are normalised."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("input.features", self.features, 1)
         check_flag("input.norm", self.norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelHead:
+class LanguageModelHead(Config):
     """Logits of the next token at every time, `[batch, time, vocabulary]`."""
 
     tied: bool = True
     """Whether the output matrix is the embedding."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_flag("head.tied", self.tied)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _PooledHead:
+class _PooledHead(Config):
     pooling: Pooling = "mean"
     """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
     hidden: int | None = None
@@ -89,6 +93,7 @@ class _PooledHead:
     """Dropout before the non-linearity of the hidden layers."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("head.pooling", self.pooling, get_args(Pooling))
         if self.hidden is not None:
             check_at_least("head.hidden", self.hidden, 1)
@@ -157,7 +162,7 @@ _KINDS: dict[str, dict[str, type]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Config):
     """A stack of layers between an input and a head.
 
     | model | mixer | attention | gated |
@@ -209,6 +214,7 @@ class ModelConfig:
     PARTS: ClassVar[tuple[str, ...]] = tuple(_KINDS)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("layers", self.layers, 1)
         check_at_least("width", self.width, 1)
         check_at_least("feed_forward", self.feed_forward, 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tcnca.errors import InputError, VocabularyError
 from tcnca.layers import make_norm
 from tcnca.models.config import TokenInput, ValueInput
-from tcnca.ops import check_values
+from tcnca.ops import check_tensor, check_values
 
 
 class TokenEmbedding(nn.Module):
@@ -32,6 +32,7 @@ class TokenEmbedding(nn.Module):
 
     def check_shape(self, name: str, x: Tensor) -> None:
         """Raise an error unless `x` is of a shape and type that can be embedded."""
+        check_tensor(name, x)
         if x.dim() != 2 or x.shape[1] < 1:
             raise InputError(f"{name}: got shape {list(x.shape)}, allowed is [batch, time] with 1 or more tokens")
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -40,6 +41,7 @@ class TokenEmbedding(nn.Module):
     def check_tokens(self, name: str, x: Tensor) -> None:
         """Raise an error unless all tokens of `x` are in the vocabulary."""
         vocabulary = self.weight.shape[0]
+        x = x.long()  # a bound may not fit the type of the tokens
         check_values(
             (x >= 0) & (x < vocabulary),
             f"{name}: got a token outside the vocabulary, allowed are 0 to {vocabulary - 1}",
@@ -70,6 +72,7 @@ class ValueEmbedding(nn.Module):
 
     def check_shape(self, name: str, x: Tensor) -> None:
         """Raise an error unless `x` is of a shape and type that can be embedded."""
+        check_tensor(name, x)
         features = self.weight.shape[0]
         fits = x.dim() == 3 and x.shape[2] == features
         if not (fits or (x.dim() == 2 and features == 1)) or x.shape[1] < 1:

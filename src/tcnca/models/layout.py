@@ -92,6 +92,7 @@ def _lengths(x: Tensor, lengths: Lengths, name: str) -> Tensor:
 
 
 def _masked(x: Tensor, mask: Tensor, name: str) -> Layout:
+    mask = torch.as_tensor(mask)
     if mask.shape != x.shape[:2]:
         raise InputError(f"{name}: got shape {list(mask.shape)}, allowed is {list(x.shape[:2])}, true for real tokens")
     if mask.is_floating_point() or mask.is_complex():
@@ -118,6 +119,10 @@ def _packed(x: Tensor, cu_seqlens: Lengths, max_seqlen: int | None) -> Layout:
         f"cu_seqlens: got values that do not rise from 0 to {x.shape[1]}, the number of tokens",
         starts,
     )
+    if max_seqlen is None and torch.compiler.is_compiling():
+        raise InputError(
+            "max_seqlen: got None, allowed is a whole number: a compiled graph cannot read it off the device"
+        )
     # Without it the longest document has to be read off the device.
     longest = int(lengths.max()) if max_seqlen is None else max_seqlen
     if max_seqlen is not None:

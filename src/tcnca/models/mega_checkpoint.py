@@ -79,9 +79,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except Exception as error:  # a file of other bytes can fail anywhere in the unpickler
+        # PyTorch's own text would advise to trust the file; its cause is kept.
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
-            f"{path}: cannot be read as tensors, plain values and an argument namespace, and anything else in a "
-            f"checkpoint is refused, because loading it could run code: {error}"
+            f"{path}: cannot be read as tensors, plain values and an argument namespace. Anything else in a checkpoint "
+            f"is refused, because loading it could run code{f' (found: {found[1]})' if found else ''}"
         ) from error
     for name, kind in (("args", argparse.Namespace), ("model", dict)):
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):

@@ -35,7 +35,7 @@ class ModelOutput(NamedTuple):
     """What a model returns.
 
     logits: `[batch, time, vocabulary]` of a language model, `[batch, classes]` of a classifier, the values
-        `[batch, outputs]` of a regression; zeros where a language model's token is padding.
+        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros where a token is padding.
     state: what a causal model remembers after these tokens; None if it was not asked for or there is none.
     """
 
@@ -85,7 +85,8 @@ class SequenceModel(nn.Module):
     def set_chunk(self, chunk: int | None) -> SequenceModel:
         """Attend in chunks of another size from now on, for example longer ones in evaluation; None for all tokens.
 
-        States of the old size do not fit any more. Returns the model itself.
+        A `simple` position bias must reach that far: `AttentionConfig.max_length` says how far it does. States of the
+        old size do not fit any more. Returns the model itself.
         """
         if self.config.attention is None:
             raise InputError("chunk: this model has no attention, so there is nothing to set")
@@ -162,7 +163,7 @@ class SequenceModel(nn.Module):
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
         logits = self.head(pooled)
         if self.head.pooling == "none":
-            logits = layout.restore(logits, x.shape[1])
+            logits = layout.restore(zero_padding(logits, layout.lengths), x.shape[1])
         return ModelOutput(logits, ModelState(states, pool, self._signature) if return_state else None)
 
     def _encode(

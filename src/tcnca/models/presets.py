@@ -300,10 +300,21 @@ def preset(name: str, **changes: Any) -> Preset:
     )
 
 
-def build(what: str | ModelConfig, **changes: Any) -> SequenceModel:
-    """Build a model from a preset's name or a configuration, changed as by `ModelConfig.override`.
+def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
+    """Build a model.
 
     `build("tcnca-enwik8", vocabulary=256)`, or `build(ModelConfig(width=64, layers=2))`.
+
+    Args:
+        what: the name of a preset (`presets()` or the command `tcnca models` list them), a preset, or a configuration.
+        changes: fields of the configuration to change, as by `ModelConfig.override`.
+
+    Returns:
+        The model in training mode, on the default device.
     """
-    config = preset(what, **changes).model if isinstance(what, str) else what.override(**changes)
-    return SequenceModel(config)
+    if isinstance(what, str):
+        what = preset(what)
+    config = what.model if isinstance(what, Preset) else what
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"what: got {config!r}, allowed are a preset, its name, or a ModelConfig")
+    return SequenceModel(config.override(**changes))

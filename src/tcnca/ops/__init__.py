@@ -16,7 +16,7 @@ from tcnca.ops.attention import (
     rotary_bias,
     rotate,
 )
-from tcnca.ops.checks import autocasts, check_lengths, check_values
+from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
 from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
 from tcnca.ops.ema import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
@@ -40,6 +40,7 @@ __all__ = [
     "attend",
     "autocasts",
     "check_lengths",
+    "check_tensor",
     "check_values",
     "chunked_attention",
     "dilated_conv",

@@ -8,6 +8,15 @@ from torch import Tensor
 from tcnca.errors import InputError, TcncaError
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Raise an error unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        kind = type(value)
+        raise InputError(
+            f"{name}: got a {kind.__module__}.{kind.__qualname__}, allowed is a torch.Tensor; torch.as_tensor makes one"
+        )
+
+
 def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
     """Raise an error unless `lengths` is None or `[batch]`, whole numbers from 0 to `time`.
 
@@ -28,8 +37,8 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for a device; some kinds of device, such as `meta`, have none."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    """Whether autocast is on for a device; the `meta` device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_values(fine: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:

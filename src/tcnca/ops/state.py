@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -38,6 +38,8 @@ class State:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Set before the dataclass decorator would add one that prints every tensor.
+        cls.__repr__ = State.__repr__  # type: ignore[method-assign]
         State._classes[cls.__name__] = cls
         if cls.__module__.startswith("tcnca."):
             # Ours hold tensors and nothing that runs: `torch.load` may read them without trusting the file.
@@ -49,6 +51,9 @@ class State:
             serialized_type_name=f"tcnca.{cls.__name__}",
             flatten_with_keys_fn=_flatten_with_keys,
         )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(batch_size={self.batch_size}, nbytes={self.nbytes:,})"
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new state with `function` applied to every tensor."""
@@ -105,12 +110,13 @@ class State:
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times, side by side: `[a, b]` becomes `[a, a, b, b]`."""
-        if times < 1:
-            raise StateError(f"times: got {times}, allowed is 1 or more")
+        if not isinstance(times, int) or times < 1:
+            raise StateError(f"times: got {times!r}, allowed is a whole number of at least 1")
         return self.map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
-    def reorder(self, index: Tensor) -> Self:
+    def reorder(self, index: Tensor | Sequence[int]) -> Self:
         """Take the sequences `index` (`[new_batch]`, whole numbers below the batch size), in that order."""
+        index = torch.as_tensor(index)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise StateError(
                 f"index: got shape {list(index.shape)} of {index.dtype}, allowed is one dimension of whole numbers"

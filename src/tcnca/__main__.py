@@ -1,0 +1,5 @@
+"""`python -m tcnca` is `tcnca`."""
+
+from tcnca.cli import app
+
+app()

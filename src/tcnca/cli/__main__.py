@@ -1,5 +1,0 @@
-"""`python -m tcnca.cli` is `tcnca`."""
-
-from tcnca.cli import app
-
-app()
