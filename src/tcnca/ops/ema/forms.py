@@ -31,8 +31,10 @@ def ema_fft(x: Tensor, kernel: Tensor) -> Tensor:
         # Lag -l sits at place size - l of a circular kernel.
         future = F.pad(kernel[1].to(precise), (0, size - lags))
         two_sided = two_sided + future.flip(-1).roll(1, -1)
-    spectrum = torch.fft.rfft(x.to(precise), n=size, dim=1) * torch.fft.rfft(two_sided, n=size, dim=-1).T
-    return torch.fft.irfft(spectrum, n=size, dim=1)[:, :time].to(x.dtype)
+    # Time last and contiguous: some versions of the compiler misjudge the layout of other transforms.
+    rows = x.to(precise).transpose(1, 2).contiguous()
+    spectrum = torch.fft.rfft(rows, n=size) * torch.fft.rfft(two_sided, n=size)
+    return torch.fft.irfft(spectrum, n=size)[..., :time].transpose(1, 2).to(x.dtype)
 
 
 def ema_steps(x: Tensor, coefficients: EMACoefficients, truncation: int | None = None) -> Tensor:
