@@ -282,6 +282,7 @@ def test_tokens_of_any_whole_type(dtype: torch.dtype, vocabulary: int) -> None:
     x = torch.tensor([[97, 98, 99]])
     model = small_model(vocabulary=vocabulary)
     assert torch.equal(model(x.to(dtype)).logits, model(x).logits)
+    assert torch.equal(model(x.to(dtype), lengths=[2]).logits, model(x, lengths=[2]).logits)
     with pytest.raises(VocabularyError, match=r"allowed are 0 to 98; got \[99\]"):
         small_model(vocabulary=99)(x.to(dtype))
 

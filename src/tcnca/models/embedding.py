@@ -14,7 +14,7 @@ from tcnca.ops import check_tensor, check_values
 
 
 class TokenEmbedding(nn.Module):
-    """`[batch, time]` of tokens to `[batch, time, width]`."""
+    """`[batch, time]` of tokens (int64) to `[batch, time, width]`."""
 
     def __init__(self, config: TokenInput, width: int, norm: str) -> None:
         super().__init__()
@@ -41,7 +41,6 @@ class TokenEmbedding(nn.Module):
     def check_tokens(self, name: str, x: Tensor) -> None:
         """Raise an error unless all tokens of `x` are in the vocabulary."""
         vocabulary = self.weight.shape[0]
-        x = x.long()  # a bound may not fit the type of the tokens
         check_values(
             (x >= 0) & (x < vocabulary),
             f"{name}: got a token outside the vocabulary, allowed are 0 to {vocabulary - 1}",
@@ -50,8 +49,8 @@ class TokenEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """`[batch, time]` of tokens to `[batch, time, width]`; `lengths` (`[batch]`) says what is padding."""
-        embedded = nn.functional.embedding(x.long(), self.weight) * self.scale
+        """`[batch, time]` of tokens (int64) to `[batch, time, width]`; `lengths` (`[batch]`) says what is padding."""
+        embedded = nn.functional.embedding(x, self.weight) * self.scale
         return embedded if self.norm is None else self.norm(embedded, lengths)
 
 

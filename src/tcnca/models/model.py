@@ -180,6 +180,7 @@ class SequenceModel(nn.Module):
     ) -> tuple[Tensor, Layout, tuple[LayerState, ...]]:
         """Features of right-padded rows, zero in the padding, with their layout and the layers' new states."""
         self.embedding.check_shape(name, x)
+        x = x if x.is_floating_point() else x.long()  # narrow types lack operations, and bounds may not fit them
         padding = getattr(self.config.input, "padding_index", None)
         if padding is not None and lengths is None and mask is None and cu_seqlens is None:
             mask = x != padding
