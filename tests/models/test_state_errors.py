@@ -167,3 +167,18 @@ def test_state_of_another_floating_type(family: str) -> None:
     with pytest.raises(StateError, match=r"^state: got torch\.float32, allowed is torch\.float64, .*state\.to"):
         model(tokens(), state=state.to(torch.float32))
     model(tokens(), state=state.to(torch.float32).to(torch.float64))
+
+
+@pytest.mark.parametrize("family", ["tcnca", "mega", "mega-full", "tcn-mlp"])
+def test_state_that_was_used_up(family: str) -> None:
+    model = small_model(family)
+    with torch.no_grad():
+        _, state = model(tokens())
+        kept = state.clone()
+        _, following = model(tokens(time=1), state=state, inplace=True)
+        for use in (lambda: model(tokens(time=1), state=state), state.clone, lambda: state.to("cpu"), state.detach):
+            with pytest.raises(StateError, match="used up by a call with inplace=True, allowed is the state that call"):
+                use()
+        # What followed it and what was copied before go on.
+        model(tokens(time=1), state=following, inplace=True)
+        model(tokens(time=1), state=kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -141,7 +142,8 @@ class SequenceModel(nn.Module):
             state: the state after the tokens before these; None at the start of the sequence.
             return_state: whether to return the new state; by default wherever there is one. Training that does
                 not carry it on saves time with False.
-            inplace: the given state's memory may be reused, which makes a step cheap; do not use that state again.
+            inplace: the given state's memory may be reused, which makes a step cheap. That state is used up: going on
+                from it again is an error.
 
         Returns:
             The logits and the new state.
@@ -199,6 +201,8 @@ class SequenceModel(nn.Module):
             before = None if state is None else state.layers[index]
             h, new = layer(h, lengths=real, state=before, return_state=return_state, inplace=inplace)
             states.append(new)
+        if inplace and state is not None and not torch.compiler.is_compiling():
+            state.give_away()
         h = h if self.norm is None else self.norm(h, real)
         return zero_padding(h, real), layout, tuple(states)
 
@@ -241,6 +245,7 @@ class SequenceModel(nn.Module):
     def _check_state(self, state: ModelState, rows: Tensor) -> None:
         if not isinstance(state, ModelState):
             raise StateError(f"state: got a {type(state).__name__}, allowed is a ModelState, as this model returns")
+        state.check_held()
         if state.signature != self._signature:
             raise StateError(
                 f"state: comes from another model: it was made by {state.signature}; allowed is {self._signature}"

@@ -55,8 +55,21 @@ class State:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={self.batch_size}, nbytes={self.nbytes:,})"
 
+    def give_away(self) -> None:
+        """Mark this state as used up: its memory belongs to the one that followed it."""
+        object.__setattr__(self, "_given_away", True)
+
+    def check_held(self) -> None:
+        """Raise an error if this state was used up by a call with `inplace=True`."""
+        if getattr(self, "_given_away", False):
+            raise StateError(
+                "state: was used up by a call with inplace=True, allowed is the state that call returned; "
+                "clone() a state before, or leave inplace out, to go on from it twice"
+            )
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new state with `function` applied to every tensor."""
+        self.check_held()
         changed = {field.name: _map(getattr(self, field.name), function) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **changed)
 
@@ -89,6 +102,7 @@ class State:
         Positions keep their type, and sums over the whole past stay in float32 at least: they would stop growing
         in half precision.
         """
+        self.check_held()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self._to(device, dtype, non_blocking)
 
@@ -128,6 +142,7 @@ class State:
 
     def save(self, path: str | Path) -> None:
         """Write the state to one safetensors file."""
+        self.check_held()
         metadata = {"format": _FORMAT, "structure": json.dumps(_describe(self))}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
 
