@@ -283,3 +283,11 @@ def test_prompt_is_left_alone() -> None:
     before = start.clone()
     generate(small_model(), start, 5)
     assert torch.equal(start, before)
+
+
+def test_prompts_of_bytes_keep_their_zeros() -> None:
+    """256 is no byte, but would be 0 as one."""
+    model = small_model(input=TokenInput(vocabulary=257, padding_index=256))
+    prompt = torch.tensor([[0, 5, 0, 0]])
+    expected = generate(model, prompt, 4, temperature=0.0)
+    assert torch.equal(generate(model, prompt.to(torch.uint8), 4, temperature=0.0), expected)

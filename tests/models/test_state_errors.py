@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import ClassifierHead, ModelConfig, ModelState, PairHead, RegressionHead, StateError, TCNConfig
+from tcnca import ClassifierHead, InputError, ModelConfig, ModelState, PairHead, RegressionHead, StateError, TCNConfig
 from tests.comparison import assert_close
 from tests.examples import VOCABULARY, small_config, small_model
 
@@ -182,3 +182,21 @@ def test_state_that_was_used_up(family: str) -> None:
         # What followed it and what was copied before go on.
         model(tokens(time=1), state=following, inplace=True)
         model(tokens(time=1), state=kept)
+
+
+def test_state_of_a_call_that_failed_is_used_up_too() -> None:
+    model = small_model("mega-full", mixer=TCNConfig(kernel_size=3, dilation_factor=2, depth=2), max_length=6)
+    _, state = model(tokens(time=4))
+    with torch.no_grad(), pytest.raises(InputError, match="at most 6"):
+        model(tokens(time=3), state=state, inplace=True)
+    with pytest.raises(StateError, match="used up"):
+        model(tokens(time=2), state=state)
+
+
+def test_slots_that_no_row_fills_do_not_use_up_the_reach() -> None:
+    model = small_model("mega-full", max_length=6)
+    x = tokens(1, 6)
+    _, empty = model(x, lengths=[0])
+    assert_close(model(x, state=empty).logits, model(x).logits)
+    _, state = model(tokens(2, 5), lengths=[5, 2])
+    model(x[:, :4], state=state.reorder([1]))

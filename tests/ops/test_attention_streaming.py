@@ -178,3 +178,10 @@ def test_a_chunked_state_is_refused_by_full_attention() -> None:
     _, state = chunked_attention(q, k, v, chunk=4, return_state=True)
     with pytest.raises(StateError, match=r"state\.position: got more tokens than the 4 slots"):
         chunked_attention(q, k, v, chunk=None, state=state)
+
+
+def test_keys_and_values_are_kept_in_the_type_of_the_queries() -> None:
+    q, k = torch.randn(1, 3, 2), torch.randn(1, 3, 2)
+    _, state = chunked_attention(q, k, torch.randn(1, 3, 2, dtype=torch.bfloat16), chunk=4, return_state=True)
+    assert state is not None
+    assert (state.keys.dtype, state.values.dtype) == (torch.float32, torch.float32)

@@ -157,3 +157,17 @@ def test_the_future_moves_nothing(method: Method, truncation: int | None, at: in
 @every_method
 def test_strided_inputs_give_the_same(method: Method, truncation: int | None) -> None:
     assert_layout_does_not_matter(ema_case(9, method, truncation), [1, 6, 2])
+
+
+def test_a_truncated_ema_forgets_an_outlier() -> None:
+    """Decays near 1, so that whatever stays behind of the outlier stays for good."""
+    torch.manual_seed(0)
+    values = [torch.full((1, 2, 3), level) for level in (-3.0, -6.0, 1.0, 1.0)]
+    x = torch.randn(1, 600, 2)
+    x[:, 100] = 1e5
+    exact, _ = ema(x.double(), *(part.double() for part in values), truncation=64)
+    state, outputs = None, []
+    for time in range(600):
+        y, state = ema(x[:, time : time + 1], *values, truncation=64, state=state, return_state=True)
+        outputs.append(y)
+    assert_close(torch.cat(outputs, 1)[:, 200:], exact[:, 200:])

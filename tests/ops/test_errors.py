@@ -281,7 +281,9 @@ ATTENTION: list[Row] = [
     ),
     (
         "bias-short-of-the-past",
-        lambda: attention(chunk=None, bias=zeros(9), state=initial_attention_state(2, 3, 3, 2)),
+        lambda: attention(
+            chunk=None, bias=zeros(9), state=AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
+        ),
         ["bias:", "[9]", "at least 7", "number of tokens"],
     ),
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.models import LanguageModelHead, Lengths, SequenceModel
-from tcnca.ops import take_time
+from tcnca.ops import check_tensor, take_time
 
 
 def stream(
@@ -47,6 +47,8 @@ def stream(
         raise InputError(f"top_k: got {top_k}, allowed is 1 or more, or None")
     if lengths is not None and bool((torch.as_tensor(lengths) < 1).any()):
         raise InputError(f"lengths: got {torch.as_tensor(lengths).tolist()}, allowed are prompts of 1 or more tokens")
+    check_tensor("prompt", prompt)
+    prompt = prompt if prompt.is_floating_point() else prompt.long()
     padding = getattr(model.config.input, "padding_index", None)
     if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
         raise InputError(f"prompt: got a row of padding ({padding}) alone, allowed are prompts of 1 or more tokens")

@@ -105,12 +105,13 @@ class ChunkedAttention(nn.Module):
     ) -> Tensor | None:
         if self.config.position not in ("simple", "rotary"):
             return None
-        reach = needed_reach(time, self.chunk, lengths, state, return_state)
-        if self.config.position == "rotary":
+        limit = self.config.reach if self.config.position == "simple" else None
+        reach = needed_reach(time, self.chunk, lengths, state, return_state, limit)
+        if limit is None:
             return rotary_bias(self.alpha, self.beta, reach)
-        if reach > self.config.reach:
+        if reach > limit:
             raise InputError(
-                f"x: got {reach} tokens, those of earlier calls counted, allowed are at most {self.config.reach}, "
+                f"x: got {reach} tokens, those of earlier calls counted, allowed are at most {limit}, "
                 f"as far as the simple position bias reaches (attention.max_length)"
             )
         return self.bias

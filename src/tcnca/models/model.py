@@ -143,7 +143,7 @@ class SequenceModel(nn.Module):
             return_state: whether to return the new state; by default wherever there is one. Training that does
                 not carry it on saves time with False.
             inplace: the given state's memory may be reused, which makes a step cheap. That state is used up: going on
-                from it again is an error.
+                from it again is an error, except inside `torch.compile`, which cannot tell.
 
         Returns:
             The logits and the new state.
@@ -196,13 +196,13 @@ class SequenceModel(nn.Module):
         if isinstance(self.embedding, TokenEmbedding):
             self.embedding.check_tokens(name, rows)
         h = zero_padding(self.dropout(self.embedding(rows, real)), real)
+        if inplace and state is not None and not torch.compiler.is_compiling():
+            state.give_away()  # before the layers: one that fails leaves it half written
         states = []
         for index, layer in enumerate(self.layers):
             before = None if state is None else state.layers[index]
             h, new = layer(h, lengths=real, state=before, return_state=return_state, inplace=inplace)
             states.append(new)
-        if inplace and state is not None and not torch.compiler.is_compiling():
-            state.give_away()
         h = h if self.norm is None else self.norm(h, real)
         return zero_padding(h, real), layout, tuple(states)
 

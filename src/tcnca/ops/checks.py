@@ -29,6 +29,7 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
             f"{name}: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{batch}], whole numbers"
         )
     if lengths.device.type == "cpu":
+        lengths = lengths.long()  # the bound may not fit a narrow type
         check_values(
             (lengths >= 0) & (lengths <= time),
             f"{name}: got values outside 0 to {time}, the number of tokens in a row",

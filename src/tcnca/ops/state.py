@@ -89,7 +89,7 @@ class State:
         return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
     def detach(self) -> Self:
-        """The same values, cut from the graph that computed them. The memory is shared."""
+        """The same values, cut from the graph that computed them. The memory is shared, also with `inplace`."""
         return self.map(torch.Tensor.detach)
 
     def clone(self) -> Self:

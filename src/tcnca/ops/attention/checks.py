@@ -42,7 +42,7 @@ def check_attention(
             _check_state(q, v, chunk, state)
     if bias is not None:
         reach = (bias.numel() + 1) // 2
-        needed = needed_reach(q.shape[1], chunk, lengths, state, return_state)
+        needed = needed_reach(q.shape[1], chunk, lengths, state, return_state, reach)
         if bias.dim() != 1 or bias.numel() % 2 == 0 or reach < needed:
             raise InputError(
                 f"bias: got shape {list(bias.shape)}, allowed is [2 · reach - 1] with a reach of at least {needed}, "
@@ -51,14 +51,22 @@ def check_attention(
 
 
 def needed_reach(
-    time: int, chunk: int | None, lengths: Tensor | None, state: AttentionState | None, return_state: bool
+    time: int,
+    chunk: int | None,
+    lengths: Tensor | None,
+    state: AttentionState | None,
+    return_state: bool,
+    reach: int | None = None,
 ) -> int:
-    """How far a position bias has to reach for a call of chunked attention with `time` tokens."""
+    """How far a position bias has to reach for a call of chunked attention with `time` tokens.
+
+    `reach` is how far a given one does; slots beyond it are counted exactly.
+    """
     if chunk is not None:
         return chunk if state is not None or return_state else min(chunk, time)
     if state is None:
         return time
-    return full_slots(state.keys.shape[1], advance(state.position, time, lengths), time, lengths)
+    return full_slots(state.keys.shape[1], advance(state.position, time, lengths), time, lengths, reach)
 
 
 def _check_state(q: Tensor, v: Tensor, chunk: int | None, state: AttentionState) -> None:

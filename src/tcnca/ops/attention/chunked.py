@@ -54,7 +54,10 @@ def chunked_attention(
         return out, new if return_state else None
     size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
     out = _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths)
-    return out, begin_attention_state(k, v, chunk, lengths) if return_state else None
+    if not return_state:
+        return out, None
+    # One type for both: under autocast values may be narrower than queries and keys.
+    return out, begin_attention_state(k.to(q.dtype), v.to(q.dtype), chunk, lengths)
 
 
 def _by_chunks(

@@ -59,15 +59,15 @@ def begin_attention_state(k: Tensor, v: Tensor, chunk: int | None, lengths: Tens
     return AttentionState(keys, values, end)
 
 
-def full_slots(cached: int, end: Tensor, time: int, lengths: Tensor | None) -> int:
+def full_slots(cached: int, end: Tensor, time: int, lengths: Tensor | None, reach: int | None = None) -> int:
     """Slots that full attention needs after `time` more tokens, where rows then hold `end` (`[batch]`) tokens.
 
-    Without padding that is known. With padding it is read off the device, lest the cache grow by padding; a compiled
-    graph cannot read it and makes room for all.
+    With padding, or past the `reach` of a bias, the number is read off the device, lest the cache grow by slots that
+    no row fills; a compiled graph cannot read it and makes room for all.
     """
-    if lengths is None or torch.compiler.is_compiling():
-        return cached + time
-    return max(int(end.max()), 1)
+    most = cached + time
+    known = lengths is None and (reach is None or most <= reach)
+    return most if known or torch.compiler.is_compiling() else int(end.max())
 
 
 def continue_attention(
@@ -90,7 +90,8 @@ def continue_attention(
     else:
         end = advance(fill, time, lengths)
         if chunk is None:
-            slots = full_slots(state.keys.shape[1], end, time, lengths)
+            reach = None if bias is None else (bias.shape[0] + 1) // 2
+            slots = full_slots(state.keys.shape[1], end, time, lengths, reach)
         else:
             slots = chunk - 1 + time
             slots += -slots % chunk if time > chunk else 0

@@ -48,8 +48,12 @@ def initial_ema_state(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> EMAState:
-    """The state before the first token. Hidden states are kept in float32 at least: they sum over a whole past."""
-    precise = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+    """The state before the first token.
+
+    Hidden states are kept in float32 at least, as they sum over a whole past, and those of a truncated EMA in float64.
+    """
+    least = torch.float32 if truncation is None else torch.float64
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), least)
     return EMAState(
         torch.zeros(batch, channels, hidden, device=device, dtype=precise),
         None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
@@ -130,13 +134,25 @@ def _whole(x: Tensor, parameters: Parameters, method: Method, truncation: int | 
 
 def _step(x: Tensor, parameters: Parameters, state: EMAState) -> Tensor:
     """The hidden states after one token."""
-    drive, decay, _ = (part[0] for part in ema_coefficients(*parameters))
+    drive, decay, _ = (part[0] for part in ema_coefficients(*_exact(parameters, state.window)))
     hidden = drive * x[:, 0].unsqueeze(-1) + decay * state.hidden
     if state.window is None:
         return hidden
     lags = torch.full((1,), state.window.shape[1], device=x.device)
     leaving = read_ring(state.window, state.position, lags)[:, 0]
     return hidden - drive * decay_powers(decay, lags)[..., 0] * leaving.unsqueeze(-1)
+
+
+def _exact(parameters: Parameters, window: Tensor | None) -> Parameters:
+    """The parameters in float64 for a truncated EMA.
+
+    What an input leaves behind when it is taken out again would stay for ever where the decay is near 1: the hidden
+    states of a truncated EMA are kept and computed in float64.
+    """
+    if window is None:
+        return parameters
+    delta, alpha, beta, gamma = (part.double() for part in parameters)
+    return delta, alpha, beta, gamma
 
 
 def _read_out(hidden: Tensor, parameters: Parameters) -> Tensor:
@@ -173,7 +189,7 @@ def _advanced(
             # Move each row's last real token to the end, where every row's powers are the same.
             source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
             entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
-        drive, decay, _ = (part[0] for part in ema_coefficients(*parameters))
+        drive, decay, _ = (part[0] for part in ema_coefficients(*_exact(parameters, window)))
         powers = decay_powers(decay, torch.arange(entered.shape[1] - 1, -1, -1, device=x.device))
         hidden = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers) * drive
         if steps is not None:
