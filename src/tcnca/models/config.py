@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from tcnca.errors import ConfigError
 from tcnca.layers import (
@@ -210,8 +210,6 @@ class ModelConfig(Config):
     """Dropout inside the feed-forward nets."""
     feature_dropout: bool = False
     """Whether dropout inside the layers drops whole channels of a sequence."""
-
-    PARTS: ClassVar[tuple[str, ...]] = tuple(_KINDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -92,36 +92,36 @@ def tcn(
     check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
     depth, convolutions, channels, kernel_size = weight.shape
     function = activation(nonlinearity)
-    before = state
-    if return_state and state is None:
-        state = initial_tcn_state(
-            x.shape[0], channels, kernel_size, dilation_factor, depth, convolutions, x.device, x.dtype
-        )
-    buffers: list[Tensor] = []
-    for number in range(depth * convolutions):
-        block, inner = divmod(number, convolutions)
-        if inner == 0:
-            h = x
-        h, seen = conv_with_buffer(
-            h,
-            weight[block, inner],
-            dilation_factor**block,
-            None if bias is None else bias[block, inner],
-            causal,
-            lengths,
-            None if before is None else before.buffers[number],
-            None if before is None else before.position,
-        )
-        if return_state and state is not None:
-            buffers.append(push_ring(state.buffers[number], state.position, seen, lengths, inplace))
-        h = h if normalise is None else normalise(h, number)
-        h = function(h)
-        h = h if drop is None else drop(h, number)
-        if inner == convolutions - 1:
-            x = x + h if residual else h
-    if not return_state or state is None:
+    inputs: list[Tensor] = []  # of each convolution: what its ring has to remember
+    for block in range(depth):
+        h = x
+        for inner in range(convolutions):
+            number = block * convolutions + inner
+            h, seen = conv_with_buffer(
+                h,
+                weight[block, inner],
+                dilation_factor**block,
+                None if bias is None else bias[block, inner],
+                causal,
+                lengths,
+                None if state is None else state.buffers[number],
+                None if state is None else state.position,
+            )
+            inputs += [seen] if return_state else []
+            h = h if normalise is None else normalise(h, number)
+            h = function(h)
+            h = h if drop is None else drop(h, number)
+        x = x + h if residual else h
+    if not return_state:
         return x, None
-    return x, TCNState(tuple(buffers), advance(state.position, x.shape[1], lengths, inplace))
+    if state is None:
+        batch = x.shape[0]
+        state = initial_tcn_state(
+            batch, channels, kernel_size, dilation_factor, depth, convolutions, x.device, inputs[0].dtype
+        )
+    rings = zip(state.buffers, inputs, strict=True)
+    buffers = tuple(push_ring(buffer, state.position, seen, lengths, inplace) for buffer, seen in rings)
+    return x, TCNState(buffers, advance(state.position, x.shape[1], lengths, inplace))
 
 
 def check_tcn(
