@@ -23,3 +23,7 @@ class StateError(TcncaError):
 
 class CheckpointError(TcncaError):
     """A checkpoint that cannot be read, or holds what this library cannot honour."""
+
+
+class DataError(TcncaError):
+    """Data that is missing, damaged or not of the form it should have. Names the file and what to do."""
