@@ -1,0 +1,160 @@
+"""The answer of a recall sequence is what follows the asked key, and nothing but the sequence gives it away."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tcnca.data.draw import Draw
+from tcnca.data.generators.recall import Recall
+from tcnca.errors import ConfigError
+
+GENERATORS = [
+    Recall(),
+    Recall(length=2, vocabulary=4),
+    Recall(length=4, vocabulary=6),
+    Recall(length=6, vocabulary=256),
+    Recall(length=300, vocabulary=20),
+]
+
+# What the key of `test_examples_of_a_key_never_change` gives.
+GOLDEN = [[0, 7, 0, 7, 1, 6, 1], [3, 7, 1, 7, 1, 7, 3], [1, 7, 2, 5, 0, 4, 2]]
+
+each_generator = pytest.mark.parametrize("generator", GENERATORS, ids=str)
+
+
+def examples(generator: Recall, count: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    made = generator.examples(Draw("test", seed), count)
+    tokens, labels = made["tokens"], made["labels"]
+    assert isinstance(tokens, np.ndarray)
+    assert isinstance(labels, np.ndarray)
+    assert tokens.shape == (count, generator.length + 1)
+    assert labels.shape == (count,)
+    assert tokens.dtype == np.uint8
+    assert labels.dtype == np.int64
+    return tokens, labels
+
+
+def chi_square(counts: NDArray[np.int64]) -> float:
+    """Of counts that are expected to be equal, per degree of freedom."""
+    expected = counts.sum() / counts.size
+    return float(((counts - expected) ** 2 / expected).sum() / (counts.size - 1))
+
+
+@each_generator
+def test_answers_are_what_follows_the_key_wherever_it_occurs(generator: Recall) -> None:
+    tokens, labels = examples(generator, 300)
+    for sequence, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        *story, question = sequence
+        last = max(place for place, token in enumerate(story) if token == question)
+        assert story[last + 1] == label
+        assert {story[place + 1] for place, token in enumerate(story) if token == question} == {label}
+
+
+@each_generator
+def test_every_key_has_one_value(generator: Recall) -> None:
+    tokens, _ = examples(generator, 300)
+    for sequence in tokens.tolist():
+        pairs = set(zip(sequence[:-1:2], sequence[1::2], strict=True))
+        assert len(pairs) == len({key for key, _ in pairs})
+
+
+@each_generator
+def test_keys_are_the_first_half_and_values_the_second(generator: Recall) -> None:
+    tokens, labels = examples(generator, 300)
+    half = generator.vocabulary // 2
+    assert (tokens[:, ::2] < half).all()
+    assert (tokens[:, 1::2] >= half).all()
+    assert tokens.max() < generator.vocabulary
+    assert labels.min() >= half
+    assert labels.max() < generator.vocabulary
+
+
+@each_generator
+def test_question_is_a_key_that_occurs(generator: Recall) -> None:
+    tokens, _ = examples(generator, 300)
+    assert (tokens[:, :-1:2] == tokens[:, -1:]).any(axis=1).all()
+
+
+def test_all_keys_and_values_occur_as_often() -> None:
+    tokens, labels = examples(Recall(length=8, vocabulary=10), 4000)
+    for place in range(0, 8, 2):
+        assert chi_square(np.bincount(tokens[:, place], minlength=5)) < 4
+        assert chi_square(np.bincount(tokens[:, place + 1] - 5, minlength=5)) < 4
+    assert chi_square(np.bincount(tokens[:, -1], minlength=5)) < 4
+    assert chi_square(np.bincount(labels - 5, minlength=5)) < 4
+
+
+def test_values_do_not_depend_on_keys_or_on_each_other() -> None:
+    tokens, _ = examples(Recall(length=4, vocabulary=6), 12_000)
+    two = tokens[tokens[:, 0] != tokens[:, 2]].astype(np.int64)
+    pairs = np.bincount(3 * (two[:, 1] - 3) + two[:, 3] - 3, minlength=9)
+    assert chi_square(pairs) < 3
+    assert chi_square(np.bincount(3 * two[:, 0] + two[:, 1] - 3, minlength=9)) < 3
+
+
+def test_each_key_that_occurs_is_as_likely_to_be_asked() -> None:
+    """However often and wherever it occurs: a key seen three times in four pairs is asked half of the time."""
+    tokens, _ = examples(Recall(length=8, vocabulary=4), 8000)
+    often = asked = 0
+    for sequence in tokens.tolist():
+        occurrences = collections.Counter(sequence[:-1:2])
+        if sorted(occurrences.values()) == [1, 3]:
+            often += 1
+            asked += occurrences[sequence[-1]] == 3
+    assert often > 3000
+    assert abs(asked / often - 0.5) < 3.5 * 0.5 / np.sqrt(often)
+
+
+def test_first_and_last_pair_are_asked_as_often() -> None:
+    tokens, _ = examples(Recall(length=6, vocabulary=20), 10_000)
+    story = tokens[:, :-1:2]
+    distinct = np.array([len(set(keys)) == 3 for keys in story.tolist()])
+    places = (story[distinct] == tokens[distinct, -1:]).argmax(axis=1)
+    assert chi_square(np.bincount(places, minlength=3)) < 5
+
+
+def test_same_key_same_examples() -> None:
+    one, again, other = (examples(Recall(), 20, seed)[0] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert not (one == other).all(axis=1).any()
+
+
+def test_examples_of_a_key_never_change() -> None:
+    """If they have to, the version of the generator is raised with these sequences."""
+    tokens, labels = examples(Recall(length=6, vocabulary=8), 3, seed=1)
+    assert Recall.version == 1
+    assert tokens.tolist() == GOLDEN
+    assert labels.tolist() == [6, 7, 5]
+
+
+@each_generator
+def test_nothing_can_be_asked_for(generator: Recall) -> None:
+    examples(generator, 0)
+
+
+@pytest.mark.parametrize("length", [-2, 0, 1, 7, 65])
+def test_length_of_half_a_pair_is_refused(length: int) -> None:
+    with pytest.raises(ConfigError, match=f"length: got {length}, allowed are even numbers from 2"):
+        Recall(length=length)
+
+
+@pytest.mark.parametrize("vocabulary", [-4, 0, 2, 5, 11, 258])
+def test_vocabulary_of_unequal_halves_is_refused(vocabulary: int) -> None:
+    with pytest.raises(ConfigError, match=f"vocabulary: got {vocabulary}, allowed are even numbers from 4 to 256"):
+        Recall(vocabulary=vocabulary)
+
+
+def test_symbols_are_letters_and_numbers() -> None:
+    assert Recall().symbols == ("a", "b", "c", "d", "e", "1", "2", "3", "4", "5")
+
+
+@pytest.mark.parametrize("vocabulary", [4, 20, 52, 54, 256])
+def test_every_token_has_a_symbol_of_its_own(vocabulary: int) -> None:
+    symbols = Recall(vocabulary=vocabulary).symbols
+    assert len(set(symbols)) == len(symbols) == vocabulary
+    assert all(symbol.isdigit() for symbol in symbols[vocabulary // 2 :])
+    assert not any(symbol.isdigit() for symbol in symbols[: vocabulary // 2])
