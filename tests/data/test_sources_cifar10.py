@@ -1,0 +1,287 @@
+"""CIFAR-10 is the same grey images from whatever form it is read, and no pickle can make us run anything."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tcnca.data.sources import cifar10
+from tcnca.errors import DataError
+from tests.data.small_sources import (
+    TARS,
+    Files,
+    assert_same_content,
+    packed,
+    python2_batch,
+    split,
+    tarred,
+    write,
+    written,
+    zipped,
+)
+
+NAMES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+BATCH = 4
+TOTAL = BATCH * len(NAMES)
+COLOUR = np.random.default_rng(0).integers(0, 256, (TOTAL, 32, 32, 3), dtype=np.uint8)
+LABELS = np.arange(TOTAL, dtype=np.uint8) % 10
+GREY = np.stack([np.asarray(Image.fromarray(image).convert("L")) for image in COLOUR])
+TRAIN = TOTAL - BATCH
+
+
+def batch(place: int) -> tuple[NDArray[np.uint8], list[int]]:
+    """Planes of red, green and blue as rows, and labels."""
+    part = slice(place * BATCH, (place + 1) * BATCH)
+    return np.moveaxis(COLOUR[part], 3, 1).reshape(BATCH, 3072), LABELS[part].tolist()
+
+
+def pickled(prefix: str = "") -> Files:
+    files = {f"{prefix}{name}": python2_batch(*batch(place)) for place, name in enumerate(NAMES)}
+    return files | {f"{prefix}batches.meta": b"cos\nsystem\n(S'false'\ntR."}
+
+
+def pickled_today() -> Files:
+    batches = ((name, *batch(place)) for place, name in enumerate(NAMES))
+    return {name: pickle.dumps({"data": pixels, "labels": labels}, 2) for name, pixels, labels in batches}
+
+
+def binary(prefix: str = "") -> Files:
+    files = {}
+    for place, name in enumerate(NAMES):
+        pixels, labels = batch(place)
+        records = (bytes([label]) + row.tobytes() for label, row in zip(labels, pixels, strict=True))
+        files[f"{prefix}{name}.bin"] = b"".join(records)
+    return files
+
+
+def arrays(images: NDArray[Any], labels: NDArray[Any] = LABELS, **changes: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    named = {
+        "train_images": images[:TRAIN],
+        "train_labels": labels[:TRAIN],
+        "test_images": images[TRAIN:],
+        "test_labels": labels[TRAIN:],
+    }
+    np.savez_compressed(buffer, allow_pickle=True, **(named | changes))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tiny images be the published ones."""
+    parts = {"train_images": GREY[:TRAIN], "train_labels": LABELS[:TRAIN]}
+    parts |= {"test_images": GREY[TRAIN:], "test_labels": LABELS[TRAIN:]}
+    sums = {name: hashlib.sha256(part.tobytes()).hexdigest() for name, part in parts.items()}
+    monkeypatch.setattr(cifar10, "DIGESTS", sums)
+    monkeypatch.setattr(cifar10, "COUNTS", {"train": TRAIN, "test": BATCH})
+    md5 = {name: hashlib.md5(data).hexdigest() for name, data in pickled().items() if name in NAMES}
+    monkeypatch.setattr(cifar10, "MD5", md5)
+
+
+def test_grey_is_pillows() -> None:
+    """On colours that include every rounding: all of red and green against a few of blue."""
+    red, green = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    for value in (0, 1, 37, 128, 254, 255):
+        blue = np.full_like(red, value)
+        expected = np.asarray(Image.fromarray(np.stack([red, green, blue], axis=-1)).convert("L"))
+        np.testing.assert_array_equal(cifar10.grey(red, green, blue), expected)
+
+
+@pytest.mark.usefixtures("published")
+def test_splits(tmp_path: Path) -> None:
+    content = cifar10.read(written(tmp_path / "cifar.npz", arrays(COLOUR)))
+    assert (content.kind, content.verified, content.origin) == ("classification", True, "cifar.npz")
+    assert content.facts["classes"] == list(cifar10.CLASSES)
+    places = {"train": slice(0, 18), "validation": slice(18, 20), "test": slice(20, 24)}
+    for name, place in places.items():
+        columns = split(content, name)
+        pixels, labels = np.asarray(columns["pixels"]), np.asarray(columns["labels"])
+        assert pixels.dtype == np.uint8
+        assert labels.dtype == np.int64
+        np.testing.assert_array_equal(pixels, GREY[place])
+        np.testing.assert_array_equal(labels, LABELS[place])
+
+
+@pytest.mark.usefixtures("published")
+def test_every_form_gives_the_same(tmp_path: Path) -> None:
+    expected = cifar10.read(written(tmp_path / "grey" / "cifar.npz", arrays(GREY)))
+    forms = [
+        tmp_path / "grey",
+        written(tmp_path / "colour.npz", arrays(COLOUR, LABELS.astype(np.int64))),
+        write(tmp_path / "given", pickled()),
+        write(tmp_path / "given binary", binary()),
+        write(tmp_path / "parent", pickled("cifar-10-batches-py/")),
+        write(tmp_path / "parent binary", binary("cifar-10-batches-bin/")),
+        written(tmp_path / "fetched" / "cifar-10-python.tar.gz", tarred(pickled("cifar-10-batches-py/"), ".gz")).parent,
+        written(tmp_path / "one.zip", zipped(binary("cifar-10-batches-bin/"))),
+    ]
+    forms += [written(tmp_path / f"one.npz{packing}", packed(arrays(GREY), packing)) for packing in (".xz", ".gz")]
+    for ending in TARS:
+        packing = ending.removeprefix(".tar")
+        forms.append(written(tmp_path / f"one{ending}", tarred(pickled("cifar-10-batches-py/"), packing)))
+        forms.append(written(tmp_path / f"binary{ending}", tarred(binary("cifar-10-batches-bin/"), packing)))
+    for form in forms:
+        content = cifar10.read(form)
+        assert content.verified, form
+        assert_same_content(content, expected)
+
+
+@pytest.mark.usefixtures("published")
+def test_batches_pickled_anew_are_read_if_wanted(tmp_path: Path) -> None:
+    """Their images are the published ones, whatever the bytes of the pickles are."""
+    folder = write(tmp_path / "new", pickled_today())
+    with pytest.raises(DataError, match=r"data_batch_1: has the md5 checksum [0-9a-f]{32}, published is"):
+        cifar10.read(folder)
+    content = cifar10.read(folder, unverified=True)
+    assert content.verified
+    assert_same_content(content, cifar10.read(written(tmp_path / "old.npz", arrays(GREY))))
+
+
+class Evil:
+    """Writes a file on being unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("unverified", [False, True])
+def test_foreign_pickle_is_not_run(tmp_path: Path, unverified: bool) -> None:
+    trace = tmp_path / "trace"
+    folder = write(tmp_path / "evil", dict.fromkeys(NAMES, pickle.dumps({"data": Evil(trace)}, 2)))
+    pickle.loads((folder / "test_batch").read_bytes())
+    assert trace.exists(), "else it would prove nothing that it is not there below"
+    trace.unlink()
+    message = "may be malicious" if unverified else "md5 checksum"
+    with pytest.raises(DataError, match=message):
+        cifar10.read(folder, unverified=unverified)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", r"wants to call os\.system"),
+        (b"cbuiltins\neval\n(S'1'\ntR.", r"wants to call builtins\.eval"),
+        (b"cnumpy.core.multiarray\nscalar\n(tR.", r"wants to call numpy\.core\.multiarray\.scalar"),
+        (b"\x80\x04\x8c\x05numpy\x8c\x07f2py.os\x93.", r"wants to call numpy\.f2py\.os"),
+        (b"cnumpy\ndtype\n(S'O8'\ntR.", r"holds an array of b'O8'"),
+        (b"c_codecs\nencode\n(Vtext\nVrot13\ntR.", r"in the encoding 'rot13'"),
+        (b"\x80\x02]q\x00.", "holds a list, expected is a dictionary"),
+        (b"\x80\x02}.", "has no data of bytes"),
+        (b"", "cannot be unpickled"),
+        (b"\x80\x02}(", "cannot be unpickled"),
+    ],
+)
+def test_pickle_of_another_kind_is_refused(tmp_path: Path, call: bytes, message: str) -> None:
+    folder = write(tmp_path, dict.fromkeys(NAMES, call))
+    with pytest.raises(DataError, match=rf"data_batch_1: .*{message}"):
+        cifar10.read(folder, unverified=True)
+
+
+def test_pickle_with_odd_labels_is_refused(tmp_path: Path) -> None:
+    pixels, labels = batch(0)
+    for wrong, message in ((labels[1:], "has 4 images and 3 labels"), ([*labels[1:], 10], "image 3 has the label 10")):
+        folder = write(tmp_path, dict.fromkeys(NAMES, python2_batch(pixels, wrong)))
+        with pytest.raises(DataError, match=message):
+            cifar10.read(folder, unverified=True)
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("name", ["train_images", "train_labels", "test_images", "test_labels"])
+def test_any_change_is_noticed(tmp_path: Path, name: str) -> None:
+    whole = GREY if name.endswith("images") else LABELS
+    part = (whole[:TRAIN] if name.startswith("train") else whole[TRAIN:]).copy()
+    part.flat[-1] = (int(part.flat[-1]) + 1) % 10
+    path = written(tmp_path / "changed.npz", arrays(GREY, **{name: part}))
+    with pytest.raises(DataError, match=rf"changed\.npz: {name} have the checksum .* published are .*--unverified"):
+        cifar10.read(path)
+    assert not cifar10.read(path, unverified=True).verified
+
+
+def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
+    path = written(tmp_path / "few.npz", arrays(GREY))
+    with pytest.raises(DataError, match="has 20 images in train, the published set has 50,000"):
+        cifar10.read(path)
+    assert not cifar10.read(path, unverified=True).verified
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_images": GREY[:TRAIN].astype(np.float32)}, r"train_images: is float32 of shape \(20, 32, 32\)"),
+        ({"train_images": GREY[:TRAIN, 1:]}, r"train_images: is uint8 of shape \(20, 31, 32\)"),
+        ({"train_labels": LABELS[:TRAIN].astype(np.float64)}, r"train_labels: is float64 of shape \(20,\)"),
+        ({"test_labels": np.array([0, 1, -1, 2])}, "test_labels: image 2 has the label -1, allowed are 0 to 9"),
+        ({"test_labels": LABELS[:3]}, "has 4 images and 3 labels in test"),
+        ({"test_images": GREY[:1], "test_labels": LABELS[:1]}, "has 1 images in test, at least 2"),
+        ({"train_labels": np.array([{}] * TRAIN)}, "train_labels: is no plain array"),
+    ],
+    ids=["floats", "shape", "label kind", "label", "count", "few", "objects"],
+)
+def test_odd_arrays_are_refused(tmp_path: Path, changes: dict[str, NDArray[Any]], message: str) -> None:
+    path = written(tmp_path / "odd.npz", arrays(GREY, LABELS, **changes))
+    with pytest.raises(DataError, match=rf"odd\.npz: {message}"):
+        cifar10.read(path, unverified=True)
+
+
+def test_missing_array_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "part.npz", train_images=GREY)
+    with pytest.raises(DataError, match=r"part\.npz: has no array train_labels"):
+        cifar10.read(tmp_path)
+
+
+def test_huge_arrays_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "_LARGEST_ARRAYS", 10_000)
+    with pytest.raises(DataError, match=r"bomb\.npz: unpacks to [0-9,]+ bytes, allowed are 10,000"):
+        cifar10.read(written(tmp_path / "bomb.npz", arrays(GREY)))
+    with pytest.raises(DataError, match="holds more than the 10,000 bytes"):
+        cifar10.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GREY), ".gz")))
+
+
+@pytest.mark.usefixtures("published")
+def test_missing_batches_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, pickled())
+    (folder / "data_batch_3").unlink()
+    (folder / "test_batch").unlink()
+    with pytest.raises(DataError, match="has no data_batch_3, test_batch"):
+        cifar10.read(folder)
+
+
+@pytest.mark.parametrize("data", [b"", bytes(3072), bytes(3074)])
+def test_binary_batch_of_odd_size_is_refused(tmp_path: Path, data: bytes) -> None:
+    folder = write(tmp_path, binary())
+    (folder / "data_batch_2.bin").write_bytes(data)
+    with pytest.raises(DataError, match=r"data_batch_2\.bin: has [0-9,]+ bytes, expected is a multiple of 3,073"):
+        cifar10.read(folder, unverified=True)
+
+
+def test_folder_without_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not one \.npz \(found: none\)"):
+        cifar10.read(tmp_path)
+    written(tmp_path / "a.npz", arrays(GREY))
+    written(tmp_path / "b.npz.xz", packed(arrays(GREY), ".xz"))
+    with pytest.raises(DataError, match=r"not one \.npz \(found: a\.npz, b\.npz\.xz\)"):
+        cifar10.read(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".npz", ".npz.xz", ".tar.gz"])
+def test_cut_short_file_is_refused(tmp_path: Path, ending: str) -> None:
+    forms = {
+        ".npz": arrays(GREY),
+        ".npz.xz": packed(arrays(GREY), ".xz"),
+        ".tar.gz": tarred(pickled("cifar-10-batches-py/"), ".gz"),
+    }
+    path = written(tmp_path / f"short{ending}", forms[ending][: len(forms[ending]) // 2])
+    with pytest.raises(DataError, match=r"short.*: is cut short, damaged"):
+        cifar10.read(path, unverified=True)
