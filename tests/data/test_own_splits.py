@@ -1,0 +1,202 @@
+"""Splits that are drawn: disjoint, complete, of the right size, the same each time, and without leaks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tcnca.data.own import OwnOptions
+from tcnca.data.own.splits import cut, draw, fill, missing
+from tcnca.errors import DataError
+
+PATH = Path("set.csv")
+SHARES = {"validation": 0.05, "test": 0.05}
+
+shares = st.tuples(st.floats(0.01, 0.49), st.floats(0.01, 0.49)).map(
+    lambda pair: {"validation": pair[0], "test": pair[1]}
+)
+# Few inputs and many examples, so that most occur more than once, some of them with contradicting labels.
+examples = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=3, max_size=120)
+
+
+def _inputs(numbers: list[int]) -> list[bytes]:
+    return [f"input {number}".encode() for number in numbers]
+
+
+def _different(count: int) -> list[bytes]:
+    return _inputs(list(range(count)))
+
+
+def _one_class_can_give(inputs: list[int], labels: list[int]) -> bool:
+    """Whether three inputs or more have the same labels."""
+    found = {
+        number: frozenset(label for n, label in zip(inputs, labels, strict=True) if n == number) for number in inputs
+    }
+    return max(Counter(found.values()).values()) >= 3
+
+
+@given(examples, shares, st.integers(0, 5))
+def test_splits_are_disjoint_complete_and_share_no_input(
+    rows: list[tuple[int, int]], wanted: dict[str, float], seed: int
+) -> None:
+    numbers, classes = [row[0] for row in rows], [row[1] for row in rows]
+    inputs, labels = _inputs(numbers), np.array(classes)
+    if not _one_class_can_give(numbers, classes):
+        with pytest.raises(DataError, match="different examples"):
+            draw(inputs, wanted, seed, PATH, labels)
+        return
+    drawn = draw(inputs, wanted, seed, PATH, labels)
+    assert list(drawn) == ["train", "validation", "test"]
+    assert sorted(np.concatenate(list(drawn.values()))) == list(range(len(rows)))
+    assert all(len(indices) for indices in drawn.values())
+    assert all((np.diff(indices) > 0).all() for indices in drawn.values())
+    seen = [{numbers[index] for index in indices} for indices in drawn.values()]
+    assert sum(len(some) for some in seen) == len(set(numbers))
+    assert {classes[index] for index in drawn["train"]} == set(classes)
+
+
+@given(examples, st.integers(0, 5))
+def test_order_of_the_examples_does_not_matter(rows: list[tuple[int, int]], seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(rows))
+    numbers = [row[0] for row in rows]
+    if len(set(numbers)) < 3:
+        return
+    drawn = draw(_inputs(numbers), SHARES, seed, PATH)
+    again = draw(_inputs([numbers[index] for index in order]), SHARES, seed, PATH)
+    for split, indices in drawn.items():
+        assert sorted(numbers[i] for i in indices) == sorted(numbers[order[i]] for i in again[split])
+
+
+@given(st.integers(3, 400), shares, st.integers(0, 5))
+def test_sizes_are_the_shares_rounded(count: int, wanted: dict[str, float], seed: int) -> None:
+    drawn = draw(_different(count), wanted, seed, PATH)
+    for split, share in wanted.items():
+        exact = share * count
+        # One input stays for training, and each split gets one.
+        least = min(math.floor(exact), count - 2)
+        assert max(1, least) <= len(drawn[split]) <= max(1, math.ceil(exact))
+    if count >= 20:
+        assert abs(len(drawn["validation"]) - wanted["validation"] * count) <= 0.5 + 1e-9
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(0, 5))
+def test_each_class_gives_its_share(counts: list[int], seed: int) -> None:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    if max(counts) < 3:
+        return
+    drawn = draw(_different(len(labels)), SHARES, seed, PATH, labels)
+    total = sum(count for count in counts if count >= 3)
+    for split, share in SHARES.items():
+        assert len(drawn[split]) == max(1, math.floor(share * total + 0.5))
+        for number, count in enumerate(counts):
+            found = int((labels[drawn[split]] == number).sum())
+            if count < 3:
+                assert found == 0
+            elif share * total >= 1:
+                assert math.floor(share * count) <= found <= math.ceil(share * count)
+
+
+def test_rare_classes_stay_in_training() -> None:
+    labels = np.array([0] * 40 + [1] + [2] * 2)
+    drawn = draw(_different(43), {"validation": 0.3, "test": 0.3}, 0, PATH, labels)
+    assert {40, 41, 42} <= set(drawn["train"].tolist())
+
+
+def test_three_examples_are_one_for_each_split() -> None:
+    assert [len(indices) for indices in draw(_different(3), SHARES, 0, PATH).values()] == [1, 1, 1]
+
+
+def test_two_examples_are_too_few() -> None:
+    with pytest.raises(DataError, match=r"set\.csv: has 2 different examples, at least 3 are needed"):
+        draw([b"a", b"b", b"b", b"a"], SHARES, 0, PATH)
+
+
+def test_seed_and_content_decide() -> None:
+    inputs = _different(200)
+    first, again, other = (draw(inputs, SHARES, seed, PATH)["test"].tolist() for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert draw(_inputs(list(range(1000, 1200))), SHARES, 0, PATH)["test"].tolist() != first
+
+
+def test_the_draw_stays_the_same_from_version_to_version() -> None:
+    drawn = draw(_different(60), SHARES, 0, PATH)
+    assert {split: indices.tolist() for split, indices in drawn.items() if split != "train"} == {
+        "validation": [2, 46, 51],
+        "test": [0, 31, 48],
+    }
+
+
+def test_an_input_that_fills_half_the_set_stays_in_training() -> None:
+    inputs = [b"", *_different(99)] + [b""] * 99
+    for seed in range(20):
+        drawn = draw(inputs, SHARES, seed, PATH)
+        assert 0 in drawn["train"]
+        assert len(drawn["validation"]) == len(drawn["test"]) == 10
+
+
+def test_every_split_gets_something_even_of_coarse_items() -> None:
+    assert Counter(fill([1000, 1000, 1000, 900], SHARES)) == {"train": 2, "validation": 1, "test": 1}
+    # The quota of validation takes both items that training can spare, of which test then gets one.
+    assert Counter(fill([3, 2, 2], {"validation": 0.6, "test": 0.15})) == {"train": 1, "validation": 1, "test": 1}
+
+
+@given(st.integers(0, 500), shares)
+def test_a_cut_is_contiguous_and_in_order(total: int, wanted: dict[str, float]) -> None:
+    if total < 6:
+        with pytest.raises(DataError, match=f"has {total} steps, at least 6 are needed"):
+            cut(total, wanted, PATH, "steps")
+        return
+    ranges = cut(total, wanted, PATH, "steps")
+    assert list(ranges) == ["train", "validation", "test"]
+    ends = [0, *(end for _, end in ranges.values())]
+    assert [begin for begin, _ in ranges.values()] == ends[:-1]
+    assert ends[-1] == total
+    assert all(end - begin >= 2 for begin, end in ranges.values())
+    if total > 300:
+        for split, share in wanted.items():
+            assert abs(ranges[split][1] - ranges[split][0] - share * total) <= max(0.5 + 1e-9, 2 - share * total)
+
+
+def test_a_hundred_are_cut_90_5_5() -> None:
+    assert cut(100, SHARES, PATH, "bytes") == {"train": (0, 90), "validation": (90, 95), "test": (95, 100)}
+
+
+def test_a_short_stream_leaves_two_for_each_split() -> None:
+    wanted = {"validation": 0.45, "test": 0.45}
+    assert cut(6, wanted, PATH, "bytes") == {"train": (0, 2), "validation": (2, 4), "test": (4, 6)}
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        (["train"], ["validation", "test"]),
+        (["train", "test"], ["validation"]),
+        (["train", "validation"], []),
+        (["train", "validation", "test"], []),
+    ],
+)
+def test_what_is_missing(there: list[str], taken: list[str]) -> None:
+    assert list(missing(there, OwnOptions(), PATH)) == taken
+
+
+def test_training_cannot_be_missing() -> None:
+    with pytest.raises(DataError, match=r"set\.csv: has validation and test but nothing to train on"):
+        missing(["validation", "test"], OwnOptions(), PATH)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
+def test_shares_are_shares(share: float) -> None:
+    with pytest.raises(DataError, match=r"test: got .*, allowed is a share between 0 and 1"):
+        OwnOptions(test=share)
+
+
+def test_shares_leave_something_for_training() -> None:
+    with pytest.raises(DataError, match=r"got 0\.5 and 0\.5, together they must be less than 1"):
+        OwnOptions(validation=0.5, test=0.5)
