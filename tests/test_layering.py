@@ -23,8 +23,9 @@ STOREYS = {
     "ops": {"errors", "ops"},
     "layers": {"errors", "ops", "layers"},
     "models": {"errors", "ops", "layers", "models"},
+    "data": {"errors", "version", "ops", "layers", "models", "data"},
 }
-PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models"]
+PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models", "tcnca.data"]
 
 
 def sources(storey: str = "") -> list[Path]:

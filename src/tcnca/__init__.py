@@ -1,6 +1,15 @@
 """TCNCA and its relatives: models for very long sequences, O(L) in their length, that stream."""
 
-from tcnca.errors import CheckpointError, ConfigError, InputError, StateError, TcncaError, VocabularyError
+from tcnca import data
+from tcnca.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InputError,
+    StateError,
+    TcncaError,
+    VocabularyError,
+)
 from tcnca.generation import generate, stream
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.models import (
@@ -30,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "ClassifierHead",
     "ConfigError",
+    "DataError",
     "EMAConfig",
     "InputError",
     "LanguageModelHead",
@@ -49,6 +59,7 @@ __all__ = [
     "VocabularyError",
     "__version__",
     "build",
+    "data",
     "generate",
     "load",
     "load_mega_checkpoint",

@@ -125,7 +125,7 @@ _TASKS: dict[str, _Task] = {
         width=80,
         values=160,
         keys=64,
-        # Ten digits, four operators, two brackets.
+        # Ten digits, four operators with their opening bracket, the closing bracket, and one to spare.
         input=TokenInput(vocabulary=16),
         head=ClassifierHead(classes=10, hidden=160, dropout=0.1),
         dropout=0.1,

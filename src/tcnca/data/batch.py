@@ -1,0 +1,81 @@
+"""Batches: what a model reads, what it should say, and how much of it is real."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcnca.data.columns import Column, Ragged
+
+IGNORE = -100
+"""A class or token that does not count, as in `torch.nn.functional.cross_entropy`. Numbers that do not are NaN."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Some examples, padded on the right to the longest of them."""
+
+    inputs: Tensor
+    """Tokens, int64 `[rows, time]`, or numbers, float32 `[rows, time, features]`."""
+    targets: Tensor
+    """Classes, int64 `[rows]`; next tokens, int64 `[rows, time]`; or numbers, float32 `[rows, outputs]` or
+    `[rows, time, outputs]`. Those that do not count are `IGNORE` or NaN."""
+    lengths: Tensor | None = None
+    """Real time steps of each row, int64 `[rows]`; None if all are real."""
+    second: Tensor | None = None
+    """The second sequence of each pair."""
+    second_lengths: Tensor | None = None
+    """Its real time steps."""
+    continues: bool = False
+    """Whether the rows go on where those of the batch before ended, so that its state is to be carried on."""
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Real time steps in all rows."""
+        return _real(self.inputs, self.lengths) + (
+            0 if self.second is None else _real(self.second, self.second_lengths)
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The batch in memory that a GPU copies from without waiting."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Any) -> Batch:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Batch(**{name: change(value) if isinstance(value, Tensor) else value for name, value in fields.items()})
+
+
+def _real(inputs: Tensor, lengths: Tensor | None) -> int:
+    return inputs.shape[0] * inputs.shape[1] if lengths is None else int(lengths.sum())
+
+
+def padded(
+    column: Column, places: NDArray[np.int64], longest: int | None, dtype: Any
+) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Sequences of a column, cut at `longest`, side by side; and their lengths, None if they are all the same."""
+    if not isinstance(column, Ragged):
+        return np.asarray(column[places][:, :longest], dtype), None
+    rows = [column[place][:longest] for place in places]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    # A model needs at least one time step; an empty sequence has one of padding.
+    out = np.zeros((len(rows), max(int(lengths.max(initial=0)), 1), *column.values.shape[1:]), dtype)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = row
+    return out, None if (lengths == out.shape[1]).all() else lengths
+
+
+def tensor(array: NDArray[Any] | None) -> Tensor | None:
+    """The array as a tensor, if there is one."""
+    return None if array is None else torch.from_numpy(array)

@@ -1,0 +1,55 @@
+"""Which examples a training step sees: a pure function of seed and step, on any number of processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcnca.data.draw import Draw
+from tcnca.errors import ConfigError
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(seed: int, stream: str, epoch: int, count: int) -> NDArray[np.int64]:
+    return Draw(seed, "order", stream, epoch).permutation(count)
+
+
+def places(seed: int, count: int, begin: int, end: int, stream: str = "") -> NDArray[np.int64]:
+    """Numbers `begin` up to `end` of an endless walk over `count` examples, each epoch in a new random order.
+
+    Walks of different `stream` are independent.
+    """
+    numbers = np.arange(begin, end)
+    epochs = numbers // count
+    found = np.empty(len(numbers), np.int64)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        found[inside] = _permutation(seed, stream, int(epoch), count)[numbers[inside] % count]
+    return found
+
+
+def part(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The rows, from the first up to the second number, of one of `world` processes: shares as equal as can be."""
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank: got {rank}, allowed is 0 to {world - 1}, one less than the number of processes")
+    return rows * rank // world, rows * (rank + 1) // world
+
+
+def training_part(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """`part` of a training batch, of which every process needs some."""
+    if rows < world:
+        raise ConfigError(f"size: the batch has {rows} rows, allowed is at least one for each of {world} processes")
+    return part(rows, rank, world)
+
+
+def calls(lengths: NDArray[np.int64], longest: int, call: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Rows of the given lengths, read `call` time steps at a time.
+
+    Yields where each call begins, how wide it is, and how many of its time steps each row still has. There are as many
+    calls as a row of length `longest` needs.
+    """
+    for offset in range(0, longest, call):
+        yield offset, min(call, longest - offset), np.clip(lengths - offset, 0, call)

@@ -1,0 +1,19 @@
+"""Retrieval of Long-Range Arena: does one paper of the ACL Anthology cite the other?"""
+
+from functools import partial
+
+from tcnca.data.kinds import PairTask
+from tcnca.data.sources import aan
+from tcnca.data.tasks.definition import Entry
+
+RETRIEVAL = Entry(
+    name="retrieval",
+    title="Retrieval (Long-Range Arena)",
+    about="tell whether two papers (ACL Anthology) are related, at most 4000 bytes each",
+    source="a public copy of LRA's files",
+    sizes={"train": 147_086, "validation": 18_090, "test": 17_437},
+    disk=1_500_000_000,
+    task=partial(PairTask, longest=4000),
+    read=aan.read,
+    downloads=aan.DOWNLOADS,
+)

@@ -1,0 +1,19 @@
+"""Text of Long-Range Arena: is a film review, read byte by byte, negative or positive?"""
+
+from functools import partial
+
+from tcnca.data.kinds import ClassificationTask
+from tcnca.data.sources import imdb
+from tcnca.data.tasks.definition import Entry
+
+TEXT = Entry(
+    name="text",
+    title="Text (Long-Range Arena)",
+    about="tell negative from positive film reviews (IMDB), at most 4000 bytes",
+    source="ai.stanford.edu, 84 MB",
+    sizes={"train": 25_000, "test": 25_000},
+    disk=66_000_000,
+    task=partial(ClassificationTask, longest=4000),
+    read=imdb.read,
+    downloads=imdb.DOWNLOADS,
+)

@@ -1,0 +1,210 @@
+"""Forecasting: windows of the raw values, and every value but the first of a sequence predicted once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tcnca import RegressionHead, SequenceModel, ValueInput
+from tcnca.data import Batch, DataSet
+from tcnca.data.columns import Column, Ragged
+from tcnca.data.kinds import ForecastTask
+from tcnca.errors import ConfigError, DataError
+from tests.examples import small_model
+
+MEAN, DEVIATION = [10.0, -1.0], [4.0, 0.5]
+# Sequences with one value ask nothing.
+LENGTHS = [9, 1, 30, 2, 17, 8, 1, 25]
+
+
+def series(lengths: list[int]) -> list[NDArray[np.float32]]:
+    """Sequences whose first feature is its place among all values, so that a value says where it is."""
+    total = sum(lengths)
+    values = np.stack([np.arange(total), np.random.default_rng(0).normal(size=total)], 1).astype(np.float32)
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+def forecast(lengths: list[int] = LENGTHS, window: int = 8) -> ForecastTask:
+    ragged = Ragged.of(series(lengths))
+    return made(ragged, window)
+
+
+def made(column: Column, window: int) -> ForecastTask:
+    splits = {"train": {"values": column}, "test": {"values": column}}
+    return ForecastTask(DataSet("tiny", {"mean": MEAN, "deviation": DEVIATION}, splits), window=window)
+
+
+def raw(values: torch.Tensor) -> NDArray[np.float64]:
+    """Standardised values in their own units."""
+    return values.double().numpy() * DEVIATION + MEAN
+
+
+def owner(place: int, lengths: list[int] = LENGTHS) -> int:
+    """The sequence that the value at a place is in."""
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+
+
+def windows(batch: Batch, values: NDArray[np.float32]) -> list[tuple[int, int]]:
+    """Where the targets that count in each row begin and end, all compared with the raw values."""
+    found = []
+    for row in range(len(batch)):
+        counted = ~torch.isnan(batch.targets[row])
+        assert bool((counted.all(1) == counted.any(1)).all())
+        length = int(counted[:, 0].sum())
+        assert bool(counted[:length].all())
+        stated = batch.inputs.shape[1] if batch.lengths is None else int(batch.lengths[row])
+        assert stated == max(length, 1)
+        assert not batch.inputs[row, length:].any()
+        if length:
+            begin = round(raw(batch.inputs[row, :1])[0, 0])
+            np.testing.assert_allclose(raw(batch.inputs[row, :length]), values[begin : begin + length], atol=1e-4)
+            np.testing.assert_allclose(
+                raw(batch.targets[row, :length]), values[begin + 1 : begin + 1 + length], atol=1e-4
+            )
+            found.append((begin + 1, begin + 1 + length))
+    return found
+
+
+@pytest.mark.parametrize("window", [1, 4, 8, 100])
+def test_windows_are_the_values_and_those_one_later(window: int) -> None:
+    task, values = forecast(window=window), np.concatenate(series(LENGTHS))
+    for step in range(40):
+        batch = task.batch(step, 5)
+        assert batch.inputs.dtype == batch.targets.dtype == torch.float32
+        found = windows(batch, values)
+        assert len(found) == len(batch) == 5
+        for begin, end in found:
+            sequence = owner(begin - 1)
+            assert owner(end - 1) == sequence
+            assert end - begin == min(window, LENGTHS[sequence] - 1)
+
+
+def test_an_epoch_has_as_many_windows_of_each_sequence_as_it_needs() -> None:
+    task, values = forecast(), np.concatenate(series(LENGTHS))
+    expected = [math.ceil((length - 1) / 8) for length in LENGTHS]
+    total = sum(expected)
+    for epoch in range(3):
+        batch = task.batch(epoch, total)
+        owners = [owner(begin - 1) for begin, _ in windows(batch, values)]
+        assert np.bincount(owners, minlength=len(LENGTHS)).tolist() == expected
+
+
+def test_windows_begin_elsewhere_in_every_epoch_and_reach_everything() -> None:
+    task, values = forecast([50], 8), np.concatenate(series([50]))
+    epochs = [sorted(windows(task.batch(epoch, 7), values)) for epoch in range(60)]
+    assert len({tuple(epoch) for epoch in epochs}) > 50
+    times = np.zeros(50, np.int64)
+    for epoch in epochs:
+        for begin, end in epoch:
+            assert begin >= 1
+            assert end <= 50
+            times[begin:end] += 1
+    assert times[0] == 0
+    assert (times[1:] > 0).all()
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
+    task, again = forecast(), forecast()
+    steps = [4, 900, 0]
+    first = {step: task.batch(step, 6, 2) for step in steps}
+    for step in reversed(steps):
+        for batch in (task.batch(step, 6, 2), again.batch(step, 6, 2)):
+            assert torch.equal(batch.inputs, first[step].inputs)
+            assert torch.equal(batch.targets.nan_to_num(9.0), first[step].targets.nan_to_num(9.0))
+    assert not torch.equal(task.batch(0, 6, 2).inputs, task.batch(0, 6, 3).inputs)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_a_batch(world: int) -> None:
+    task, values = forecast(), np.concatenate(series(LENGTHS))
+    for step in range(10):
+        parts = [task.batch(step, 7, 0, rank, world) for rank in range(world)]
+        assert [found for part in parts for found in windows(part, values)] == windows(task.batch(step, 7), values)
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 1000])
+@pytest.mark.parametrize(("size", "world"), [(3, 1), (3, 2), (2, 5), (64, 3), (1, 1)])
+def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: int, world: int) -> None:
+    task, values = forecast(window=window), np.concatenate(series(LENGTHS))
+    times = np.zeros(len(values), np.int64)
+    flags = set()
+    for rank in range(world):
+        batches = list(task.evaluation("test", size, rank, world))
+        flags.add(tuple(batch.continues for batch in batches))
+        for batch in batches:
+            assert batch.inputs.shape[1] <= window
+            for begin, end in windows(batch, values):
+                times[begin:end] += 1
+    expected = np.ones(len(values), np.int64)
+    expected[np.cumsum([0, *LENGTHS[:-1]])] = 0
+    np.testing.assert_array_equal(times, expected)
+    assert len(flags) == 1
+
+
+def test_one_long_series_is_read_call_by_call() -> None:
+    values = np.concatenate(series([21]))
+    task = made(values[None], 8)
+    batches = list(task.evaluation("test", 4))
+    assert [batch.inputs.shape for batch in batches] == [(1, 8, 2), (1, 8, 2), (1, 4, 2)]
+    assert [batch.continues for batch in batches] == [False, True, True]
+    assert [found for batch in batches for found in windows(batch, values)] == [(1, 9), (9, 17), (17, 21)]
+    assert all(batch.lengths is None for batch in batches)
+    for step in range(9):
+        assert all(end - begin == 8 for begin, end in windows(task.batch(step, 3), values))
+
+
+def test_sequences_of_equal_length_need_no_lengths() -> None:
+    column = np.stack(series([10, 10, 10, 10]))
+    task, values = made(column, 5), np.concatenate(list(column))
+    assert task.batch(0, 8).lengths is None
+    found = [place for batch in task.evaluation("test", 4) for place in windows(batch, values)]
+    assert sorted(found) == sorted(
+        (10 * row + begin, 10 * row + end) for row in range(4) for begin, end in [(1, 6), (6, 10)]
+    )
+
+
+@torch.no_grad()
+def test_carried_evaluation_is_one_call_over_each_sequence() -> None:
+    task = forecast()
+    assert task.causal
+    assert (task.input, task.head) == (ValueInput(features=2), RegressionHead(outputs=2, pooling="none"))
+    model: SequenceModel = small_model("tcnca", input=task.input, head=task.head, causal=True).float()
+    squares, number, state = 0.0, 0, None
+    for batch in task.evaluation("test", 3):
+        outputs, state = model(batch.inputs, lengths=batch.lengths, state=state if batch.continues else None)
+        total, count = task.tally(outputs, batch)
+        squares, number = squares + float(total), number + int(count)
+    expected = 0.0
+    for sequence in series(LENGTHS):
+        if len(sequence) > 1:
+            inputs = ((sequence[:-1] - MEAN) / DEVIATION).astype(np.float32)
+            answers = raw(model(torch.from_numpy(inputs)[None]).logits[0])
+            expected += float(((answers - sequence[1:]) ** 2).sum())
+    assert number == 2 * (sum(LENGTHS) - len(LENGTHS))
+    assert squares == pytest.approx(expected, rel=1e-5)
+
+
+def test_loss_and_tally_leave_out_what_does_not_count() -> None:
+    task = forecast()
+    targets = torch.tensor([[[1.0, 2.0], [torch.nan, torch.nan]]])
+    batch = Batch(inputs=torch.zeros(1, 2, 2), targets=targets)
+    outputs = torch.tensor([[[2.0, 4.0], [100.0, 100.0]]])
+    assert float(task.loss(outputs, batch)) == pytest.approx((1.0 + 4.0) / 2)
+    squares, number = task.tally(outputs, batch)
+    assert int(number) == 2
+    assert float(squares) == pytest.approx(1.0 * 4.0**2 + 4.0 * 0.5**2)
+    assert (task.metric, task.higher_is_better) == ("mean squared error", False)
+
+
+def test_windows_below_one() -> None:
+    with pytest.raises(ConfigError, match="window: got 0, allowed is at least 1"):
+        forecast(window=0)
+
+
+def test_nothing_to_predict() -> None:
+    with pytest.raises(DataError, match="tiny: no training sequence has the two time steps that forecasting needs"):
+        forecast([1, 1])

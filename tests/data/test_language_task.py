@@ -1,0 +1,351 @@
+"""Language models: runs to train on, and every byte counted once in evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tcnca import LanguageModelHead, SequenceModel, TokenInput
+from tcnca.data import IGNORE, Batch, DataSet
+from tcnca.data.kinds import LanguageTask
+from tcnca.errors import ConfigError, DataError
+from tests.examples import small_model
+
+CHUNK = 8
+SIZE = 100
+# So many random bytes that no eight in a row come twice.
+TRAIN = np.random.default_rng(0).integers(0, 256, 1003).astype(np.uint8)
+# Every byte another, so that a byte says where it is.
+DISTINCT = np.random.default_rng(1).permutation(256)[:250].astype(np.uint8)
+
+
+def language(train: NDArray[np.uint8] = TRAIN, **options: object) -> LanguageTask:
+    splits = {"train": {"bytes": train}, "validation": {"bytes": DISTINCT}, "test": {"bytes": DISTINCT[:41]}}
+    return LanguageTask(DataSet("tiny", {"kind": "language"}, splits), **{"chunk": CHUNK, **options})  # type: ignore[arg-type]
+
+
+def starts(inputs: Tensor) -> list[int]:
+    """Where in the training bytes each row comes from."""
+    whole = TRAIN.tobytes()
+    found = []
+    for row in inputs.numpy().astype(np.uint8):
+        assert whole.count(row.tobytes()) == 1
+        found.append(whole.find(row.tobytes()))
+    return found
+
+
+def assert_same(batch: Batch, other: Batch) -> None:
+    assert torch.equal(batch.inputs, other.inputs)
+    assert torch.equal(batch.targets, other.targets)
+
+
+def test_targets_are_the_next_bytes() -> None:
+    task = language()
+    for step in range(12):
+        batch = task.batch(step, SIZE)
+        assert batch.lengths is None
+        assert not batch.continues
+        assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+        for row, begin in enumerate(starts(batch.inputs)):
+            expected = TRAIN[begin + 1 : begin + 1 + batch.inputs.shape[1]]
+            np.testing.assert_array_equal(batch.targets[row], expected)
+
+
+def test_three_steps_in_a_row_have_runs_of_two_three_and_four_chunks() -> None:
+    task = language()
+    runs = [task.batch(step, SIZE).inputs.shape[1] // CHUNK for step in range(60)]
+    turns = [tuple(runs[begin : begin + 3]) for begin in range(0, 60, 3)]
+    assert all(sorted(turn) == [2, 3, 4] for turn in turns)
+    assert len(set(turns)) == 6
+
+
+def test_a_batch_is_as_full_as_whole_runs_allow() -> None:
+    task = language()
+    for step in range(6):
+        rows, time = task.batch(step, SIZE).inputs.shape
+        assert rows * time <= SIZE < (rows + 1) * time
+
+
+def epoch_starts(task: LanguageTask, run: int, epochs: int, seed: int = 0) -> tuple[list[list[int]], int]:
+    """The starts, in chunks, of the runs of one length in each epoch."""
+    chunks = (len(TRAIN) - 1) // CHUNK
+    # However the runs are cut, so many of them fit.
+    total = (chunks - (run - 1)) // run
+    found: list[int] = []
+    step = 0
+    while len(found) < epochs * total:
+        batch = task.batch(step, SIZE, seed)
+        if batch.inputs.shape[1] == run * CHUNK:
+            for start in starts(batch.inputs):
+                assert start % CHUNK == 0
+                found.append(start // CHUNK)
+        step += 1
+    return [found[epoch * total : (epoch + 1) * total] for epoch in range(epochs)], chunks
+
+
+@pytest.mark.parametrize("run", [2, 3, 4])
+def test_an_epoch_covers_the_split_without_overlap(run: int) -> None:
+    epochs, chunks = epoch_starts(language(), run, 8)
+    cuts = set()
+    for begins in epochs:
+        covered = [begin + place for begin in begins for place in range(run)]
+        assert len(set(covered)) == len(covered)
+        assert max(covered) < chunks
+        assert chunks - len(covered) <= 2 * (run - 1)
+        assert sorted(covered) == list(range(min(covered), max(covered) + 1))
+        assert min(covered) < run
+        cuts.add(min(covered))
+    assert cuts == set(range(run))
+    assert len({tuple(begins) for begins in epochs}) == len(epochs)
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
+    steps = [0, 7, 1000, 3, 123_456]
+    task = language()
+    first = {step: task.batch(step, SIZE, 5) for step in steps}
+    for step in reversed(steps):
+        assert_same(task.batch(step, SIZE, 5), first[step])
+        assert_same(language().batch(step, SIZE, 5), first[step])
+
+
+def test_seeds_differ() -> None:
+    task = language()
+    seen = {tuple(task.batch(step, SIZE, seed).inputs.flatten().tolist()) for seed in range(4) for step in range(6)}
+    assert len(seen) == 24
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_processes_share_a_batch(world: int) -> None:
+    task = language()
+    for step in range(9):
+        whole = task.batch(step, SIZE)
+        parts = [task.batch(step, SIZE, 0, rank, world) for rank in range(world)]
+        assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
+        assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
+
+
+@pytest.mark.parametrize("size", [9, 10, 200, 700])
+def test_a_tiny_text_still_makes_all_runs(size: int) -> None:
+    raw = TRAIN[:size]
+    task = LanguageTask(DataSet("tiny", {}, {"train": {"bytes": raw}}))
+    assert task.chunk == (size - 1) // 8
+    lengths = set()
+    for step in range(30):
+        batch = task.batch(step, 4 * task.chunk)
+        lengths.add(batch.inputs.shape[1])
+        for row, target in zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True):
+            window = np.append(row, target[-1]).astype(np.uint8)
+            assert window.tobytes() in raw.tobytes()
+            np.testing.assert_array_equal(row[1:], target[:-1])
+    assert lengths == {2 * task.chunk, 3 * task.chunk, 4 * task.chunk}
+
+
+def counted(batches: Iterator[Batch]) -> tuple[NDArray[np.int64], list[Batch]]:
+    """How often each byte value is a target that counts, each of them checked to follow its input."""
+    times = np.zeros(256, np.int64)
+    before = dict(zip(DISTINCT.tolist(), [10, *DISTINCT[:-1].tolist()], strict=True))
+    kept = list(batches)
+    for batch in kept:
+        for row in range(len(batch)):
+            real = batch.targets[row] != IGNORE
+            length = int(real.sum())
+            # What counts comes first, and is no longer than the row says it is.
+            assert bool(real[:length].all())
+            assert length <= (batch.inputs.shape[1] if batch.lengths is None else int(batch.lengths[row]))
+            for token, target in zip(batch.inputs[row, :length], batch.targets[row, :length], strict=True):
+                assert before[int(target)] == int(token)
+                times[int(target)] += 1
+    return times, kept
+
+
+def expected_times(split: NDArray[np.uint8]) -> NDArray[np.int64]:
+    return np.isin(np.arange(256), split).astype(np.int64)
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize(("call", "segments", "size"), [(7, 6, 4), (64, 3, 2), (1000, 50, 64), (1, 5, 1), (5, 900, 7)])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_byte_is_predicted_once(carried: bool, call: int, segments: int, size: int, world: int) -> None:
+    task = language(call=call, segments=segments, carried=carried)
+    times = np.zeros(256, np.int64)
+    counts, flags = set(), set()
+    for rank in range(world):
+        found, batches = counted(task.evaluation("validation", size, rank, world))
+        times += found
+        counts.add(len(batches))
+        flags.add(tuple(batch.continues for batch in batches))
+        assert all(len(batch) <= size and batch.inputs.shape[1] <= call for batch in batches)
+        assert all(len(batch) > 0 for batch in batches)
+    np.testing.assert_array_equal(times, expected_times(DISTINCT))
+    # Processes that wait for each other need equally many batches, which go on at the same time.
+    assert len(counts) == len(flags) == 1
+
+
+def test_carried_calls_go_on_inside_a_segment() -> None:
+    task = language(call=20, segments=5)
+    batches = list(task.evaluation("validation", 5))
+    # Five segments of fifty bytes: calls of 20, 20 and 10.
+    assert [batch.inputs.shape for batch in batches] == [(5, 20), (5, 20), (5, 10)]
+    assert [batch.continues for batch in batches] == [False, True, True]
+    assert all(batch.lengths is None for batch in batches)
+    targets = torch.cat([batch.targets for batch in batches], 1)
+    np.testing.assert_array_equal(targets, DISTINCT.reshape(5, 50))
+    inputs = torch.cat([batch.inputs for batch in batches], 1)
+    np.testing.assert_array_equal(inputs, np.append(10, DISTINCT[:-1]).reshape(5, 50))
+
+
+def test_segments_in_groups_start_anew() -> None:
+    batches = list(language(call=20, segments=5).evaluation("validation", 2))
+    assert [batch.continues for batch in batches] == [False, True, True] * 3
+    assert [len(batch) for batch in batches] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
+
+
+def test_separate_calls_never_go_on() -> None:
+    batches = list(language(call=60, carried=False).evaluation("validation", 3))
+    assert [tuple(batch.inputs.shape) for batch in batches] == [(3, 60), (2, 60)]
+    assert not any(batch.continues for batch in batches)
+    assert batches[0].lengths is None
+    assert batches[1].lengths is not None
+    assert batches[1].lengths.tolist() == [60, 10]
+
+
+def test_validation_falls_back_to_test() -> None:
+    data = DataSet("tiny", {}, {"train": {"bytes": TRAIN}, "test": {"bytes": DISTINCT}})
+    times, _ = counted(LanguageTask(data, call=50, segments=2).evaluation("validation", 2))
+    np.testing.assert_array_equal(times, expected_times(DISTINCT))
+
+
+def tiny_model(task: LanguageTask) -> SequenceModel:
+    return small_model("tcnca", input=task.input, head=task.head, causal=task.causal)
+
+
+@torch.no_grad()
+def evaluated(task: LanguageTask, model: SequenceModel, size: int) -> tuple[float, int]:
+    """Bits and bytes of a split, as training will evaluate it."""
+    bits, number, state = 0.0, 0, None
+    for batch in task.evaluation("validation", size):
+        logits, state = model(batch.inputs, lengths=batch.lengths, state=state if batch.continues else None)
+        total, count = task.tally(logits, batch)
+        bits, number = bits + float(total), number + int(count)
+    return bits, number
+
+
+@torch.no_grad()
+def bits_of(model: SequenceModel, begin: int, end: int) -> float:
+    """Bits of some bytes of the split, in one call."""
+    tokens = torch.from_numpy(np.append(10, DISTINCT).astype(np.int64))
+    answers = model(tokens[None, begin:end]).logits[0].double().log_softmax(-1)
+    return -float(answers[torch.arange(end - begin), tokens[begin + 1 : end + 1]].sum()) / math.log(2)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_carried_evaluation_is_one_call_over_each_segment(size: int) -> None:
+    task = language(call=17, segments=6)
+    model = tiny_model(task)
+    bounds = [250 * segment // 6 for segment in range(7)]
+    expected = sum(bits_of(model, begin, end) for begin, end in itertools.pairwise(bounds))
+    bits, number = evaluated(task, model, size)
+    assert number == 250
+    assert bits == pytest.approx(expected, rel=1e-6)
+    # What goes on from nothing costs something else, so the comparison can tell.
+    apart = sum(
+        bits_of(model, place, min(place + 17, end))
+        for begin, end in itertools.pairwise(bounds)
+        for place in range(begin, end, 17)
+    )
+    assert abs(apart - expected) > 1e-4 * expected
+
+
+def test_evaluation_without_a_state_is_separate_calls() -> None:
+    task = language(call=17, carried=False)
+    model = tiny_model(task)
+    expected = sum(bits_of(model, begin, min(begin + 17, 250)) for begin in range(0, 250, 17))
+    bits, number = evaluated(task, model, 4)
+    assert number == 250
+    assert bits == pytest.approx(expected, rel=1e-6)
+
+
+def test_loss_and_bits() -> None:
+    task = language()
+    targets = torch.tensor([[3, IGNORE], [0, 1]])
+    logits = torch.randn(2, 2, 256)
+    batch = Batch(inputs=torch.zeros(2, 2, dtype=torch.int64), targets=targets)
+    answers = logits.double().softmax(-1)
+    chances = [float(answers[0, 0, 3]), float(answers[1, 0, 0]), float(answers[1, 1, 1])]
+    bits, number = task.tally(logits, batch)
+    assert int(number) == 3
+    assert bits.dtype == torch.float64
+    assert float(bits) == pytest.approx(-sum(map(math.log2, chances)), rel=1e-6)
+    assert float(task.loss(logits, batch)) == pytest.approx(-sum(map(math.log, chances)) / 3, rel=1e-6)
+
+
+def test_symbols_that_occur_are_the_tokens() -> None:
+    raw = np.frombuffer(b"\nbanana cabana, a bandana\n" * 20, np.uint8)
+    symbols = sorted(set(raw.tolist()))
+    task = LanguageTask(DataSet("tiny", {"symbols": symbols}, {"train": {"bytes": raw}}), chunk=8)
+    assert task.input == TokenInput(vocabulary=len(symbols), scaled=True)
+    assert task.head == LanguageModelHead()
+    text = b"a banana"
+    assert task.encode(text).tolist() == [[symbols.index(byte) for byte in text]]
+    assert task.decode(task.encode(text)[0]) == text
+    batch = task.batch(0, 64)
+    assert task.decode(batch.inputs[0]) in raw.tobytes()
+    first = next(task.evaluation("train", 2))
+    assert int(first.inputs[0, 0]) == symbols.index(10)
+    with pytest.raises(DataError, match=r"tiny: the byte 0x7a does not occur in this set and has no token"):
+        task.encode(b"banz")
+
+
+def test_a_set_without_newlines_is_evaluated() -> None:
+    raw = np.frombuffer(b"abcd" * 10, np.uint8)
+    task = LanguageTask(DataSet("tiny", {"symbols": [97, 98, 99, 100]}, {"train": {"bytes": raw}}), segments=1)
+    (batch,) = task.evaluation("train", 1)
+    assert batch.targets[0, :5].tolist() == [0, 1, 2, 3, 0]
+    assert batch.inputs[0, 1:6].tolist() == [0, 1, 2, 3, 0]
+    assert 0 <= int(batch.inputs[0, 0]) < 4
+
+
+def test_all_bytes_are_tokens_by_default() -> None:
+    task = language()
+    assert task.input == TokenInput(vocabulary=256, scaled=True)
+    everything = bytes(range(256))
+    assert task.encode(everything).tolist() == [list(range(256))]
+    assert task.decode(torch.arange(256)) == everything
+    assert task.sizes == {"train": 1003, "validation": 250, "test": 41}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("chunk", 0), ("call", 0), ("segments", 0), ("runs", ()), ("runs", (2, 0))]
+)
+def test_options_below_one(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: got 0, allowed is at least 1"):
+        language(TRAIN, **{option: value})
+
+
+def test_too_few_bytes() -> None:
+    with pytest.raises(DataError, match="tiny: the training split has too few bytes, 8"):
+        language(TRAIN[:8])
+
+
+def test_a_split_that_is_not_there() -> None:
+    with pytest.raises(DataError, match="tiny: has no split 'dev', it has train, validation, test"):
+        next(language().evaluation("dev", 1))
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_batch_too_small_for_the_longest_run_is_refused_at_once(step: int) -> None:
+    with pytest.raises(ConfigError, match=r"size: got 31 tokens, allowed is at least 32, a run of 4 chunks of 8"):
+        language().batch(step, 31)
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_batch_without_a_run_for_each_process_is_refused_at_once(step: int) -> None:
+    with pytest.raises(ConfigError, match=r"allowed is at least one for each of 3 processes"):
+        language().batch(step, 64, world=3)

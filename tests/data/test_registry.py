@@ -1,0 +1,219 @@
+"""The registry has the published sets, in their published sizes, and their tasks fit the presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tcnca import ConfigError, LanguageModelHead, SequenceModel, TokenInput, build, preset
+from tcnca.data import Batch, DataSet, Task, canonical, entries, known
+from tcnca.data.columns import Column, Ragged
+from tcnca.data.content import SPLITS
+from tcnca.data.draw import Draw
+from tcnca.data.generators.listops import ListOps
+from tcnca.data.tasks import entry
+
+PUBLISHED = {
+    "enwik8": (90_000_000, 5_000_000, 5_000_000),
+    "listops": (96_000, 2_000, 2_000),
+    "text": (25_000, None, 25_000),
+    "retrieval": (147_086, 18_090, 17_437),
+    "image": (45_000, 5_000, 10_000),
+    "pathfinder": (160_000, 20_000, 20_000),
+    "pathx": (160_000, 20_000, 20_000),
+    "acl-citations": (None, None, None),
+}
+RECALL = {f"recall-{length}-{vocabulary}" for length in (64, 1024, 4096, 8192) for vocabulary in (10, 20)}
+
+
+def test_every_set_is_there() -> None:
+    names = [known_set.name for known_set in entries()]
+    assert set(names) == set(PUBLISHED) | RECALL
+    assert len(names) == len(set(names))
+    assert all(known(name) and entry(name).name == name for name in names)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_the_published_ones(name: str) -> None:
+    sizes = entry(name).sizes
+    assert tuple(sizes.get(split) for split in SPLITS) == PUBLISHED[name]
+    assert entry(name).sizes_for(None) == sizes
+
+
+def test_every_set_is_either_made_or_read() -> None:
+    for known_set in entries():
+        assert (known_set.generator is None) != (known_set.read is None)
+        assert known_set.downloads == () or known_set.read is not None
+        assert all((known_set.title, known_set.about, known_set.source))
+    made = {known_set.name for known_set in entries() if known_set.generator is not None}
+    assert made == {"listops", "pathfinder", "pathx"} | RECALL
+
+
+@pytest.mark.parametrize("name", ["listops", "pathfinder", "pathx", "recall-64-10", "recall-8192-20"])
+def test_disk_is_what_the_examples_take(name: str) -> None:
+    known_set = entry(name)
+    assert known_set.generator is not None
+    count = 1 if name.startswith("path") else 64
+    made = known_set.generator.examples(Draw(0), count)
+    size = 0
+    for column in made.values():
+        size += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
+    assert known_set.disk == pytest.approx(size / count * sum(known_set.sizes.values()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("recall", "recall-64-10"),
+        ("recall-64", "recall-64-10"),
+        ("recall-1024", "recall-1024-10"),
+        ("recall-1024-20", "recall-1024-20"),
+        ("recall-6-4", "recall-6-4"),
+        ("listops", "listops"),
+        ("reviews", "reviews"),
+    ],
+)
+def test_canonical_names(name: str, full: str) -> None:
+    assert canonical(name) == full
+    assert known(name) == (name != "reviews")
+    if known(name):
+        assert entry(name).name == full
+
+
+def test_recall_of_any_length_and_vocabulary() -> None:
+    found = entry("recall-6-8")
+    assert found.facts["symbols"] == ["a", "b", "c", "d", "1", "2", "3", "4"]
+    columns = found.stream().take(0, 0, 5)
+    assert np.asarray(columns["tokens"]).shape == (5, 7)
+    assert int(np.asarray(columns["labels"]).min()) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("recall-7", "length: got 7, allowed are even numbers"),
+        ("recall-64-3", "vocabulary: got 3, allowed are even numbers from 4 to 256"),
+    ],
+)
+def test_recall_that_cannot_be(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        entry(name)
+
+
+def test_a_name_that_is_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"set: got 'enwiki8', allowed are enwik8, .*; did you mean enwik8\?"):
+        entry("enwiki8")
+    with pytest.raises(ConfigError, match=r"set: got 'zzz', allowed are enwik8, listops, .*acl-citations$"):
+        entry("zzz")
+    assert not known("recall-64-10-5")
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "expected"),
+    [
+        ("listops", 96, (96, 2, 2)),
+        ("listops", 100, (100, 3, 3)),
+        ("text", 10, (10, None, 10)),
+        ("image", 9, (9, 1, 2)),
+        ("pathfinder", 1, (1, 1, 1)),
+        ("enwik8", 900_000, (900_000, 50_000, 50_000)),
+    ],
+)
+def test_smaller_sets_keep_the_proportions(name: str, train: int, expected: tuple[int | None, ...]) -> None:
+    sizes = entry(name).sizes_for(train)
+    assert tuple(sizes.get(split) for split in SPLITS) == expected
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_sets_below_one_example(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"size: got {size}, allowed is at least 1"):
+        entry("listops").sizes_for(size)
+
+
+def test_sets_that_are_read_are_not_made() -> None:
+    with pytest.raises(ConfigError, match="text: is read from files, not made"):
+        entry("text").plan(None, 0)
+    with pytest.raises(ConfigError, match="text: is read from files; only sets that are made can stream"):
+        entry("text").stream()
+
+
+def small_set(name: str) -> DataSet:
+    """Four short examples in the form of a set."""
+    known_set, random = entry(name), np.random.default_rng(0)
+    labels = np.arange(4) % 2
+    texts = Ragged.of([random.integers(0, 256, length).astype(np.uint8) for length in (40, 300, 7, 120)])
+    columns: dict[str, Column]
+    facts: dict[str, Any] = {"classes": ["no", "yes"], **known_set.facts}
+    if name == "enwik8":
+        columns = {"bytes": random.integers(0, 205, 400).astype(np.uint8)}
+        facts["symbols"] = list(range(205))
+    elif name == "listops":
+        columns = ListOps(shortest=20, longest=200).examples(Draw(0), 4)
+    elif known_set.generator is not None:
+        columns = known_set.generator.examples(Draw(0), 1 if name == "pathx" else 4)
+    elif name == "image":
+        columns = {"pixels": random.integers(0, 256, (4, 32, 32)).astype(np.uint8), "labels": np.arange(4) + 6}
+        facts["classes"] = list("0123456789")
+    elif name == "text":
+        columns = {"tokens": texts, "labels": labels}
+    else:
+        columns = {"first": texts, "second": texts.take(np.array([2, 3, 0, 1])), "labels": labels}
+    return DataSet(name, facts, {"train": columns, "validation": columns})
+
+
+def run(model: SequenceModel, task: Task, batch: Batch) -> None:
+    """One step of training up to the gradients, which all must be numbers, and one answer for each target."""
+    pair = {} if batch.second is None else {"second": batch.second, "lengths2": batch.second_lengths}
+    logits = model(batch.inputs, lengths=batch.lengths, return_state=False, **pair).logits
+    loss = task.loss(logits, batch)
+    loss.backward()
+    assert bool(loss.isfinite())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
+    assert any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+    assert int(task.tally(logits, batch)[1]) > 0
+
+
+SHRUNK = {"layers": 1, "width": 8, "feed_forward": 8, "key_width": 4, "value_width": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("enwik8", "enwik8"),
+        ("listops", "listops"),
+        ("text", "text"),
+        ("retrieval", "retrieval"),
+        ("image", "image"),
+        ("pathfinder", "pathfinder"),
+        ("pathx", "pathx"),
+        ("acl-citations", "retrieval"),
+        ("recall", "recall-64"),
+        ("recall-1024-20", "recall-1024"),
+    ],
+)
+@pytest.mark.parametrize("family", ["tcnca", "mega"])
+def test_a_batch_goes_through_the_presets_model(family: str, name: str, of: str) -> None:
+    task = entry(name).task(small_set(canonical(name)))
+    family = "tcnca-simple" if family == "tcnca" and of.startswith("recall") else family
+    changes: dict[str, Any] = {"vocabulary": 20} if name == "recall-1024-20" else {}
+    found = preset(f"{family}-{of}", **changes).model
+    assert found.causal == task.causal
+    if isinstance(task.input, TokenInput):
+        assert isinstance(found.input, TokenInput)
+        assert task.input.vocabulary <= found.input.vocabulary
+        assert task.input.scaled == found.input.scaled
+    else:
+        assert found.input == task.input
+    assert type(found.head) is type(task.head)
+    if isinstance(found.head, LanguageModelHead):
+        assert found.head == task.head
+    else:
+        assert found.head.classes == len(task.classes)  # type: ignore[union-attr]
+        changes["head.hidden"] = 8
+    if name == "pathx":
+        changes["chunk"] = 128  # attention over chunks of 4096 would take most of a minute
+    batch = task.batch(0, 4 * 64 if name == "enwik8" else 2)
+    run(build(f"{family}-{of}", **SHRUNK, **changes).train(), task, batch)
