@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tcnca.cli.data import app as data_app
 from tcnca.cli.demo import demo
 from tcnca.cli.models import models
 from tcnca.version import __version__
@@ -36,3 +37,4 @@ def main(
 
 for command in (demo, models):
     app.command()(command)
+app.add_typer(data_app)

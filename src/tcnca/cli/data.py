@@ -1,0 +1,236 @@
+"""`tcnca data`: prepare, list and show sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tcnca.cli.reporting import Watcher, explained, say
+from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, known, summarise_data
+from tcnca.data import prepare as prepare_set
+from tcnca.data.columns import count
+from tcnca.data.content import SPLITS, Kind
+from tcnca.data.opening import example_set
+from tcnca.data.show import save_pictures, shown
+from tcnca.data.store import MANIFEST
+from tcnca.errors import TcncaError
+
+app = typer.Typer(
+    name="data", help="Data sets: EnWik8, Long-Range Arena, associative recall, and your own.", no_args_is_help=True
+)
+
+_Folder = Annotated[
+    Path | None, typer.Option("--data", help="Folder with prepared sets. [default: $TCNCA_DATA, or else data]")
+]
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help="A set that `tcnca data list` shows, or a name for data of your own.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that gets the set. [default: $TCNCA_DATA, or else data]")
+    ] = None,
+    origin: Annotated[
+        Path | None, typer.Option("--from", help="File or folder to read, instead of fetching from the public source.")
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training examples (EnWik8: bytes), other splits in proportion. [default: published]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of a set that is made, or of how your own data is split.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that make a set; it does not depend on them. [default: all]")
+    ] = None,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Accept files that are not the published ones.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Prepare again what is there already.")] = False,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own data: language, classification, pairs, regression or forecast. [default: found out]"
+        ),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Your own table: column with the (first) text.")] = None,
+    second: Annotated[str | None, typer.Option(help="Your own table: column with the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Your own table: column with the class.")] = None,
+    split: Annotated[str | None, typer.Option(help="Your own table: column that says train, validation, test.")] = None,
+    values: Annotated[str | None, typer.Option(help="Your own .npz: array with the sequences.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Your own .npz: array with the classes.")] = None,
+    targets: Annotated[str | None, typer.Option(help="Your own .npz: array with the numbers to predict.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Your own .npz: array with the lengths.")] = None,
+    validation: Annotated[float, typer.Option(help="Your own data: share to validate on, if not given.")] = 0.05,
+    test: Annotated[float, typer.Option(help="Your own data: share to test on, if not given.")] = 0.05,
+) -> None:
+    """Fetch, read or make a set, check it, and store it so that training maps it into memory.
+
+    `tcnca data prepare listops`, `tcnca data prepare text --from aclImdb_v1.tar.gz`, or with data of your own
+    `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
+    """
+    console = Console(emoji=False, highlight=False)
+    with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
+        own = OwnOptions(
+            kind=cast(Kind | None, kind),
+            text=text,
+            second=second,
+            label=label,
+            split=split,
+            values=values,
+            labels=labels,
+            targets=targets,
+            lengths=lengths,
+            validation=validation,
+            test=test,
+            seed=seed,
+        )
+        prepared = prepare_set(
+            name,
+            out,
+            origin=origin,
+            size=size,
+            seed=seed,
+            workers=workers or os.cpu_count() or 1,
+            unverified=unverified,
+            force=force,
+            own=own,
+            watch=watcher,
+        )
+    if not prepared.new:
+        say(console, f"{prepared.folder} is there already; --force prepares it again")
+    making = f"making {prepared.data.name}"
+    if making in watcher.last and (rate := watcher.rate(making))[0]:
+        done, seconds = rate
+        used = min(workers or os.cpu_count() or 1, done)
+        say(console, f"made {done:,} examples in {seconds:.1f} s, {done / seconds:,.0f} a second, workers: {used}")
+    _print_summary(console, prepared.data)
+    say(console, f"ready in {prepared.folder}")
+
+
+@app.command("list")
+def list_sets(
+    folder: _Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the sets: what they are, how large, where they come from, and which are prepared."""
+    folder = folder or data_folder()
+    rows = [*(_known_row(known_set, folder) for known_set in entries()), *_own_rows(folder)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    console = Console(emoji=False, highlight=False)
+    say(console, f"Prepared sets are in {folder}. Sizes: train / validation / test.\n")
+    about = ""
+    for row in rows:
+        sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
+        state = _COLOURS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
+        disk = f"{row['bytes'] / 1e6:,.1f} MB"
+        console.print(f"[bold]{escape(row['name']):<16}[/]{sizes:>36}{disk:>12}   {state}", soft_wrap=True)
+        # Said once for sets that differ in their numbers only.
+        if row["about"] != about:
+            console.print(f"  [dim]{escape(row['about'])}; {escape(row['source'])}[/]", soft_wrap=True)
+        about = row["about"]
+    say(console, "\nrecall-LENGTH-VOCABULARY can have any even length and vocabulary.")
+
+
+_CLASSES = 20
+_COLOURS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[/]"}
+
+
+def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
+    return {
+        "name": known_set.name,
+        "about": known_set.about,
+        "sizes": dict(known_set.sizes),
+        "bytes": known_set.disk,
+        "source": known_set.source,
+        "prepared": _state(folder / known_set.name),
+    }
+
+
+def _own_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for path in sorted(folder.glob(f"*/{MANIFEST}")):
+        own = path.parent
+        if known(own.name):
+            continue
+        row = {"name": own.name, "about": "your own", "sizes": {}, "bytes": 0, "source": "", "prepared": _state(own)}
+        if row["prepared"] != "damaged":
+            data = DataSet.open(own)
+            row |= {
+                "about": f"your own: {data.manifest['kind']}",
+                "sizes": {split: count(columns) for split, columns in data.splits.items()},
+                "bytes": sum(file["bytes"] for file in data.manifest["files"].values()),
+                "source": data.manifest["origin"],
+            }
+        rows.append(row)
+    return rows
+
+
+def _state(folder: Path) -> str:
+    if not (folder / MANIFEST).exists():
+        return "begun" if folder.with_name(f".{folder.name}.shards").exists() else "no"
+    try:
+        manifest = DataSet.open(folder).manifest
+    except TcncaError:
+        return "damaged"
+    if manifest["request"].get("size") is not None:
+        return "yes, another size"
+    return "yes" if manifest["verified"] or "set" not in manifest else "yes, unverified"
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A prepared set, or one that is made.")],
+    folder: _Folder = None,
+    split: Annotated[str, typer.Option(help="Which split.")] = "train",
+    index: Annotated[int, typer.Option(help="The first example to show; for a language model, the byte.")] = 0,
+    number: Annotated[int, typer.Option("--count", min=1, help="How many examples.")] = 3,
+    whole: Annotated[bool, typer.Option("--whole", help="Show long texts to their end.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="File for the pictures. [default: NAME-SPLIT.png]", show_default=False)
+    ] = None,
+) -> None:
+    """Show examples: text with its label, expressions with their value, pictures in the terminal and in a file."""
+    console = Console(emoji=False, highlight=False)
+    with explained():
+        data = example_set(name, folder or data_folder(), split, max(index + number, 1))
+        number = 1 if data.manifest["kind"] == "language" else number
+        examples = [shown(data, split, place, console.width, whole) for place in range(index, index + number)]
+        for example in examples:
+            console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
+            say(console, f"{example.body}\n")
+        if any(example.picture is not None for example in examples):
+            path = picture or Path(f"{data.name}-{split}.png")
+            save_pictures(path, examples)
+            say(console, f"pictures are in {path}")
+        elif picture is not None:
+            say(console, f"{data.name} has no pictures")
+
+
+def _print_summary(console: Console, data: DataSet) -> None:
+    checked = "the published set, verified" if data.manifest["verified"] else "not verified"
+    made = "made here" if "generator" in data.manifest else checked
+    title = f"{data.manifest['title']}: {made}" if "set" in data.manifest else data.name
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("split", no_wrap=True)
+    for column in ("examples", "shortest", "mean", "longest", "symbols"):
+        table.add_column(column, justify="right", no_wrap=True)
+    summaries = summarise_data(data)
+    for split, numbers in summaries.items():
+        lengths = f"{numbers.shortest:,}", f"{numbers.mean:,.1f}", f"{numbers.longest:,}"
+        symbols = "–" if numbers.symbols is None else str(numbers.symbols)
+        table.add_row(split, f"{numbers.examples:,}", *lengths, symbols)
+    console.print(table)
+    for split, numbers in summaries.items():
+        classes = [f"{name} {number:,}" for name, number in numbers.classes.items()]
+        if classes:
+            more = f" and {len(classes) - _CLASSES} more" if len(classes) > _CLASSES else ""
+            console.print(f"{split}: {', '.join(classes[:_CLASSES])}{more}", markup=False)

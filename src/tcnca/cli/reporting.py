@@ -1,0 +1,72 @@
+"""How commands speak: errors without a traceback, and a bar for what takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from tcnca.errors import TcncaError
+
+
+@contextlib.contextmanager
+def explained(interrupted: str = "stopped") -> Iterator[None]:
+    """End the command with the message of an error, or with `interrupted` on Ctrl-C, instead of a traceback."""
+    try:
+        yield
+    except TcncaError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        typer.echo(f"\n{interrupted}", err=True)
+        raise typer.Exit(130) from None
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is: no wrapping, and nothing in it is markup."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class Watcher:
+    """Shows progress: bars in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.started: dict[str, float] = {}
+        self.first: dict[str, int] = {}
+        self.last: dict[str, tuple[int, float]] = {}
+        self._bars: dict[str, TaskID] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    def __enter__(self) -> Watcher:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Take note that `done` of `total` is done."""
+        now = time.monotonic()
+        if what not in self._bars:
+            self._bars[what] = self._progress.add_task(what, total=total)
+            self.started[what], self.first[what] = now, done
+            if not self.console.is_terminal:
+                say(self.console, f"{what} …")
+        self._progress.update(self._bars[what], completed=done, total=total)
+        self.last[what] = done, now
+
+    def rate(self, what: str) -> tuple[int, float]:
+        """How much of something was done, and in how many seconds."""
+        done, now = self.last[what]
+        return done - self.first[what], now - self.started[what]
