@@ -31,10 +31,19 @@ _HEADER = 128
 class DataSet:
     """A prepared set. `splits[name]` are the columns of a split, mapped from disk or in memory."""
 
-    def __init__(self, name: str, manifest: Mapping[str, Any], splits: Mapping[str, Columns]) -> None:
+    def __init__(
+        self, name: str, manifest: Mapping[str, Any], splits: Mapping[str, Columns], folder: Path | None = None
+    ) -> None:
         self.name = name
         self.manifest = manifest
         self.splits = splits
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process maps the files again, instead of being sent what they hold.
+        if self.folder is not None:
+            return DataSet.open, (self.folder,)
+        return DataSet, (self.name, self.manifest, self.splits)
 
     @classmethod
     def open(cls, folder: Path) -> DataSet:
@@ -48,7 +57,7 @@ class DataSet:
             raise DataError(
                 f"{folder / MANIFEST}: does not say what the set holds ({error!r}); prepare the set again with --force"
             ) from error
-        return cls(folder.name, manifest, splits)
+        return cls(folder.name, manifest, splits, folder.absolute())
 
     def columns(self, split: str) -> Columns:
         """The columns of a split."""
