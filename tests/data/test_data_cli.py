@@ -323,3 +323,10 @@ def test_numbers_below_one_are_refused_by_the_options(tmp_path: Path) -> None:
     for arguments in (("prepare", "recall", "--size", 0), ("prepare", "recall", "--workers", 0)):
         assert f"'{arguments[2]}'" in run(*arguments, "--out", tmp_path, code=2).stderr
     assert "'--count'" in run("show", "recall", "--count", 0, code=2).stderr
+
+
+def test_list_with_a_recall_set_of_another_length(tmp_path: Path) -> None:
+    prepare("recall-128-12", tmp_path, size=40)
+    rows = {row["name"]: row for row in json.loads(run("list", "--data", tmp_path, "--json").stdout)}
+    assert rows["recall-128-12"]["prepared"] == "yes, another size"
+    assert len(rows) == len(entries()) + 1

@@ -359,3 +359,17 @@ def test_a_batch_moves_with_all_its_tensors() -> None:
     tensors = (moved.inputs, moved.lengths, moved.second, moved.second_lengths, moved.targets)
     assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
     assert Batch(inputs=torch.zeros(1, 1), targets=torch.zeros(1), continues=True).to("meta").continues
+
+
+def test_a_model_is_called_with_the_arguments_of_a_batch() -> None:
+    batch = texts().batch(0, 3)
+    assert set(batch.arguments()) == {"x", "lengths"}
+    assert batch.arguments()["x"] is batch.inputs
+    pair = pairs().batch(0, 3)
+    assert set(pair.arguments()) == {"x", "lengths", "second", "lengths2"}
+    assert pair.arguments()["second"] is pair.second
+    assert pair.arguments()["lengths2"] is pair.second_lengths
+
+
+def test_steps_of_an_epoch() -> None:
+    assert [texts().steps_per_epoch(size) for size in (1, 4, COUNT, 100)] == [COUNT, -(-COUNT // 4), 1, 1]

@@ -73,37 +73,48 @@ def test_a_batch_is_as_full_as_whole_runs_allow() -> None:
         assert rows * time <= SIZE < (rows + 1) * time
 
 
-def epoch_starts(task: LanguageTask, run: int, epochs: int, seed: int = 0) -> tuple[list[list[int]], int]:
-    """The starts, in chunks, of the runs of one length in each epoch."""
-    chunks = (len(TRAIN) - 1) // CHUNK
-    # However the runs are cut, so many of them fit.
-    total = (chunks - (run - 1)) // run
+def epoch_starts(task: LanguageTask, run: int, epochs: int) -> list[list[int]]:
+    """The starts of the runs of one length in each epoch, in order."""
+    # So many runs as cover the split wherever they are cut: one begins up to a run less a chunk before it.
+    total = -(-(len(TRAIN) - 1 + (run - 1) * CHUNK) // (run * CHUNK))
     found: list[int] = []
     step = 0
     while len(found) < epochs * total:
-        batch = task.batch(step, SIZE, seed)
+        batch = task.batch(step, SIZE)
         if batch.inputs.shape[1] == run * CHUNK:
-            for start in starts(batch.inputs):
-                assert start % CHUNK == 0
-                found.append(start // CHUNK)
+            found += starts(batch.inputs)
         step += 1
-    return [found[epoch * total : (epoch + 1) * total] for epoch in range(epochs)], chunks
+    return [sorted(found[epoch * total : (epoch + 1) * total]) for epoch in range(epochs)]
 
 
 @pytest.mark.parametrize("run", [2, 3, 4])
-def test_an_epoch_covers_the_split_without_overlap(run: int) -> None:
-    epochs, chunks = epoch_starts(language(), run, 8)
+def test_an_epoch_covers_the_split(run: int) -> None:
+    width, last = run * CHUNK, len(TRAIN) - 1 - run * CHUNK
     cuts = set()
-    for begins in epochs:
-        covered = [begin + place for begin in begins for place in range(run)]
-        assert len(set(covered)) == len(covered)
-        assert max(covered) < chunks
-        assert chunks - len(covered) <= 2 * (run - 1)
-        assert sorted(covered) == list(range(min(covered), max(covered) + 1))
-        assert min(covered) < run
-        cuts.add(min(covered))
+    for begins in epoch_starts(language(), run, 12):
+        # Every byte is a target, the first ones and the last ones too.
+        assert (begins[0], begins[-1]) == (0, last)
+        # Runs follow each other without a gap, and only those at the ends overlap.
+        steps = np.diff(begins)
+        assert (steps <= width).all()
+        assert (steps[1:-2] == width).all()
+        inner = begins[1:-2]
+        assert all(begin % CHUNK == 0 for begin in inner)
+        cuts |= {begin // CHUNK % run for begin in inner}
     assert cuts == set(range(run))
-    assert len({tuple(begins) for begins in epochs}) == len(epochs)
+
+
+def test_a_short_text_is_seen_evenly() -> None:
+    text = np.random.default_rng(1).integers(0, 256, 700).astype(np.uint8)
+    task = LanguageTask(DataSet("short", {}, {"train": {"bytes": text}}))
+    whole, seen = text.tobytes(), np.zeros(700, int)
+    for step in range(600):
+        for row in task.batch(step, 4 * task.chunk).inputs.numpy().astype(np.uint8):
+            begin = whole.find(row.tobytes())
+            seen[begin : begin + len(row)] += 1
+    # The last byte is a target only. At the ends, where runs overlap, a byte is seen at most twice as often.
+    assert seen[:-1].min() > 0.5 * seen[:-1].mean()
+    assert seen[:-1].max() < 2 * seen[:-1].mean()
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:

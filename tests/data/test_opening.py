@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tcnca import ModelConfig, SequenceModel
-from tcnca.data import DataSet, OwnOptions, Task, prepare, task
+from tcnca.data import DataSet, OwnOptions, Task, opening, prepare, task
 from tcnca.data.columns import Columns, Ragged
+from tcnca.data.generators.shards import Plan, make_in_memory
 from tcnca.data.kinds import (
     ClassificationTask,
     ForecastTask,
@@ -21,7 +22,7 @@ from tcnca.data.kinds import (
     RecallTask,
     RegressionTask,
 )
-from tcnca.data.opening import STREAMED, example_set
+from tcnca.data.opening import STREAMED, _hold_out, example_set
 from tcnca.data.store import SetWriter
 from tcnca.errors import ConfigError, DataError
 from tests.examples import small_config
@@ -154,9 +155,9 @@ def test_a_damaged_set(tmp_path: Path) -> None:
 def test_options_of_the_task(tmp_path: Path) -> None:
     path = write_own(tmp_path, "reviews.csv")
     assert task(path, longest=3).batch(0, 4).inputs.shape == (4, 3)
-    with pytest.raises(ConfigError, match=r"reviews\.csv: .*'lngest'.*allowed are the options of its task"):
+    with pytest.raises(ConfigError, match=r"lngest: no such option of reviews\.csv, allowed are longest, stream"):
         task(path, lngest=3)
-    with pytest.raises(ConfigError, match=r"book\.txt: .*'longest'"):
+    with pytest.raises(ConfigError, match=r"longest: no such option of book\.txt, allowed are chunk, runs"):
         task(write_own(tmp_path, "book.txt"), longest=3)
     with pytest.raises(ConfigError, match="chunk: got 0"):
         task(write_own(tmp_path, "book.txt"), chunk=0)
@@ -210,14 +211,33 @@ def test_shares_that_cannot_be_held_out(tmp_path: Path, share: float) -> None:
 
 
 def test_holding_out_leaves_something_to_train_on(tmp_path: Path) -> None:
-    published_text(tmp_path, 4)
-    assert task("text", tmp_path, holdout=0.01).sizes == {"train": 3, "validation": 1, "test": 4}
-    assert task("text", tmp_path, holdout=0.9).sizes == {"train": 1, "validation": 3, "test": 4}
+    published_text(tmp_path, 8)
+    assert task("text", tmp_path, holdout=0.01).sizes == {"train": 7, "validation": 1, "test": 8}
+    assert task("text", tmp_path, holdout=0.9).sizes == {"train": 2, "validation": 6, "test": 8}
+
+
+def test_equal_texts_are_held_out_together() -> None:
+    texts = [f"review {number // 2}".encode() for number in range(400)]
+    columns: Columns = {"tokens": Ragged.of_bytes(texts), "labels": np.arange(400) // 2 % 2}
+    held = _hold_out(DataSet("twice", {}, {"train": columns}), 0.1, 0)
+    train, validation = (
+        {bytes(tokens[place]) for place in range(len(tokens))}
+        for tokens in (held.splits[split]["tokens"] for split in ("train", "validation"))
+    )
+    assert not train & validation
+    assert (len(train), len(validation)) == (180, 20)
 
 
 def test_holding_out_where_there_is_a_validation_split(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holdout: got 0\.1, but reviews\.csv has a validation split of its own"):
         task(write_own(tmp_path, "reviews.csv"), holdout=0.1)
+
+
+def test_a_stream_beside_a_set_of_another_version(tmp_path: Path) -> None:
+    manifest = prepare("recall-16", tmp_path, size=40).folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 0'))
+    with pytest.raises(DataError, match="recall-16-10: was made by another version of the generator"):
+        task("recall-16", tmp_path, stream=True)
 
 
 def test_a_stream_without_a_prepared_set(tmp_path: Path) -> None:
@@ -262,3 +282,19 @@ def test_examples_of_a_set_that_is_not_prepared(tmp_path: Path) -> None:
     assert len(data.columns("test")["labels"]) == 5
     with pytest.raises(DataError, match="text: is not prepared"):
         example_set("text", tmp_path, "train", 5)
+
+
+def test_a_stream_makes_what_it_tests_on_when_it_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[dict[str, int]] = []
+
+    def noted(plan: Plan) -> dict[str, Columns]:
+        sizes.append(dict(plan.sizes))
+        return make_in_memory(plan)
+
+    monkeypatch.setattr(opening, "make_in_memory", noted)
+    found = task("recall-16", tmp_path, stream=True)
+    found.batch(0, 4)
+    assert all(sum(wanted.values()) == 0 for wanted in sizes)
+    counts = [found.tally(torch.zeros(len(batch), 17, 10), batch)[1] for batch in found.evaluation("test", 64)]
+    assert sum(map(int, counts)) == STREAMED
+    assert sizes[-1] == {"train": 0, "validation": 0, "test": STREAMED}

@@ -162,3 +162,25 @@ def test_two_files_for_a_split(tmp_path: Path) -> None:
     for name in ("train1.npz", "train2.npz", "test.npz"):
         np.savez(tmp_path / name, values=VALUES)
     _refused(tmp_path, "^: has 2 files for train; join their arrays in one")
+
+
+def test_header_that_promises_more_than_fits(tmp_path: Path) -> None:
+    path = tmp_path / "series.npy"
+    np.save(path, np.zeros(4))
+    path.write_bytes(path.read_bytes().replace(b"(4,), }" + b" " * 15, b"(4" + b"0" * 15 + b",), }"))
+    with pytest.raises(DataError, match=r"series\.npy, array 'values': cannot be read \(Unable to allocate"):
+        read_own(path)
+
+
+def test_archive_packed_in_an_unknown_way(tmp_path: Path) -> None:
+    path = tmp_path / "signals.npz"
+    np.savez(path, values=np.zeros((9, 4)), labels=np.arange(9) % 2)
+    raw = bytearray(path.read_bytes())
+    for magic, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        begin = raw.find(magic)
+        while begin >= 0:
+            raw[begin + place] = 99
+            begin = raw.find(magic, begin + 1)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"signals\.npz, array 'labels': cannot be read \(That compression method"):
+        read_own(path)

@@ -148,3 +148,16 @@ def test_many_classes_are_classes_if_they_are_names_or_come_again(tmp_path: Path
     labels = [label.format(n // each) for n in range(150 * each)] + ["7.5"] * 10
     path.write_text("text,label\n" + "".join(f"text {n},{label}\n" for n, label in enumerate(labels)))
     assert len(read_own(path).facts["classes"]) == len(set(labels))
+
+
+@pytest.mark.parametrize("name", ["table.csv", "book.txt"])
+def test_a_file_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("text,label\na,b\n" * 20)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read \(Permission denied\)"):
+        list(read_own(path).splits["train"])

@@ -8,17 +8,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tcnca.data import DataSet, OwnOptions, canonical, prepare, preparing
+from tcnca.data import DataSet, OwnOptions, prepare, preparing
 from tcnca.data.columns import Columns, Ragged
 from tcnca.data.content import Content
 from tcnca.data.preparing import data_folder
 from tcnca.data.sources import Download
-from tcnca.data.tasks import Entry, entry
+from tcnca.data.tasks import Entry, canonical, entry
 from tcnca.errors import ConfigError, DataError
 
 # The package has a function of the same name.
@@ -31,6 +32,11 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
+def left(folder: Path) -> list[str]:
+    """What is in a folder of sets, but for the locks, which stay."""
+    return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
+
+
 def sizes(data: DataSet) -> dict[str, int]:
     return {split: len(next(iter(columns.values()))) for split, columns in data.splits.items()}
 
@@ -38,13 +44,6 @@ def sizes(data: DataSet) -> dict[str, int]:
 def texts_of(columns: Columns) -> list[bytes]:
     tokens = columns["tokens"]
     return [bytes(tokens[index]) for index in range(len(tokens))]
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    path = tmp_path / "reviews.csv"
-    path.write_text("text,label\n" + "".join(f"review {n},{'good' if n % 2 else 'bad'}\n" for n in range(60)))
-    return path
 
 
 def test_a_made_set(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_a_made_set(tmp_path: Path) -> None:
     assert (manifest["kind"], manifest["verified"], manifest["seed"]) == ("classification", True, 0)
     assert manifest["classes"] == manifest["symbols"] == [*"abcde", *"12345"]
     # Shards are gone, and nothing else was left.
-    assert [path.name for path in tmp_path.iterdir()] == ["recall-64-10"]
+    assert left(tmp_path) == ["recall-64-10"]
     for columns in prepared.data.splits.values():
         for tokens, label in zip(np.asarray(columns["tokens"]), np.asarray(columns["labels"]), strict=True):
             pairs = dict(zip(tokens[:-1:2].tolist(), tokens[1::2].tolist(), strict=True))
@@ -104,7 +103,7 @@ def test_force_replaces_a_set(tmp_path: Path) -> None:
     assert new.new
     assert sizes(new.data) == {"train": 30, "validation": 3, "test": 3}
     assert not np.array_equal(np.asarray(new.data.columns("train")["tokens"]), tokens[:30])
-    assert [path.name for path in tmp_path.iterdir()] == ["recall-64-10"]
+    assert left(tmp_path) == ["recall-64-10"]
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -121,34 +120,6 @@ def test_names_that_are_no_folders(tmp_path: Path, table: Path, name: str) -> No
     with pytest.raises(ConfigError, match=r"name: got .*, allowed are letters, digits"):
         prepare(name, tmp_path / "out", origin=table)
     assert not (tmp_path / "out").exists()
-
-
-def test_options_that_do_not_fit(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(ConfigError, match="recall-64-10: is made, not read; leave --from out"):
-        prepare("recall", tmp_path, origin=table)
-    with pytest.raises(ConfigError, match="size: got 10, but data of your own is taken whole; leave --size out"):
-        prepare("reviews", tmp_path, origin=table, size=10)
-    with pytest.raises(ConfigError, match="workers: got 0, allowed is at least 1"):
-        prepare("recall", tmp_path, workers=0)
-    with pytest.raises(ConfigError, match="size: got 0, allowed is at least 1"):
-        prepare("recall", tmp_path, size=0)
-    with pytest.raises(ConfigError, match=r"set: got 'lisptops', .*did you mean listops\?; or give --from FILE"):
-        prepare("lisptops", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [table.name]
-
-
-def test_own_data_may_not_take_the_place_of_fetched_files(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(ConfigError, match="name: got 'downloads', which is where fetched files go; choose another"):
-        prepare("downloads", tmp_path, origin=table)
-
-
-def test_options_that_do_not_fit_a_set_that_is_there(tmp_path: Path, table: Path) -> None:
-    prepare("reviews", tmp_path, origin=table)
-    with pytest.raises(ConfigError, match="size: got 10, but data of your own is taken whole"):
-        prepare("reviews", tmp_path, origin=table, size=10)
-    prepare("recall", tmp_path, size=40)
-    with pytest.raises(ConfigError, match="recall-64-10: is made, not read; leave --from out"):
-        prepare("recall", tmp_path, size=40, origin=table)
 
 
 def test_own_data(tmp_path: Path, table: Path) -> None:
@@ -215,10 +186,10 @@ def test_an_interrupted_set_is_not_there_and_can_be_gone_on_with(tmp_path: Path,
     with pytest.raises(StoppedError):
         prepare("recall", tmp_path, size=40, watch=watch)
     assert not (tmp_path / "recall-64-10").exists()
-    assert [path.name for path in tmp_path.iterdir()] == [".recall-64-10.shards"]
+    assert left(tmp_path) == [".recall-64-10.shards"]
     prepared = prepare("recall", tmp_path, size=40)
     assert prepared.new
-    assert [path.name for path in tmp_path.iterdir()] == ["recall-64-10"]
+    assert left(tmp_path) == ["recall-64-10"]
     assert contents(prepared.folder) == contents(prepare("recall", tmp_path / "else", size=40).folder)
 
 
@@ -232,6 +203,45 @@ def test_an_interrupted_replacement_leaves_the_old_set(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         prepare("recall", tmp_path, size=30, force=True, watch=watch)
     assert contents(tmp_path / "recall-64-10") == before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_two_who_prepare_at_once_one_waits(tmp_path: Path, seed: int) -> None:
+    """The other one finds the set, or hears that it is not the one that it wants."""
+    told: list[str] = []
+    ended = threading.Event()
+
+    def second() -> None:
+        try:
+            prepare("recall", tmp_path, size=40, seed=seed, watch=lambda what, done, total: told.append(what))
+        except DataError as error:
+            told.append(str(error))
+        ended.set()
+
+    other = threading.Thread(target=second)
+
+    def watch(what: str, done: int, total: int | None) -> None:
+        if what == "storing" and not other.ident:
+            other.start()
+            assert not ended.wait(0.3)
+
+    assert prepare("recall", tmp_path, size=40, watch=watch).new
+    other.join()
+    assert told[0] == "waiting for another process that prepares recall-64-10"
+    assert [f"was prepared with seed 0, asked for is {seed}" in news for news in told[1:]] == [True] * seed
+    data = DataSet.open(tmp_path / "recall-64-10")
+    assert data.manifest["seed"] == 0
+    for name, file in data.manifest["files"].items():
+        values = np.load(tmp_path / "recall-64-10" / name)
+        assert hashlib.sha256(values.tobytes()).hexdigest() == file["sha256"]
+
+
+def test_a_set_of_other_files_is_not_taken_for_the_published_one(tmp_path: Path) -> None:
+    (tmp_path / "enwik8").write_bytes(b"not Wikipedia " * 100)
+    prepare("enwik8", tmp_path / "sets", origin=tmp_path / "enwik8", unverified=True)
+    assert not prepare("enwik8", tmp_path / "sets", unverified=True).new
+    with pytest.raises(DataError, match=r"enwik8: was prepared from files that are not the published ones"):
+        prepare("enwik8", tmp_path / "sets")
 
 
 def test_the_progress_is_told(tmp_path: Path, table: Path) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tcnca import ConfigError, LanguageModelHead, SequenceModel, TokenInput, build, preset
-from tcnca.data import Batch, DataSet, Task, canonical, entries, known
+from tcnca.data import Batch, DataSet, Task, entries
 from tcnca.data.columns import Column, Ragged
 from tcnca.data.content import SPLITS
 from tcnca.data.draw import Draw
 from tcnca.data.generators.listops import ListOps
-from tcnca.data.tasks import entry
+from tcnca.data.tasks import canonical, entry, known
 
 PUBLISHED = {
     "enwik8": (90_000_000, 5_000_000, 5_000_000),

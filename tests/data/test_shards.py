@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ import pytest
 from tcnca.data.columns import Column, Columns, count
 from tcnca.data.content import SPLITS
 from tcnca.data.draw import Draw
+from tcnca.data.generators import shards
 from tcnca.data.generators.generator import Generator, shares
 from tcnca.data.generators.listops import ListOps
 from tcnca.data.generators.recall import Recall
@@ -79,10 +82,11 @@ def listed(columns: Columns) -> list[Example]:
 def made(
     wanted: Plan, folder: Path, workers: int = 1, progress: Callable[[int, int], None] = silent
 ) -> dict[str, list[Example]]:
-    """The examples of a set, split by split."""
+    """The examples of a set, split by split. Workers are started however little there is to do."""
     splits: dict[str, list[Example]] = {split: [] for split in SPLITS}
-    for split, columns in make(wanted, folder, workers, progress):
-        splits[split] += listed(columns)
+    with mock.patch.object(shards, "WORTH_WORKERS", -1.0):
+        for split, columns in make(wanted, folder, workers, progress):
+            splits[split] += listed(columns)
     return splits
 
 
@@ -246,6 +250,20 @@ def test_interrupted_run_is_continued(tmp_path: Path, workers: int) -> None:
     assert {path.name for path in folder.iterdir()} == {*before, SETTINGS}
     assert made(plan(Slow()), folder) == expected(plan(Slow()))
     assert before.items() <= stamps(folder).items()
+
+
+def test_no_workers_are_started_for_little_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a pool was started")
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", refuse)
+    wanted = plan(Recall(length=8), train=200)
+    found = dict.fromkeys(SPLITS, 0)
+    for split, columns in make(wanted, tmp_path / "shards", 4, silent):
+        found[split] += count(columns)
+    assert found == dict(wanted.sizes)
+    with pytest.raises(AssertionError, match="a pool was started"):
+        made(plan(Recall(length=8), train=300), tmp_path / "shards", 4)
 
 
 @pytest.mark.slow

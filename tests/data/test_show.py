@@ -199,3 +199,9 @@ def test_numbers_of_other_kinds() -> None:
 def test_an_empty_split_in_numbers() -> None:
     found = summarise_data(made({"tokens": np.zeros((0, 5), np.uint8), "labels": np.zeros(0, np.int64)}))["train"]
     assert (found.examples, found.symbols, found.classes) == (0, 0, {})
+
+
+def test_a_text_does_not_command_the_terminal() -> None:
+    texts = Ragged.of_bytes([b"a\x1b]0;mine\x07\tb\r\nc\xc2\x9bd"])
+    data = DataSet("tricky", {"classes": ["no"]}, {"train": {"tokens": texts, "labels": np.zeros(1, np.int64)}})
+    assert shown(data, "train", 0).body == "a\ufffd]0;mine\ufffd\tb\ufffd\nc\ufffdd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +114,15 @@ def test_only_files_with_the_checksum_of_their_host_are_verified(tmp_path: Path)
     """What was fetched has a note beside it that says which checksum the host stated, if any."""
     folder = write(tmp_path, files())
     for name in aan.FILES.values():
-        note_checksum(folder / name, f"sha256:{'0' * 64}")
+        note_checksum(folder / name, f"sha256:{hashlib.sha256((folder / name).read_bytes()).hexdigest()}")
     assert consumed(aan.read(folder)).verified
     assert not aan.read(folder, unverified=True).verified
     note_checksum(folder / aan.FILES["validation"], "")
     assert not aan.read(folder).verified
+    note_checksum(folder / aan.FILES["validation"], f"sha256:{'0' * 64}")
+    with pytest.raises(DataError, match=r"eval\.tsv: has the checksum sha256:[0-9a-f]{64}, its host stated"):
+        aan.read(folder)
+    assert not aan.read(folder, unverified=True).verified
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,12 @@ def test_labels_are_what_the_citations_say(tmp_path: Path) -> None:
         found = pairs(content, name)
         assert all(first != second for first, second, _ in found)
         assert all((frozenset((first, second)) in linked) == bool(label) for first, second, label in found)
-        assert all((first, second) in EDGES for first, second, label in found if label)
         assert len({frozenset(pair[:2]) for pair in found}) == len(found)
         labels = [label for _, _, label in found]
         assert sum(labels) * 2 == len(labels)
+    # Which of two papers comes first must not tell: papers mostly cite older ones.
+    citing = [(first, second) in EDGES for first, second, label in pairs(content, "train") if label]
+    assert 0.25 < sum(citing) / len(citing) < 0.75
     labels = [label for _, _, label in pairs(content, "train")]
     assert labels != sorted(labels)
     assert labels != sorted(labels, reverse=True)

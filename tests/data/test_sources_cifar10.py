@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnca.data.sources import cifar10
+from tcnca.data.sources.pickles import load_batch
 from tcnca.errors import DataError
 from tests.data.small_sources import (
     TARS,
@@ -285,3 +286,13 @@ def test_cut_short_file_is_refused(tmp_path: Path, ending: str) -> None:
     path = written(tmp_path / f"short{ending}", forms[ending][: len(forms[ending]) // 2])
     with pytest.raises(DataError, match=r"short.*: is cut short, damaged"):
         cifar10.read(path, unverified=True)
+
+
+def test_pickle_cannot_make_numpy_take_bytes_for_objects() -> None:
+    """The state of a type may say that it holds references, which NumPy would follow."""
+    dtype = b"cnumpy\ndtype\n(U\x02u1I0\nI1\ntR(I3\nU\x01|NNNI-1\nI-1\nI63\ntb"
+    start = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntU\x01btR"
+    state = b"(I1\n(I1\nI3072\nt" + dtype + b"I0\nT" + (3072).to_bytes(4, "little") + bytes(3072) + b"tb"
+    pixels, labels = load_batch(b"\x80\x02}(U\x04data" + start + state + b"U\x06labels](K\x04eu.", "batch")
+    assert not pixels.dtype.hasobject
+    assert (pixels.shape, labels) == ((1, 3072), [4])

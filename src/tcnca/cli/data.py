@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from tcnca.cli.reporting import Watcher, explained, say
-from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, known, summarise_data
+from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, entry, summarise_data
 from tcnca.data import prepare as prepare_set
 from tcnca.data.columns import count
 from tcnca.data.content import SPLITS, Kind
 from tcnca.data.opening import example_set
 from tcnca.data.show import save_pictures, shown
 from tcnca.data.store import MANIFEST
+from tcnca.data.tasks import known
 from tcnca.errors import TcncaError
 
 app = typer.Typer(
@@ -76,6 +77,7 @@ def prepare(
     `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
     """
     console = Console(emoji=False, highlight=False)
+    workers = workers or _cores()
     with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
         own = OwnOptions(
             kind=cast(Kind | None, kind),
@@ -97,7 +99,7 @@ def prepare(
             origin=origin,
             size=size,
             seed=seed,
-            workers=workers or os.cpu_count() or 1,
+            workers=workers,
             unverified=unverified,
             force=force,
             own=own,
@@ -106,12 +108,17 @@ def prepare(
     if not prepared.new:
         say(console, f"{prepared.folder} is there already; --force prepares it again")
     making = f"making {prepared.data.name}"
-    if making in watcher.last and (rate := watcher.rate(making))[0]:
-        done, seconds = rate
-        used = min(workers or os.cpu_count() or 1, done)
-        say(console, f"made {done:,} examples in {seconds:.1f} s, {done / seconds:,.0f} a second, workers: {used}")
+    done, seconds = watcher.amount(making)
+    if done:
+        rate = f"{done / max(seconds, 1e-9):,.0f} a second"
+        say(console, f"made {done:,} examples in {seconds:.1f} s, {rate}, workers: {workers}")
     _print_summary(console, prepared.data)
     say(console, f"ready in {prepared.folder}")
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @app.command("list")
@@ -121,7 +128,7 @@ def list_sets(
 ) -> None:
     """List the sets: what they are, how large, where they come from, and which are prepared."""
     folder = folder or data_folder()
-    rows = [*(_known_row(known_set, folder) for known_set in entries()), *_own_rows(folder)]
+    rows = [*(_known_row(known_set, folder) for known_set in entries()), *_other_rows(folder)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -155,11 +162,15 @@ def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
     }
 
 
-def _own_rows(folder: Path) -> list[dict[str, Any]]:
-    rows = []
+def _other_rows(folder: Path) -> list[dict[str, Any]]:
+    """Sets of your own, and known ones that are prepared with other parameters than those listed anyway."""
+    rows, listed = [], {known_set.name for known_set in entries()}
     for path in sorted(folder.glob(f"*/{MANIFEST}")):
         own = path.parent
+        if own.name in listed:
+            continue
         if known(own.name):
+            rows.append(_known_row(entry(own.name), folder))
             continue
         row = {"name": own.name, "about": "your own", "sizes": {}, "bytes": 0, "source": "", "prepared": _state(own)}
         if row["prepared"] != "damaged":

@@ -57,7 +57,7 @@ class Watcher:
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Take note that `done` of `total` is done."""
-        now = time.monotonic()
+        now = time.perf_counter()
         if what not in self._bars:
             self._bars[what] = self._progress.add_task(what, total=total)
             self.started[what], self.first[what] = now, done
@@ -66,7 +66,9 @@ class Watcher:
         self._progress.update(self._bars[what], completed=done, total=total)
         self.last[what] = done, now
 
-    def rate(self, what: str) -> tuple[int, float]:
+    def amount(self, what: str) -> tuple[int, float]:
         """How much of something was done, and in how many seconds."""
+        if what not in self.last:
+            return 0, 0.0
         done, now = self.last[what]
         return done - self.first[what], now - self.started[what]

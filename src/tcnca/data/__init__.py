@@ -7,7 +7,7 @@ from tcnca.data.own import OwnOptions
 from tcnca.data.preparing import Prepared, data_folder, prepare
 from tcnca.data.store import DataSet
 from tcnca.data.summary import SplitSummary, summarise_data
-from tcnca.data.tasks import Entry, canonical, entries, entry, known
+from tcnca.data.tasks import Entry, entries, entry
 
 __all__ = [
     "IGNORE",
@@ -18,11 +18,9 @@ __all__ = [
     "Prepared",
     "SplitSummary",
     "Task",
-    "canonical",
     "data_folder",
     "entries",
     "entry",
-    "known",
     "prepare",
     "summarise_data",
     "task",

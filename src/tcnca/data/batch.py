@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ class Batch:
     """Its real time steps."""
     continues: bool = False
     """Whether the rows go on where those of the batch before ended, so that its state is to be carried on."""
+    weight: float = 1.0
+    """What to multiply the loss of this process by, for the mean over all processes to be that of the whole batch:
+    their parts of a training batch need not be equally large."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -44,6 +48,13 @@ class Batch:
             0 if self.second is None else _real(self.second, self.second_lengths)
         )
 
+    def arguments(self) -> dict[str, Any]:
+        """What to call a model with: `model(**batch.arguments())`."""
+        if self.second is None:
+            return {"x": self.inputs, "lengths": self.lengths}
+        second = {"second": self.second, "lengths2": self.second_lengths}
+        return {"x": self.inputs, "lengths": self.lengths, **second}
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -52,9 +63,11 @@ class Batch:
         """The batch in memory that a GPU copies from without waiting."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Any) -> Batch:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{name: change(value) if isinstance(value, Tensor) else value for name, value in fields.items()})
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **changed)
 
 
 def _real(inputs: Tensor, lengths: Tensor | None) -> int:

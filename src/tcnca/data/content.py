@@ -19,8 +19,9 @@ class Content:
     By kind, the columns of a split are
 
     - `language`: `bytes`, uint8 `[bytes]`, one long stream;
-    - `classification`: `tokens` (Ragged uint8) or `pixels` (uint8 `[examples, height, width]`) or `values` (float32
-      `[examples, time, features]`, or Ragged `[time, features]`), and `labels`, int64 `[examples]`;
+    - `classification`: `tokens` (Ragged uint8, or uint8 `[examples, time]`), or `pixels` (uint8 `[examples, height,
+      width]`), or `values` (float32 `[examples, time, features]`, or Ragged `[time, features]`); and `labels`, int64
+      `[examples]`;
     - `pairs`: `first` and `second` (Ragged uint8), and `labels`;
     - `regression`: `values`, and `targets`, float32 `[examples, outputs]`;
     - `forecast`: `values` alone.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tcnca.data.columns import Columns, count, join, take
+import numpy as np
+
+from tcnca.data.columns import Columns, join, take
 from tcnca.data.content import SPLITS, Content, Kind
-from tcnca.data.draw import Draw
 from tcnca.data.generators.shards import make_in_memory
 from tcnca.data.kinds import ClassificationTask, ForecastTask, LanguageTask, PairTask, RegressionTask, Task
 from tcnca.data.own import OwnOptions, read_own
+from tcnca.data.own.splits import digests, draw
 from tcnca.data.preparing import data_folder
 from tcnca.data.store import MANIFEST, DataSet
 from tcnca.data.tasks import Entry, canonical, entry, known
@@ -57,15 +60,50 @@ def task(
     if stream:
         if holdout:
             raise ConfigError(f"holdout: got {holdout}, but a stream has nothing to hold out of; leave it out")
-        known_set = entry(str(source))
-        prepared = (folder / known_set.name / MANIFEST).is_file()
-        sizes = {"validation": STREAMED, "test": STREAMED}
-        data = DataSet.open(folder / known_set.name) if prepared else _made(known_set, sizes, seed, known_set.shard)
-        return _build(data, {**options, "stream": known_set.stream()})
+        return _streamed(entry(str(source)), folder, seed, options)
     data = _open(source, folder, own)
     if holdout:
         data = _hold_out(data, holdout, seed)
     return _build(data, options)
+
+
+def _streamed(known_set: Entry, folder: Path, seed: int, options: Mapping[str, Any]) -> Task:
+    place = folder / known_set.name
+    if (place / MANIFEST).is_file():
+        data = DataSet.open(place)
+        if data.manifest.get("version") != known_set.plan(None, seed).generator.version:
+            raise DataError(
+                f"{place}: was made by another version of the generator, and a stream might show what its splits hold; "
+                "prepare it again with --force, or choose another folder"
+            )
+    else:
+        data = DataSet(known_set.name, _facts(known_set), _MadeSplits(known_set, seed))
+    return _build(data, {**options, "stream": known_set.stream()})
+
+
+class _MadeSplits(Mapping[str, Columns]):
+    """Something to validate and test on, made when it is first looked at, and nothing to train on."""
+
+    def __init__(self, known_set: Entry, seed: int) -> None:
+        self._plan = known_set.plan(None, seed)
+        self._made: dict[str, Columns] = {}
+
+    def __getitem__(self, split: str) -> Columns:
+        if split not in SPLITS:
+            raise KeyError(split)
+        if split not in self._made:
+            wanted = 0 if split == "train" else STREAMED
+            plan = dataclasses.replace(self._plan, sizes={**dict.fromkeys(SPLITS, 0), split: wanted})
+            # To know what the columns are, one example is enough.
+            plan = dataclasses.replace(plan, shard=plan.shard if wanted else 1)
+            self._made[split] = make_in_memory(plan)[split]
+        return self._made[split]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SPLITS)
+
+    def __len__(self) -> int:
+        return len(SPLITS)
 
 
 def _open(source: str | Path, folder: Path, own: OwnOptions | None) -> DataSet:
@@ -85,7 +123,9 @@ def _open(source: str | Path, folder: Path, own: OwnOptions | None) -> DataSet:
 def example_set(name: str, folder: Path, split: str, wanted: int) -> DataSet:
     """The prepared set called `name`; if it is not prepared but can be made, `wanted` examples of a split."""
     if known(name) and entry(name).generator is not None and not (folder / canonical(name) / MANIFEST).is_file():
-        return _made(entry(name), {split: wanted}, seed=0, shard=32)
+        plan = entry(name).plan(None, seed=0)
+        plan = dataclasses.replace(plan, sizes={**dict.fromkeys(SPLITS, 0), split: wanted}, shard=32)
+        return DataSet(canonical(name), _facts(entry(name)), make_in_memory(plan))
     return _open(name, folder, None)
 
 
@@ -95,22 +135,18 @@ def in_memory(name: str, content: Content) -> DataSet:
     return DataSet(name, {"kind": content.kind, "verified": content.verified, **content.facts}, splits)
 
 
-def _made(known_set: Entry, sizes: Mapping[str, int], seed: int, shard: int) -> DataSet:
-    """A small set in memory; splits without a size are empty."""
-    plan = dataclasses.replace(
-        known_set.plan(None, seed), sizes={**dict.fromkeys(SPLITS, 0), **sizes}, shard=min(shard, known_set.shard)
-    )
-    facts = {"set": known_set.name, "kind": "classification", "title": known_set.title, **known_set.facts}
-    return DataSet(known_set.name, facts, make_in_memory(plan))
+def _facts(known_set: Entry) -> dict[str, Any]:
+    return {"set": known_set.name, "kind": "classification", "title": known_set.title, **known_set.facts}
 
 
 def _build(data: DataSet, options: Mapping[str, Any]) -> Task:
     known_set = data.manifest.get("set")
     make = _KINDS[data.manifest["kind"]] if known_set is None else entry(known_set).task
-    try:
-        return make(data, **options)
-    except TypeError as error:
-        raise ConfigError(f"{data.name}: {error}; allowed are the options of its task") from error
+    allowed = [name for name in inspect.signature(make).parameters if name != "data"]
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(f"{name}: no such option of {data.name}, allowed are {', '.join(allowed)}")
+    return make(data, **options)
 
 
 def _hold_out(data: DataSet, share: float, seed: int) -> DataSet:
@@ -119,11 +155,7 @@ def _hold_out(data: DataSet, share: float, seed: int) -> DataSet:
     if "validation" in data.splits:
         raise ConfigError(f"holdout: got {share}, but {data.name} has a validation split of its own; leave it out")
     train = data.columns("train")
-    order = Draw(seed, "holdout").permutation(count(train))
-    held = min(max(1, round(share * len(order))), len(order) - 1)
-    splits: dict[str, Columns] = {
-        **data.splits,
-        "train": take(train, order[held:]),
-        "validation": take(train, order[:held]),
-    }
+    labels = np.asarray(train["labels"]) if "labels" in train else None
+    chosen = draw(digests(train), {"validation": share}, seed, data.folder or Path(data.name), labels)
+    splits: dict[str, Columns] = {**data.splits, **{split: take(train, places) for split, places in chosen.items()}}
     return DataSet(data.name, data.manifest, splits)

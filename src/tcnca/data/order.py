@@ -31,6 +31,13 @@ def places(seed: int, count: int, begin: int, end: int, stream: str = "") -> NDA
     return found
 
 
+def groups(count: int, size: int) -> range:
+    """Where each group of `size` of `count` examples begins."""
+    if size < 1:
+        raise ConfigError(f"size: got {size}, allowed is at least 1")
+    return range(0, count, size)
+
+
 def part(rows: int, rank: int, world: int) -> tuple[int, int]:
     """The rows, from the first up to the second number, of one of `world` processes: shares as equal as can be."""
     if not 0 <= rank < world:

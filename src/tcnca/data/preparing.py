@@ -15,7 +15,7 @@ from tcnca.data.columns import Columns, count, head
 from tcnca.data.content import Content
 from tcnca.data.generators import shards
 from tcnca.data.own import OwnOptions, read_own
-from tcnca.data.store import MANIFEST, DataSet, SetWriter, check_space, read_manifest, restore_folder
+from tcnca.data.store import MANIFEST, DataSet, SetWriter, alone, check_space, read_manifest, restore_folder
 from tcnca.data.tasks import Entry, canonical, entry, known
 from tcnca.errors import ConfigError, DataError
 
@@ -62,7 +62,7 @@ def prepare(
         out: the folder that gets it, in a folder of its name; by default `data_folder()`.
         origin: a file or folder to read it from. Without it, a known set is fetched or made.
         size: number of training examples (for EnWik8, bytes); other splits in proportion. Default: as published.
-        seed: of a set that is made.
+        seed: of a set that is made, or of how data of your own is split.
         workers: processes that make it; more than one need the usual `if __name__ == "__main__":` in scripts.
         unverified: accept files that are not the published ones; the set remembers that.
         force: prepare again what is there.
@@ -77,17 +77,23 @@ def prepare(
         seed=seed,
         workers=workers,
         unverified=unverified,
-        own=own or OwnOptions(),
+        own=own if own is not None and not seed else dataclasses.replace(own or OwnOptions(), seed=seed),
         watch=watch,
     )
-    restore_folder(job.folder)
-    if (job.folder / MANIFEST).exists() and not force:
-        job.check_same(read_manifest(job.folder).get("request", {}))
-        return Prepared(data=DataSet.open(job.folder), folder=job.folder, new=False)
-    if not (job.folder / MANIFEST).exists() and job.folder.exists():
-        raise DataError(f"{job.folder}: exists and is no prepared set; choose another name or another place with --out")
-    job.run()
-    return Prepared(data=DataSet.open(job.folder), folder=job.folder, new=True)
+    # A set that is there may be on a disk that cannot be written, so it is looked at before the lock.
+    if not force and (found := job.found()) is not None:
+        return found
+    job.check()
+    with alone(job.folder, lambda: watch(f"waiting for another process that prepares {job.name}", 0, None)):
+        restore_folder(job.folder)
+        if not force and (found := job.found()) is not None:
+            return found
+        if not (job.folder / MANIFEST).exists() and job.folder.exists():
+            raise DataError(
+                f"{job.folder}: exists and is no prepared set; choose another name or another place with --out"
+            )
+        job.run()
+        return Prepared(data=DataSet.open(job.folder), folder=job.folder, new=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +123,17 @@ class _Job:
             raise ConfigError(f"{self.name}: is made, not read; leave --from out")
         if self.size is not None:
             self._check_size(self.size)
+        self._check_ignored()
+
+    def _check_ignored(self) -> None:
+        """Refuse what would make no difference."""
+        made = known(self.name) and entry(self.name).generator is not None
+        if known(self.name) and self.own != OwnOptions(seed=self.own.seed):
+            raise ConfigError(f"{self.name}: is a known set, and options for data of your own mean nothing for it")
+        if known(self.name) and not made and self.seed:
+            raise ConfigError(f"seed: got {self.seed}, but nothing of {self.name} is drawn; leave --seed out")
+        if self.unverified and (made or not known(self.name)):
+            raise ConfigError(f"unverified: there is no published {self.name} to check against; leave --unverified out")
 
     def _check_size(self, size: int) -> None:
         if not known(self.name) or not entry(self.name).sizes:
@@ -125,6 +142,21 @@ class _Job:
         most = entry(self.name).sizes["train"]
         if entry(self.name).sizes_for(size)["train"] > most and entry(self.name).generator is None:
             raise ConfigError(f"size: got {size}, allowed is at most {most}, as many as {self.name} has")
+
+    def found(self) -> Prepared | None:
+        """The set, if it is there; a DataError if it is not the one that is wanted."""
+        if not (self.folder / MANIFEST).exists():
+            return None
+        self.check_same(read_manifest(self.folder))
+        return Prepared(data=DataSet.open(self.folder), folder=self.folder, new=False)
+
+    def check(self) -> None:
+        """A ConfigError if there is nothing to prepare the set from."""
+        if not known(self.name) and self.origin is None:
+            try:
+                entry(self.name)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; or give --from FILE to prepare data of your own under this name") from None
 
     def run(self) -> None:
         if not known(self.name):
@@ -143,10 +175,16 @@ class _Job:
         made = {} if generator is None else {"seed": self.seed, "generator version": generator.version}
         return {"size": self.size, **made}
 
-    def check_same(self, there: Mapping[str, Any]) -> None:
+    def check_same(self, manifest: Mapping[str, Any]) -> None:
         """A DataError if the set that is there was prepared from something else."""
         if not known(self.name) and self.origin is None:
             return
+        if manifest.get("unverified") and not self.unverified:
+            raise DataError(
+                f"{self.folder}: was prepared from files that are not the published ones; --unverified takes it all "
+                "the same, --force prepares it anew"
+            )
+        there = manifest.get("request", {})
         for key, wanted in self.request().items():
             if there.get(key) != wanted:
                 raise DataError(
@@ -155,11 +193,6 @@ class _Job:
                 )
 
     def _read_own(self) -> None:
-        if self.origin is None:
-            try:
-                entry(self.name)
-            except ConfigError as error:
-                raise ConfigError(f"{error}; or give --from FILE to prepare data of your own under this name") from None
         assert self.origin is not None
         self.watch(f"reading {self.origin.name}", 0, None)
         content = read_own(self.origin, self.own)
@@ -175,7 +208,8 @@ class _Job:
         if self.size is not None:
             sizes = known_set.sizes_for(self.size)
             splits = {split: _first(parts, sizes[split]) for split, parts in splits.items()}
-        self._store(content, splits.items(), {"title": known_set.title, **known_set.facts})
+        unverified = {"unverified": self.unverified and not content.verified}
+        self._store(content, splits.items(), {"title": known_set.title, **known_set.facts, **unverified})
 
     def _fetched(self, known_set: Entry) -> Path:
         if not known_set.downloads:

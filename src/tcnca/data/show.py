@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tcnca.errors import DataError
 _SHADES = " ░▒▓█"
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = 1000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class Shown:
 def shown(data: DataSet, split: str, index: int, width: int = 80, whole: bool = False) -> Shown:
     """Example `index` of a split, for a terminal of `width` characters; long texts are cut unless `whole`."""
     example = data.example(split, index)
-    title = f"{data.name}, {split} {index:,}{_label(data, example)}"
+    title = _plain(f"{data.name}, {split} {index:,}{_label(data, example)}")
     limit = None if whole else _SHOWN
     if "bytes" in example:
         stream = data.columns(split)["bytes"]
@@ -68,7 +70,12 @@ def _tokens(data: DataSet, tokens: NDArray[np.uint8], limit: int | None) -> str:
 def _text(tokens: NDArray[np.uint8], symbols: Sequence[str] | None) -> str:
     if symbols is not None:
         return " ".join(symbols[token] for token in tokens)
-    return tokens.tobytes().decode("utf-8", errors="replace")
+    return _plain(tokens.tobytes().decode("utf-8", errors="replace"))
+
+
+def _plain(text: str) -> str:
+    """A text without what a terminal would obey."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def blocks(pixels: NDArray[np.uint8], width: int) -> str:

@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import filelock
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,6 +59,12 @@ class DataSet:
                 f"{folder / MANIFEST}: does not say what the set holds ({error!r}); prepare the set again with --force"
             ) from error
         return cls(folder.name, manifest, splits, folder.absolute())
+
+    @property
+    def digest(self) -> str:
+        """Differs between sets that differ, for a run to know that it goes on with the data it began with."""
+        files = {name: about["sha256"] for name, about in self.manifest.get("files", {}).items()}
+        return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest() if files else ""
 
     def columns(self, split: str) -> Columns:
         """The columns of a split."""
@@ -220,6 +227,26 @@ class _NpyWriter:
         # What is still buffered may not fit on the disk either; it is not wanted any more.
         with contextlib.suppress(OSError):
             self.file.close()
+
+
+@contextlib.contextmanager
+def alone(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Be the only process that writes `folder`; `waiting` is called if another one does, and must be waited for.
+
+    The lock ends with the process that holds it, however that ends.
+    """
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
+    with explained(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            waiting()
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def restore_folder(folder: Path) -> None:

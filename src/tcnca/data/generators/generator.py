@@ -22,7 +22,7 @@ class Generator(Protocol):
     """Makes examples. A frozen dataclass, so that its parameters can be written down and compared."""
 
     version: ClassVar[int]
-    """Raised whenever the examples of a seed change."""
+    """Raised whenever the examples of a seed change. They depend on the names of the parameters, too."""
 
     def examples(self, draw: Draw, count: int) -> dict[str, Column]:
         """Exactly `count` examples, a pure function of the key of `draw`."""
@@ -61,7 +61,7 @@ class Stream:
     Example `i` is a pure function of the seed and `i`: examples are made in blocks, each with a key of its own.
     """
 
-    def __init__(self, generator: Generator, share: Mapping[str, float], block: int = 128) -> None:
+    def __init__(self, generator: Generator, share: Mapping[str, float], block: int = 64) -> None:
         self.generator, self.share, self.block = generator, share, block
         self._last: dict[tuple[int, int], Columns] = {}
 
@@ -76,9 +76,11 @@ class Stream:
 
     def _block(self, seed: int, number: int) -> Columns:
         # A batch often ends inside a block, where the next one begins.
-        if (seed, number) not in self._last:
-            self._last = {(seed, number): self._make(seed, number)}
-        return self._last[seed, number]
+        last = self._last
+        if (seed, number) not in last:
+            # Exchanged in one go: threads that read ahead may be here as well.
+            self._last = last = {(seed, number): self._make(seed, number)}
+        return last[seed, number]
 
     def _make(self, seed: int, number: int) -> Columns:
         parts: list[Columns] = []

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,8 @@ from tcnca.data.store import explained
 from tcnca.errors import DataError
 
 SETTINGS = "settings.json"
+WORTH_WORKERS = 5.0
+"""Seconds of work that must be left for workers to be started: that alone takes some."""
 _OFFSETS = ".offsets"
 
 
@@ -136,11 +139,14 @@ def _make_shards(plan: Plan, folder: Path, wanted: int, workers: int, progress: 
     todo = [number for number in range(wanted) if not _path(folder, number).is_file()]
     done = wanted - len(todo)
     progress(done, wanted)
-    if workers == 1 or len(todo) < 2:
-        for number in todo:
-            _make_shard(plan, folder, number)
-            done += 1
-            progress(done, wanted)
+    seconds = 0.0
+    while todo and (workers == 1 or len(todo) * seconds <= WORTH_WORKERS):
+        begun = time.perf_counter()
+        _make_shard(plan, folder, todo.pop(0))
+        seconds = time.perf_counter() - begun
+        done += 1
+        progress(done, wanted)
+    if not todo:
         return
     # Spawned, not forked: a fork of a process that has used PyTorch's threads may hang.
     context = multiprocessing.get_context("spawn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -15,8 +16,8 @@ from tcnca.data.batch import IGNORE, Batch, padded, tensor
 from tcnca.data.columns import Columns, Ragged, count
 from tcnca.data.content import Kind
 from tcnca.data.generators.generator import Stream
-from tcnca.data.kinds.task import Task, class_loss, class_tally, number_loss
-from tcnca.data.order import part, places, training_part
+from tcnca.data.kinds.task import Task, class_loss, class_tally, number_loss, precise
+from tcnca.data.order import groups, part, places, training_part
 from tcnca.data.store import DataSet
 from tcnca.errors import ConfigError
 from tcnca.models.config import ClassifierHead, Input, PairHead, RegressionHead, TokenInput, ValueInput
@@ -27,6 +28,8 @@ class ExampleTask(Task):
 
     def __init__(self, data: DataSet, *, longest: int | None = None, stream: Stream | None = None) -> None:
         super().__init__(data)
+        if longest is not None and longest < 1:
+            raise ConfigError(f"longest: got {longest}, allowed is at least 1")
         self.longest = longest
         self._stream = stream
 
@@ -34,16 +37,18 @@ class ExampleTask(Task):
         """`size` examples; an epoch's end may lie inside a batch."""
         begin, end = (step * size + row for row in training_part(size, rank, world))
         if self._stream is not None:
-            return self._collate(self._stream.take(seed, begin, end), np.arange(end - begin))
-        columns = self.data.columns("train")
-        return self._collate(columns, places(seed, count(columns), begin, end))
+            batch = self._collate(self._stream.take(seed, begin, end), np.arange(end - begin))
+        else:
+            columns = self.data.columns("train")
+            batch = self._collate(columns, places(seed, count(columns), begin, end))
+        return dataclasses.replace(batch, weight=(end - begin) * world / size)
 
     def evaluation(self, split: str, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """A split in batches of `size` examples, everything once, short sequences first."""
         columns = self.data.columns(self.evaluation_split(split))
         column = next(iter(columns.values()))
         order = np.argsort(column.lengths, kind="stable") if isinstance(column, Ragged) else np.arange(count(columns))
-        for begin in range(0, len(order), size):
+        for begin in groups(len(order), size):
             together = order[begin : begin + size]
             first, last = part(len(together), rank, world)
             batch = self._collate(columns, together[first:last] if last > first else together[:1])
@@ -196,4 +201,4 @@ def squares_tally(outputs: Tensor, targets: Tensor, deviation: NDArray[np.float3
     """Sum of squared errors in units of the data, and how many there are."""
     counted = ~torch.isnan(targets)
     errors = (outputs.float() - targets) * torch.as_tensor(deviation, device=targets.device)
-    return torch.where(counted, errors, 0).double().square().sum(), counted.sum()
+    return precise(torch.where(counted, errors, 0)).square().sum(), counted.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,7 +15,7 @@ from tcnca.data.columns import Ragged
 from tcnca.data.draw import Draw
 from tcnca.data.kinds.examples import squares_tally
 from tcnca.data.kinds.task import Task, number_loss
-from tcnca.data.order import calls, part, places, training_part
+from tcnca.data.order import calls, groups, part, places, training_part
 from tcnca.data.store import DataSet
 from tcnca.errors import ConfigError, DataError
 from tcnca.models.config import RegressionHead, ValueInput
@@ -59,7 +60,9 @@ class ForecastTask(Task):
 
     def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world: int = 1) -> Batch:
         """`size` windows."""
-        begin, end = (step * size + row for row in training_part(size, rank, world))
+        mine = slice(*training_part(size, rank, world))
+        # All of the batch is placed: how much of it counts elsewhere decides what this part weighs.
+        begin, end = step * size, (step + 1) * size
         chosen = places(seed, len(self._sequence), begin, end)
         sequence = self._sequence[chosen]
         half = self.window // 2
@@ -70,13 +73,14 @@ class ForecastTask(Task):
         steps = self._steps("train")[sequence]
         begins = np.clip(self._place[chosen] * self.window + shift, 0, np.maximum(steps - self.window, 0))
         real = np.minimum(steps - begins, self.window)
-        return self._windows("train", sequence, begins, int(real.max()), real)
+        batch = self._windows("train", sequence[mine], begins[mine], int(real[mine].max()), real[mine])
+        return dataclasses.replace(batch, weight=float(real[mine].sum() * world / real.sum()))
 
     def evaluation(self, split: str, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Whole sequences, `size` at once, call by call; every value but the first of a sequence is predicted once."""
         split = self.evaluation_split(split)
         steps = self._steps(split)
-        for group in range(0, len(steps), size):
+        for group in groups(len(steps), size):
             together = np.arange(group, min(group + size, len(steps)))
             first, last = part(len(together), rank, world)
             rows = together[first:last] if last > first else together[:1]

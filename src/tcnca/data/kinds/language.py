@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from tcnca.data.batch import IGNORE, Batch, tensor
 from tcnca.data.draw import Draw
 from tcnca.data.kinds.task import Task, bits_tally, class_loss
-from tcnca.data.order import calls, part, places, training_part
+from tcnca.data.order import calls, groups, part, places, training_part
 from tcnca.data.store import DataSet
 from tcnca.errors import ConfigError, DataError
 from tcnca.models.config import LanguageModelHead, TokenInput
@@ -26,7 +27,8 @@ class LanguageTask(Task):
 
     Training: the split is seen as consecutive chunks; a batch holds runs of 2, 3 or 4 of them, all of the same number.
     Three steps in a row have the three numbers in random order, and over an epoch the runs of each number cover the
-    split once, cut at a chunk that changes from epoch to epoch.
+    split, one after the other, cut at a chunk that changes from epoch to epoch; only those at its two ends overlap the
+    next, to fit in.
 
     Evaluation: calls of `call` bytes. Without `carried` each call starts from nothing; with it, the split is cut into
     `segments` equal segments, and inside a segment a call goes on from the state of the one before.
@@ -58,7 +60,7 @@ class LanguageTask(Task):
         self.call, self.segments, self.carried = call, segments, carried
         symbols = data.manifest.get("symbols")
         self.symbols = np.arange(256) if symbols is None else np.array(symbols)
-        self._token = np.full(256, IGNORE)
+        self._token = np.full(256, IGNORE, np.int64)
         self._token[self.symbols] = np.arange(len(self.symbols))
 
     @property
@@ -95,14 +97,17 @@ class LanguageTask(Task):
         run = self.runs[Draw(seed, "runs", turn).permutation(len(self.runs))[place]]
         rows = size // (run * self.chunk)
         begin, end = training_part(rows, rank, world)
-        chunks = (self._bytes("train").size - 1) // self.chunk
-        total = (chunks - run + 1) // run
+        width, end_of_split = run * self.chunk, self._bytes("train").size - 1
+        # Enough for any cut: the first run begins at the beginning or before it, the last one reaches the end.
+        total = -(-(end_of_split + width - self.chunk) // width)
         numbers = np.arange(turn * rows + begin, turn * rows + end)
         epochs = numbers // total
         # The cut between runs moves by whole chunks from epoch to epoch.
         cut = np.array([Draw(seed, "cut", run, int(epoch)).integers(0, run, 1)[0] for epoch in epochs])
         found = places(seed, total, turn * rows + begin, turn * rows + end, f"runs of {run}")
-        return self._windows("train", (found * run + cut) * self.chunk + 1, run * self.chunk)
+        begins = np.clip((found * run - cut) * self.chunk, 0, end_of_split - width)
+        batch = self._windows("train", begins + 1, width)
+        return dataclasses.replace(batch, weight=(end - begin) * world / rows)
 
     def evaluation(self, split: str, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Calls of `call` bytes, at most `size` rows at once; every byte is predicted once."""
@@ -110,12 +115,12 @@ class LanguageTask(Task):
         total = self._bytes(split).size
         if self.carried:
             segments = min(self.segments, total)
-            bounds = np.arange(segments + 1) * total // segments
+            bounds = np.arange(segments + 1, dtype=np.int64) * total // segments
             begins, ends = bounds[:-1], bounds[1:]
         else:
             begins = np.arange(0, total, self.call)
             ends = np.minimum(begins + self.call, total)
-        for group in range(0, len(begins), size):
+        for group in groups(len(begins), size):
             together = begins[group : group + size], (ends - begins)[group : group + size]
             first, last = part(len(together[0]), rank, world)
             # A process without a row of its own reads one that does not count.

@@ -66,6 +66,10 @@ class Task(abc.ABC):
         """Names of the classes; none if the task has no classes."""
         return tuple(self.data.manifest.get("classes", ()))
 
+    def steps_per_epoch(self, size: int) -> int:
+        """Steps in which training sees about as much as its split holds; 0 for an endless stream."""
+        return -(-self.sizes["train"] // size)
+
     @abc.abstractmethod
     def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world: int = 1) -> Batch:
         """The training batch of a step: `size` sequences, or tokens for a language model."""
@@ -79,7 +83,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean loss over what counts, in float32."""
+        """Mean loss over what counts, in float32; 0 if nothing does."""
 
     @abc.abstractmethod
     def tally(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -99,8 +103,9 @@ class Task(abc.ABC):
 
 
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over what counts."""
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+    """Mean cross-entropy over what counts; 0 if nothing does."""
+    flat = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return flat / (targets != IGNORE).sum().clamp(min=1)
 
 
 def class_tally(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +118,15 @@ def bits_tally(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Bits that the answers cost, and how many there are."""
     flat = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     # Summed up over a test set in double precision: five million numbers lose digits in single.
-    return flat.double() / math.log(2), (targets != IGNORE).sum()
+    return precise(flat) / math.log(2), (targets != IGNORE).sum()
+
+
+def precise(total: Tensor) -> Tensor:
+    """In double precision, where the device has it."""
+    return total if total.device.type == "mps" else total.double()
 
 
 def number_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error over what counts."""
-    return F.mse_loss(outputs.float()[~torch.isnan(targets)], targets[~torch.isnan(targets)])
+    """Mean squared error over what counts; 0 if nothing does."""
+    counted = ~torch.isnan(targets)
+    return torch.where(counted, outputs.float() - targets, 0).square().sum() / counted.sum().clamp(min=1)

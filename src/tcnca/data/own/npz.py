@@ -88,7 +88,7 @@ def _explained(path: Path, which: str = "") -> Iterator[None]:
     """Say of NumPy's and zip's errors which file they are about."""
     try:
         yield
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{path}{which}: cannot be read ({error}); write it again with np.save or np.savez, with arrays of "
             "numbers or strings, not of objects"

@@ -29,6 +29,8 @@ def rows_of(path: Path) -> Iterator[Row]:
             yield from read(path, file)
     except UnicodeDecodeError as error:
         raise _undecodable(path) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); may you read it?") from error
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:

@@ -80,7 +80,7 @@ def complete(parts: Mapping[str, Columns], options: OwnOptions, path: Path) -> d
     if shares:
         train = parts["train"]
         labels = np.asarray(train["labels"]) if "labels" in train else None
-        chosen = draw(_inputs(train), shares, options.seed, path, labels)
+        chosen = draw(digests(train), shares, options.seed, path, labels)
         whole |= {split: take(train, indices) for split, indices in chosen.items()}
     return in_order(whole)
 
@@ -90,10 +90,10 @@ def in_order(splits: Mapping[str, Part]) -> dict[str, Part]:
     return {split: splits[split] for split in SPLITS if split in splits}
 
 
-def _inputs(columns: Columns) -> list[bytes]:
+def digests(columns: Columns) -> list[bytes]:
     """For each example a digest of what a model gets to see of it."""
     seen: list[Column] = [column for name, column in columns.items() if name not in ("labels", "targets")]
-    digests = []
+    found = []
     for index in range(len(seen[0])):
         digest = hashlib.sha256()
         for column in seen:
@@ -101,8 +101,8 @@ def _inputs(columns: Columns) -> list[bytes]:
             # The shape keeps ("ab", "c") apart from ("a", "bc").
             digest.update(repr(example.shape).encode())
             digest.update(example.tobytes())
-        digests.append(digest.digest())
-    return digests
+        found.append(digest.digest())
+    return found
 
 
 def draw(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,14 @@ PART = 16 * 2**20
 
 # Fewer files are too coarse to make up splits of about the right size.
 _MANY_FILES = 10
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); may you read it?") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +54,7 @@ class _Stream:
     def __iter__(self) -> Iterator[Columns]:
         part = bytearray()
         for piece in self.pieces:
-            with piece.path.open("rb") as file:
+            with _explained(piece.path), piece.path.open("rb") as file:
                 file.seek(piece.begin)
                 left = piece.size
                 while left:

@@ -94,8 +94,9 @@ def _label(row: Mapping[str, Any], name: str, place: str) -> str:
     value = _field(row, name, place)
     if isinstance(value, dict | list):
         raise DataError(f"{place}: label {name!r} holds {json.dumps(value)[:40]}, it must be one name or number")
-    label = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-    if not label.strip():
+    # Spaces about a name are a slip of whoever wrote it, not another class.
+    label = value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
+    if not label:
         raise DataError(f"{place}: label {name!r} is empty; fill it in, or remove the row")
     return label
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,12 +44,12 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
 
     Texts are bytes as they stand in the file, cut after 4,000. The files are large, so they are read while the parts of
     a split are asked for, and whatever is wrong in them comes up then. No checksum was ever published: what is checked
-    is the number of pairs, and with `unverified` nothing is. Only files that were fetched, and had the checksum that
-    their host states, are called verified.
+    is the number of pairs, and with `unverified` nothing is. Only files that were fetched, and have the checksum that
+    their host stated then, are called verified.
     """
     check_exists(origin)
     files = _find(origin)
-    checked = all(noted_checksum(path) for path in files.values())
+    checked = all(_as_noted(path, unverified) for path in files.values())
     return Content(
         kind="pairs",
         splits={split: _Pairs(path, split, None if unverified else COUNTS[split]) for split, path in files.items()},
@@ -80,6 +81,18 @@ def _find(origin: Path) -> dict[str, Path]:
             f"{origin}: has no {', '.join(missing)}, plain or compressed, in any folder; fetch what is missing"
         )
     return files
+
+
+def _as_noted(path: Path, unverified: bool) -> bool:
+    """Whether a file has the checksum that its host stated when it was fetched."""
+    noted = noted_checksum(path)
+    if not noted or unverified:
+        return False
+    with path.open("rb") as file:
+        found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    if found != noted:
+        raise DataError(f"{path}: has the checksum {found}, its host stated {noted}; {CURE}")
+    return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,11 @@ def _columns(origin: Path, split: str, members: NDArray[np.int64], edges: list[P
     pairs = related + _unrelated(split, members, related)
     order = Draw(_NAME, split, "order").permutation(len(pairs))
     labels = np.repeat(np.array([1, 0], np.int64), len(related))
+    # Who cites is nearly always the younger paper: were it always the first, its age alone would tell.
+    turned = Draw(_NAME, split, "turned").integers(0, 2, len(pairs))
     return {
-        "first": Ragged.of_bytes(texts[pairs[place][0]] for place in order),
-        "second": Ragged.of_bytes(texts[pairs[place][1]] for place in order),
+        "first": Ragged.of_bytes(texts[pairs[place][turned[place]]] for place in order),
+        "second": Ragged.of_bytes(texts[pairs[place][1 - turned[place]]] for place in order),
         "labels": labels[order],
     }
 

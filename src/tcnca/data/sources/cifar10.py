@@ -149,7 +149,7 @@ def _read_arrays(path: Path) -> Arrays:
 def _array(member: Any, where: str) -> NDArray[np.uint8]:
     try:
         array = np.lib.format.read_array(member, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError, MemoryError, SyntaxError) as error:
         raise DataError(f"{where}: is no plain array ({error}); save it as uint8") from error
     if where.endswith("labels"):
         if array.ndim != 1 or array.dtype.kind not in "iu":

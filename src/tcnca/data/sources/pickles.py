@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from tcnca.errors import DataError
 
 _PIXELS = 3 * 32 * 32
-# How NumPy itself makes an array anew. Its name has changed between versions, the function has not.
-_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 
 
 def load_batch(data: bytes, where: str) -> tuple[NDArray[np.uint8], list[int]]:
@@ -30,13 +28,32 @@ def load_batch(data: bytes, where: str) -> tuple[NDArray[np.uint8], list[int]]:
     # Python 2 wrote the names as bytes.
     named = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
     pixels, labels = named.get("data"), named.get("labels")
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
+    if not isinstance(pixels, _Array) or pixels.array.shape[1:] != (_PIXELS,):
         raise DataError(f"{where}: has no data of bytes [images, {_PIXELS:,}]; fetch it again")
     if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
         raise DataError(f"{where}: has no labels that are a list of whole numbers; fetch it again")
-    if len(labels) != len(pixels):
-        raise DataError(f"{where}: has {len(pixels):,} images and {len(labels):,} labels; fetch it again")
-    return pixels, labels
+    if len(labels) != len(pixels.array):
+        raise DataError(f"{where}: has {len(pixels.array):,} images and {len(labels):,} labels; fetch it again")
+    return pixels.array, labels
+
+
+class _Bytes:
+    """Stands for NumPy's type of bytes. NumPy's own would take any state, and call bytes objects to be followed."""
+
+    def __setstate__(self, state: object) -> None:
+        """Nothing that a pickle says of it is needed."""
+
+
+class _Array:
+    """Stands for an array, which becomes one of bytes by its state."""
+
+    array: NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def __setstate__(self, state: tuple[object, tuple[int, ...], object, object, bytes]) -> None:
+        _, shape, dtype, fortran, raw = state
+        if not isinstance(dtype, _Bytes) or not isinstance(raw, bytes):
+            raise ValueError("an array that does not hold bytes")
+        self.array = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -49,9 +66,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name in the pickle."""
         allowed = {
-            "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
-            "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
-            "numpy.ndarray": np.ndarray,
+            # Called with a type, a shape and a letter, none of which the array keeps.
+            "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
+            "numpy._core.multiarray._reconstruct": lambda *_: _Array(),
+            "numpy.ndarray": _Array,
             "numpy.dtype": self._dtype,
             "_codecs.encode": self._encode,
         }
@@ -62,10 +80,10 @@ class _Unpickler(pickle.Unpickler):
             )
         return allowed[f"{module}.{name}"]
 
-    def _dtype(self, name: str | bytes, align: object = False, copy: object = True) -> np.dtype[np.uint8]:
+    def _dtype(self, name: str | bytes, align: object = False, copy: object = True) -> _Bytes:
         if name not in ("u1", b"u1"):
             raise DataError(f"{self._where}: holds an array of {name!r}, expected are bytes; fetch it again")
-        return np.dtype(np.uint8, copy=True)
+        return _Bytes()
 
     def _encode(self, text: str, encoding: str | bytes) -> bytes:
         if encoding not in ("latin1", b"latin1"):

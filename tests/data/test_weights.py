@@ -1,0 +1,83 @@
+"""The mean of the weighted losses of all processes is the loss of the whole batch, also where their parts differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tcnca.data import DataSet, Task
+from tcnca.data.columns import Ragged
+from tcnca.data.kinds import ClassificationTask, ForecastTask, LanguageTask, RegressionTask
+from tcnca.errors import ConfigError
+
+RANDOM = np.random.default_rng(0)
+VALUES = RANDOM.normal(size=(50, 9, 2)).astype(np.float32)
+SPREAD = {"mean": [0.0, 0.0], "deviation": [1.0, 1.0]}
+TOKENS = Ragged.of([RANDOM.integers(0, 256, length).astype(np.uint8) for length in range(1, 51)])
+SERIES = Ragged.of([RANDOM.normal(size=(length, 2)).astype(np.float32) for length in range(2, 60)])
+TASKS: dict[str, tuple[Task, int]] = {
+    "language": (LanguageTask(DataSet("one", {}, {"train": {"bytes": TOKENS.values}}), chunk=8), 10 * 32),
+    "classification": (
+        ClassificationTask(
+            DataSet("two", {"classes": [*"abc"]}, {"train": {"tokens": TOKENS, "labels": np.arange(50) % 3}})
+        ),
+        10,
+    ),
+    "regression": (
+        RegressionTask(DataSet("three", SPREAD, {"train": {"values": VALUES, "targets": VALUES[:, 0]}})),
+        10,
+    ),
+    "forecast": (ForecastTask(DataSet("four", SPREAD, {"train": {"values": SERIES}}), window=16), 10),
+}
+each_task = pytest.mark.parametrize("name", TASKS)
+
+
+def answers(task: Task, targets: torch.Tensor) -> torch.Tensor:
+    """What a model might say, depending on what is asked alone."""
+    if targets.is_floating_point():
+        return targets.nan_to_num().sin()
+    return torch.sin(targets.clamp(min=0)[..., None] * torch.arange(1.0, 1.0 + (len(task.classes) or 256)))
+
+
+@each_task
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_processes_together_have_the_loss_of_the_batch(name: str, world: int) -> None:
+    task, size = TASKS[name]
+    uneven = False
+    for step in range(6):
+        whole = task.batch(step, size, seed=3)
+        assert whole.weight == 1
+        parts = [task.batch(step, size, 3, rank, world) for rank in range(world)]
+        losses = [task.loss(answers(task, part.targets), part) for part in parts]
+        mean = torch.stack([loss * part.weight for loss, part in zip(losses, parts, strict=True)]).mean()
+        torch.testing.assert_close(mean, task.loss(answers(task, whole.targets), whole))
+        uneven |= not torch.allclose(mean, torch.stack(losses).mean(), rtol=1e-4)
+    # Parts of equal weight would not do.
+    assert uneven or world in (1, 2)
+
+
+@each_task
+def test_where_nothing_counts_the_loss_is_nothing(name: str) -> None:
+    task, size = TASKS[name]
+    batch = task.batch(0, size)
+    outputs = answers(task, batch.targets).requires_grad_()
+    batch.targets.fill_(torch.nan if batch.targets.is_floating_point() else -100)
+    loss = task.loss(outputs, batch)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert outputs.grad is not None
+    assert not outputs.grad.any()
+
+
+@each_task
+@pytest.mark.parametrize("size", [0, -1])
+def test_evaluation_of_no_rows_at_once(name: str, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"size: got {size}, allowed is at least 1"):
+        next(TASKS[name][0].evaluation("train", size))
+
+
+@pytest.mark.parametrize("longest", [0, -3])
+def test_sequences_cut_to_nothing(longest: int) -> None:
+    with pytest.raises(ConfigError, match=f"longest: got {longest}, allowed is at least 1"):
+        ClassificationTask(TASKS["classification"][0].data, longest=longest)
