@@ -100,6 +100,11 @@ def test_list_says_what_is_prepared(tmp_path: Path, sources: Path) -> None:
     found = states(tmp_path)
     assert found["recall-64-10"] == found["book"] == "yes"
     assert found["listops"] == "yes, another size"
+    rows = {row["name"]: row for row in json.loads(run("list", "--data", tmp_path, "--json").stdout)}
+    # What is there, not what was published.
+    assert rows["listops"]["sizes"]["train"] < 96_000
+    assert rows["listops"]["bytes"] < 10_000_000
+    assert rows["pathx"]["sizes"] == {"train": 160_000, "validation": 20_000, "test": 20_000}
     assert found["pathx"] == "begun"
     assert found["text"] == "damaged"
     assert found["enwik8"] == "no"
@@ -309,7 +314,8 @@ def test_folders_are_printed_as_they_are(tmp_path: Path, sources: Path) -> None:
         (("text",), "text: is not prepared in"),
         (("listops", "--split", "dev"), "listops: has no split 'dev', it has train, validation, test"),
         (("listops", "--index", "-1", "--count", "1"), "listops: train has no example -1"),
-        (("recall", "--index", "39", "--count", "3"), "train has no example 40, allowed is 0 to 39"),
+        (("recall", "--index", "40", "--count", "3"), "train has no example 40, allowed is 0 to 39"),
+        (("listops", "--index", "99999999999"), "only its first 100 examples are made; `tcnca data prepare listops"),
     ],
 )
 def test_errors_of_show(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -330,3 +336,23 @@ def test_list_with_a_recall_set_of_another_length(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run("list", "--data", tmp_path, "--json").stdout)}
     assert rows["recall-128-12"]["prepared"] == "yes, another size"
     assert len(rows) == len(entries()) + 1
+
+
+def test_show_stops_at_the_end(tmp_path: Path) -> None:
+    prepare("recall", tmp_path, size=40)
+    output = shows("recall", "--data", tmp_path, "--index", 38, "--count", 3)
+    assert "train 38" in output
+    assert "train 39" in output
+    assert "train 40" not in output
+
+
+def test_the_wrong_file_is_told_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "reviews.csv").write_text("text,label\ngood,1\n")
+    for name, form in (("text", "aclImdb_v1.tar.gz"), ("image", "cifar-10-python.tar.gz")):
+        result = run("prepare", name, "--from", tmp_path / "reviews.csv", "--out", tmp_path, code=1)
+        assert f"{name} is read from {form}" in result.stderr
+
+
+def test_help_says_where_sets_are_kept() -> None:
+    for command in ("prepare", "list", "show"):
+        assert "$TCNCA_DATA" in run(command, "--help").stdout

@@ -51,14 +51,23 @@ def _refused(path: Path, message: str, options: OwnOptions | None = None) -> Non
         ({"values": VALUES, "lengths": [3] * 19 + [4]}, r"^: lengths\[19\] is 4, allowed is 1 to 3"),
         ({"values": VALUES, "lengths": [0] * 20}, r"^: lengths\[0\] is 0, allowed is 1 to 3"),
         ({"values": VALUES, "lengths": [1.0] * 20}, "^: array 'lengths' has dtype float64 .*; lengths are whole"),
-        ({"values": VALUES, "labels": HALVES / 3}, "^: array 'labels' has dtype float64 .*real numbers are for regr"),
+        (
+            {"values": VALUES, "labels": HALVES / 3},
+            "^: array 'labels' has dtype float64 .*name real numbers with --targets$",
+        ),
         ({"values": VALUES, "labels": HALVES[:, None]}, r"^: array 'labels' has dtype int64 and shape \(20, 1\)"),
         ({"values": VALUES, "labels": HALVES * 0}, "^: every label is '0'"),
         ({"values": VALUES, "targets": np.array(["a"] * 20)}, "^: array 'targets' has dtype <U1"),
         ({"values": VALUES, "targets": np.zeros((20, 1, 1))}, r"shape \(20, 1, 1\); targets are real numbers"),
-        ({"values": VALUES, "labels": HALVES, "targets": HALVES}, "^: has both labels and targets; say kind"),
+        (
+            {"values": VALUES, "labels": HALVES, "targets": HALVES},
+            "^: has both labels and targets; say --kind classification or --kind",
+        ),
         ({"values": VALUES, "data": VALUES}, "^: arrays 'values', 'data' could each be the values"),
-        ({"signal": VALUES, "y": HALVES}, "^: no array is obviously the values, there are 'signal', 'y'; say which"),
+        (
+            {"signal": VALUES, "y": HALVES},
+            "^: no array is obviously the values, there are 'signal', 'y'; say which with --values$",
+        ),
         ({"test_values": VALUES}, "^: no array is obviously the values, there are 'test_values'"),
         ({"train_x": VALUES, "x_train": VALUES}, "^: arrays 'train_x' and 'x_train' mean the same"),
         ({"values": VALUES[:2]}, "^: has 2 different examples, at least 3 are needed"),
@@ -92,11 +101,11 @@ def test_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
         ({"values": "valeus"}, "^: has no array 'valeus', there are 'values', 'y'; did you mean 'values'"),
         ({"labels": "l"}, "^: has no array 'l'"),
         ({"lengths": "l"}, "^: has no array 'l'"),
-        ({"labels": "y", "targets": "y"}, "^: labels and targets are both given"),
-        ({"labels": "y", "kind": "regression"}, "^: labels='y' means classification, kind says regression"),
-        ({"targets": "y", "kind": "forecast"}, "^: targets='y' means regression, kind says forecast"),
-        ({"text": "values"}, "^: text='values' means nothing for arrays"),
-        ({"split": "y"}, "^: split='y' means nothing for arrays"),
+        ({"labels": "y", "targets": "y"}, "^: --labels and --targets are both given"),
+        ({"labels": "y", "kind": "regression"}, "^: --labels 'y' means classification, --kind says regression"),
+        ({"targets": "y", "kind": "forecast"}, "^: --targets 'y' means regression, --kind says forecast"),
+        ({"text": "values"}, "^: --text 'values' means nothing for arrays; leave it out$"),
+        ({"split": "y"}, "^: --split 'y' means nothing for arrays"),
     ],
 )
 def test_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -107,9 +116,41 @@ def test_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_nothing_to_predict(tmp_path: Path, kind: Any) -> None:
     np.save(tmp_path / "a.npy", VALUES)
-    _refused(
-        tmp_path / "a.npy", "^: no array is obviously the (labels|targets), there are 'values'", OwnOptions(kind=kind)
-    )
+    message = "^: no array is obviously the (labels|targets), there are 'values'; say which with --(labels|targets), or"
+    _refused(tmp_path / "a.npy", message, OwnOptions(kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "left", "kind"),
+    [
+        ({"X": VALUES, "Y": HALVES, "n": HALVES}, "'Y', 'n'", "forecast"),
+        ({"x": VALUES, "y": HALVES, "sizes": HALVES}, "'sizes'", "classification"),
+        ({"x": VALUES, "y": HALVES / 2, "labels_": HALVES}, "'labels_'", "regression"),
+        ({"x": VALUES, "labels": HALVES, "y": HALVES}, "'y'", "classification"),
+        ({"train_x": VALUES, "train_Y": HALVES, "test_x": VALUES, "test_Y": HALVES}, "'train_Y', 'test_Y'", "forecast"),
+        ({"train_x": VALUES, "test_x": VALUES, "rate": np.array(50)}, "'rate'", "forecast"),
+        ({"values": VALUES, "train_mask": HALVES, "test_mask": HALVES}, "'train_mask', 'test_mask'", "forecast"),
+    ],
+)
+def test_arrays_of_no_known_role(tmp_path: Path, arrays: dict[str, Any], left: str, kind: Any) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, **arrays)
+    _refused(path, f"^: the role of {left} is not known; .* --labels, .* --targets, .* --lengths, or --kind {kind} ")
+    assert read_own(path, OwnOptions(kind=kind)).kind == kind
+
+
+def test_an_array_of_no_known_role_in_the_file_of_a_split(tmp_path: Path) -> None:
+    np.savez(tmp_path / "train.npz", values=VALUES, labels=HALVES)
+    np.savez(tmp_path / "test.npz", values=VALUES, labels=HALVES, n=HALVES)
+    with pytest.raises(DataError, match=r"test\.npz: the role of 'n' is not known"):
+        read_own(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"values": "X"}, {"lengths": "n"}])
+def test_what_to_predict_stays_open(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, X=VALUES, Y=HALVES, n=HALVES + 1)
+    _refused(path, "^: the role of 'Y'.* is not known", OwnOptions(**options))
 
 
 @pytest.mark.parametrize(

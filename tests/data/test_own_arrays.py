@@ -108,6 +108,17 @@ def test_arrays_are_named(tmp_path: Path) -> None:
     assert read_own(path, OwnOptions(values="ecg", targets="beat")).kind == "regression"
 
 
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({"labels": "Y"}, "classification"), ({"targets": "Y"}, "regression"), ({"kind": "forecast"}, "forecast")],
+)
+def test_arrays_that_are_not_named_are_left_out(tmp_path: Path, options: dict[str, Any], kind: str) -> None:
+    path = _npz(tmp_path / "a.npz", X=_noise(20, 5), Y=np.arange(20) % 2, n=np.full(20, 3))
+    content = read_own(path, OwnOptions(**options))
+    assert content.kind == kind
+    assert _array(content, "train").shape == (18, 5, 1)
+
+
 @pytest.mark.parametrize("kind", ["classification", "regression", "forecast"])
 def test_the_kind_decides_between_labels_and_targets(tmp_path: Path, kind: Any) -> None:
     path = _npz(tmp_path / "a.npz", x=_noise(20, 5), labels=np.arange(20) % 2, targets=np.arange(20.0))
@@ -185,7 +196,7 @@ def test_names_give_the_splits(tmp_path: Path, name: str) -> None:
     for number, split in enumerate(("test", "train", "val")):
         arrays[name.format(split=split, what="x")] = _noise(10, 4, 1, seed=number)
         arrays[name.format(split=split, what="y")] = np.arange(10) % 2
-    content = read_own(_npz(tmp_path / "a.npz", **arrays, note=np.array("no data")))
+    content = read_own(_npz(tmp_path / "a.npz", **arrays))
     assert list(content.splits) == ["train", "validation", "test"]
     for split, word in {"train": "train", "validation": "val", "test": "test"}.items():
         wanted = arrays[name.format(split=word, what="x")].astype(np.float32)
@@ -194,7 +205,7 @@ def test_names_give_the_splits(tmp_path: Path, name: str) -> None:
 
 def test_masks_are_no_splits(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", values=_noise(20, 4), train_mask=np.ones(20), test_mask=np.ones(20))
-    assert _array(read_own(path), "train").shape == (18, 4, 1)
+    assert _array(read_own(path, OwnOptions(kind="forecast")), "train").shape == (18, 4, 1)
 
 
 def test_files_give_the_splits(tmp_path: Path) -> None:

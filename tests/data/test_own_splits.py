@@ -193,10 +193,12 @@ def test_training_cannot_be_missing() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_shares_are_shares(share: float) -> None:
-    with pytest.raises(DataError, match=r"test: got .*, allowed is a share between 0 and 1"):
+    with pytest.raises(DataError, match=r"^--test: got .*, allowed is a share between 0 and 1"):
         OwnOptions(test=share)
 
 
 def test_shares_leave_something_for_training() -> None:
-    with pytest.raises(DataError, match=r"got 0\.5 and 0\.5, together they must be less than 1"):
+    with pytest.raises(
+        DataError, match=r"^--validation and --test: got 0\.5 and 0\.5, together they must be less than 1"
+    ):
         OwnOptions(validation=0.5, test=0.5)

@@ -84,7 +84,7 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
 
 
 def test_few_files_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
-    files = {"b/z.txt": b"2" * 30, "b/a.gz": b"1" * 30, "a.txt": b"0" * 20, "c": b"3" * 20, "empty": b""}
+    files = {"b/z.txt": b"2" * 30, "b/a.bin": b"1" * 30, "a.txt": b"0" * 20, "c": b"3" * 20, "empty": b""}
     whole = b"0" * 20 + b"1" * 30 + b"2" * 30 + b"3" * 20
     found = _bytes(read_own(_write(tmp_path, files)))
     assert found == {"train": whole[:90], "validation": whole[90:95], "test": whole[95:]}
@@ -132,7 +132,8 @@ def test_with_training_and_validation_there_is_no_test(tmp_path: Path) -> None:
 
 def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
-    with pytest.raises(DataError, match="README: belongs to no split; begin its name with train, valid or test"):
+    message = r"README: belongs to no split; begin its name with train, valid or test, .*, say which with --kind$"
+    with pytest.raises(DataError, match=message):
         read_own(tmp_path)
 
 

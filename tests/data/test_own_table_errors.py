@@ -32,8 +32,8 @@ def _refused(path: Path, content: str | bytes, message: str, options: OwnOptions
         (GOOD + "text, \n", "^, line 8: label 'label' is empty"),
         (GOOD + '"never closed,1\nnext,1\n', r"^, line 8: cannot be read \(unexpected end of data\)"),
         (GOOD + '"two\nlines",1\nbad\n', "^, line 10: field 'label' is missing"),
-        ("text,label\n,1\n,0\n,1\n", "^: column 'text' is empty in every row"),
-        ("first,second,label\na,,1\nb,,0\nc,,1\n", "^: column 'second' is empty in every row"),
+        ("text,label\n,1\n,0\n,1\n", "^: column 'text' is empty in every row; say with --text"),
+        ("first,second,label\na,,1\nb,,0\nc,,1\n", "^: column 'second' is empty in every row; say with --second"),
         ("text,label\n" + "a,1\nb,1\nc,1\n", "^: every label is '1'; classification needs at least two classes"),
         ("text,label\na,1\nb,2\n", "^: has 2 different examples, at least 3 are needed to draw validation and test"),
         ("text,label\na,1\nb,2\nc,3\n", "^: no class has 3 different examples to draw validation and test from"),
@@ -65,7 +65,10 @@ def test_json_lines(tmp_path: Path, line: str, message: str) -> None:
 def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
     content = mark + GOOD.encode() + "naïve,1\n".encode("latin-1")
     offset = content.index(b"\xef", 3)
-    message = f"^, line 8: byte 0xef at offset {offset} is not UTF-8; convert the file, .*`iconv -f latin-1 -t utf-8`"
+    message = (
+        f"^, line 8: byte 0xef at offset {offset} is not UTF-8; convert the file, .*`iconv -f latin-1 -t utf-8`, "
+        "or --kind language"
+    )
     _refused(tmp_path / "a.csv", content, message)
 
 
@@ -77,7 +80,7 @@ def test_the_bad_byte_is_found_far_into_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "options", "message"),
     [
-        ("words,mood", {}, "^: no column is obviously the text, there are 'words', 'mood' .*; say which with text"),
+        ("words,mood", {}, "^: no column is obviously the text, there are 'words', 'mood' .*; say which with --text,"),
         ("text,mood", {}, "^: no column is obviously the label, there are 'text', 'mood'"),
         ("text,review,label", {}, "^: columns 'text', 'review' could each be the text, there are 'text', 'review'"),
         ("text,label,class", {}, "^: columns 'label', 'class' could each be the label"),
@@ -86,16 +89,48 @@ def test_the_bad_byte_is_found_far_into_the_file(tmp_path: Path) -> None:
         ("text,label", {"split": "part"}, "^: has no column 'part'"),
         ("text,label", {"label": "text"}, "^: no column is obviously the text"),
         ("text,label", {"text": "text", "label": "text"}, "^: column 'text' is to be two things at once"),
-        ("text,label", {"kind": "pairs"}, "^: no columns are obviously the two texts of a pair"),
+        ("text,label", {"kind": "pairs"}, "^: no columns are obviously .* name them with --text and --second$"),
         ("a,b,label", {"kind": "pairs", "text": "a"}, "^: no columns are obviously the two texts"),
         ("text1,text2,first,second,label", {}, "^: several columns could be the two texts of a pair"),
-        ("a,b,label", {"kind": "classification", "second": "b"}, "^: second='b' makes pairs, kind says classification"),
-        ("text,label", {"values": "x"}, "^: values='x' means nothing for tables; leave the option values out"),
+        (
+            "a,b,label",
+            {"kind": "classification", "second": "b"},
+            "^: --second 'b' makes pairs, --kind says classification",
+        ),
+        ("text,label", {"values": "x"}, "^: --values 'x' means nothing for tables; leave it out"),
     ],
 )
 def test_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
     row = ",".join("1" * (header.count(",") + 1))
     _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, OwnOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "first_line"),
+    [
+        ("a.csv", "words,label\n1,1\n", " (the first line names them)"),
+        ("a.tsv", "words\tlabel\n1\t1\n", " (the first line names them)"),
+        ("a.jsonl", '{"words": "1", "label": 1}', ""),
+    ],
+)
+def test_columns_are_explained_as_the_file_has_them(tmp_path: Path, name: str, content: str, first_line: str) -> None:
+    message = f": no column is obviously the text, there are 'words', 'label'{first_line}; say which with --text, or "
+    _refused(
+        tmp_path / name, content, "^" + re.escape(message + "--kind language to learn the bytes as they are") + "$"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text;mood\na;1\n", "^: no column is obviously the label, there are 'text', 'mood'"),
+        ("text;label\na;b;1\n", "^, line 2: has 3 fields, there are 2 columns; put a field that holds the delimiter"),
+        ("\n\ntext;label\na\n", "^, line 4: field 'label' is missing"),
+        ("text;label,class\na;b,1\n", "^: no column is obviously the text, there are 'text;label', 'class'"),
+    ],
+)
+def test_semicolons(tmp_path: Path, content: str, message: str) -> None:
+    _refused(tmp_path / "a.csv", content, message)
 
 
 def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
@@ -111,7 +146,7 @@ def test_a_column_without_training(tmp_path: Path) -> None:
 def test_a_column_of_splits_in_files_that_are_splits(tmp_path: Path) -> None:
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(GOOD)
-    with pytest.raises(DataError, match="the files are splits already"):
+    with pytest.raises(DataError, match="the files are splits already, --split 'label' would be others; leave it out"):
         read_own(tmp_path, OwnOptions(split="label"))
 
 

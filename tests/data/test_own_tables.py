@@ -104,6 +104,26 @@ def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     assert sorted(_all_texts(read_own(path))) == ["a", "b", "c", "d"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("before", ["", "\r\n\r\n"])
+def test_semicolons_separate_where_the_header_has_no_commas(tmp_path: Path, encoding: str, before: str) -> None:
+    rows = [{"a, b": n, "text": f'{n},5; "quoted"\nmore', "label": n % 2} for n in range(12)]
+    path = _csv(tmp_path / "a.csv", rows, ";", encoding)
+    path.write_text(before + path.read_text(encoding=encoding).replace("a, b", '"a, b"', 1), encoding, newline="")
+    plain = _csv(tmp_path / "b.csv", rows)
+    assert path.read_text(encoding=encoding).strip().startswith('"a, b";text;label')
+    assert _examples(read_own(path)) == _examples(read_own(plain))
+
+
+@pytest.mark.parametrize("header", ["text,label", '"text","label"', "text,label,a;b", '"a;b",text,label'])
+def test_a_semicolon_elsewhere_separates_nothing(tmp_path: Path, header: str) -> None:
+    columns = next(csv.reader([header]))
+    rows = [{name: f"{n % 2}" if name == "label" else f"{n}; {n}" for name in columns} for n in range(8)]
+    path = tmp_path / "a.csv"
+    path.write_text(header + "\n" + "".join(",".join(row.values()) + "\n" for row in rows))
+    assert sorted(_all_texts(read_own(path))) == [f"{n}; {n}" for n in range(8)]
+
+
 def test_a_document_longer_than_csv_fields_usually_are(tmp_path: Path) -> None:
     before = csv.field_size_limit(1000)
     rows = [{"text": "long" * 100_000 + str(n), "label": n % 2} for n in range(6)]

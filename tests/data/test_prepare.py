@@ -84,7 +84,7 @@ def test_a_set_is_the_same_in_another_place(tmp_path: Path) -> None:
     [
         ({"seed": 1}, r"recall-64-10: was prepared with seed 0, asked for is 1; --force prepares it anew"),
         ({"size": 50}, r"recall-64-10: was prepared with size 40, asked for is 50; --force"),
-        ({"size": None}, r"recall-64-10: was prepared with size 40, asked for is None; --force"),
+        ({"size": None}, r"recall-64-10: was prepared with size 40, asked for is as published; --force"),
     ],
 )
 def test_another_set_in_its_place(tmp_path: Path, change: dict[str, int | None], message: str) -> None:
@@ -152,7 +152,7 @@ def test_own_data_that_changed(tmp_path: Path, table: Path) -> None:
 
 def test_own_data_read_otherwise(tmp_path: Path, table: Path) -> None:
     prepare("reviews", tmp_path, origin=table)
-    with pytest.raises(DataError, match=r"reviews: was prepared with options .*'seed': 0.*'seed': 1"):
+    with pytest.raises(DataError, match=r"reviews: was prepared with --seed 0, asked for is 1; --force"):
         prepare("reviews", tmp_path, origin=table, own=OwnOptions(seed=1))
 
 
@@ -233,7 +233,7 @@ def test_of_two_who_prepare_at_once_one_waits(tmp_path: Path, seed: int) -> None
     assert data.manifest["seed"] == 0
     for name, file in data.manifest["files"].items():
         values = np.load(tmp_path / "recall-64-10" / name)
-        assert hashlib.sha256(values.tobytes()).hexdigest() == file["sha256"]
+        assert hashlib.sha256(values.tobytes()).hexdigest() == file["values_sha256"]
 
 
 def test_a_set_of_other_files_is_not_taken_for_the_published_one(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_fetched_set_made_smaller(tmp_path: Path, fetched: list[Path]) -> None
     assert sizes(data) == {"train": 13, "test": 13}
     assert not data.manifest["verified"]
     assert texts_of(data.columns("train")) == [f"{n:03}".encode() for n in range(13)]
-    with pytest.raises(DataError, match="text: was prepared with size 13, asked for is None"):
+    with pytest.raises(DataError, match="text: was prepared with size 13, asked for is as published"):
         prepare("text", tmp_path)
 
 

@@ -236,6 +236,18 @@ def test_workers_end_when_their_run_is_killed(tmp_path: Path) -> None:
         assert process.stdout.read() == b""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.2])
+def test_interrupted_twice_it_ends_at_once(tmp_path: Path, pause: float) -> None:
+    with running(tmp_path / "shards", workers=2, shards=1) as process:
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(pause)
+        assert process.wait(timeout=5) != 0
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 4)[0], "workers are still there"
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_interrupted_run_is_continued(tmp_path: Path, workers: int) -> None:
     def interrupt(done: int, total: int) -> None:

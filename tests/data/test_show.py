@@ -35,7 +35,8 @@ def test_text_with_its_label() -> None:
 
 def test_long_text_is_cut_unless_it_is_wanted_whole() -> None:
     data = texts("ab" * 700, "c" * 1000)
-    assert shown(data, "train", 0).body == "ab" * 500 + " … (1,400 in all)"
+    # The end is shown as well, where recall asks its question.
+    assert shown(data, "train", 0).body == f"{'ab' * 480} … {'ab' * 20} (1,400 in all)"
     assert shown(data, "train", 0, whole=True).body == "ab" * 700
     assert shown(data, "train", 1).body == "c" * 1000
 
@@ -57,7 +58,7 @@ def test_pairs_show_both() -> None:
         "second": Ragged.of_bytes([b"x" * 1001]),
         "labels": np.array([0]),
     }
-    assert shown(made(columns), "train", 0).body == f"first: one\nsecond: {'x' * 1000} … (1,001 in all)"
+    assert shown(made(columns), "train", 0).body == f"first: one\nsecond: {'x' * 960} … {'x' * 40} (1,001 in all)"
 
 
 def test_a_stream_from_a_byte_on() -> None:

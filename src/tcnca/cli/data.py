@@ -20,7 +20,7 @@ from tcnca.data.columns import count
 from tcnca.data.content import SPLITS, Kind
 from tcnca.data.opening import example_set
 from tcnca.data.show import save_pictures, shown
-from tcnca.data.store import MANIFEST
+from tcnca.data.store import MANIFEST, read_manifest
 from tcnca.data.tasks import known
 from tcnca.errors import TcncaError
 
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 _Folder = Annotated[
-    Path | None, typer.Option("--data", help="Folder with prepared sets. [default: $TCNCA_DATA, or else data]")
+    Path | None, typer.Option("--data", help="Folder with prepared sets. (default: $TCNCA_DATA, or else data)")
 ]
 
 
@@ -37,18 +37,18 @@ _Folder = Annotated[
 def prepare(
     name: Annotated[str, typer.Argument(help="A set that `tcnca data list` shows, or a name for data of your own.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder that gets the set. [default: $TCNCA_DATA, or else data]")
+        Path | None, typer.Option(help="Folder that gets the set. (default: $TCNCA_DATA, or else data)")
     ] = None,
     origin: Annotated[
         Path | None, typer.Option("--from", help="File or folder to read, instead of fetching from the public source.")
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(min=1, help="Training examples (EnWik8: bytes), other splits in proportion. [default: published]"),
+        typer.Option(min=1, help="Training examples (EnWik8: bytes), other splits in proportion. (default: published)"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of a set that is made, or of how your own data is split.")] = 0,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that make a set; it does not depend on them. [default: all]")
+        int | None, typer.Option(min=1, help="Processes that make a set; it does not depend on them. (default: all)")
     ] = None,
     unverified: Annotated[
         bool, typer.Option("--unverified", help="Accept files that are not the published ones.")
@@ -57,7 +57,7 @@ def prepare(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="Your own data: language, classification, pairs, regression or forecast. [default: found out]"
+            help="Your own data: language, classification, pairs, regression or forecast. (default: found out)"
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="Your own table: column with the (first) text.")] = None,
@@ -134,17 +134,17 @@ def list_sets(
         return
     console = Console(emoji=False, highlight=False)
     say(console, f"Prepared sets are in {folder}. Sizes: train / validation / test.\n")
-    about = ""
+    about = ("", "")
     for row in rows:
         sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
         state = _COLOURS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
-        disk = f"{row['bytes'] / 1e6:,.1f} MB"
+        disk = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
         console.print(f"[bold]{escape(row['name']):<16}[/]{sizes:>36}{disk:>12}   {state}", soft_wrap=True)
         # Said once for sets that differ in their numbers only.
-        if row["about"] != about:
+        if (row["about"], row["source"]) != about:
             console.print(f"  [dim]{escape(row['about'])}; {escape(row['source'])}[/]", soft_wrap=True)
-        about = row["about"]
-    say(console, "\nrecall-LENGTH-VOCABULARY can have any even length and vocabulary.")
+        about = (row["about"], row["source"])
+    say(console, "\nrecall-LENGTH-VOCABULARY can have any even length and an even vocabulary from 4 to 256.")
 
 
 _CLASSES = 20
@@ -152,13 +152,23 @@ _COLOURS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}
 
 
 def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
-    return {
+    row: dict[str, Any] = {
         "name": known_set.name,
         "about": known_set.about,
         "sizes": dict(known_set.sizes),
         "bytes": known_set.disk,
         "source": known_set.source,
         "prepared": _state(folder / known_set.name),
+    }
+    return {**row, **_found(folder / known_set.name)} if row["prepared"].startswith("yes") else row
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    """What a set that is prepared really holds."""
+    data = DataSet.open(folder)
+    return {
+        "sizes": {split: count(columns) for split, columns in data.splits.items()},
+        "bytes": sum(file["bytes"] for file in data.manifest["files"].values()),
     }
 
 
@@ -174,13 +184,8 @@ def _other_rows(folder: Path) -> list[dict[str, Any]]:
             continue
         row = {"name": own.name, "about": "your own", "sizes": {}, "bytes": 0, "source": "", "prepared": _state(own)}
         if row["prepared"] != "damaged":
-            data = DataSet.open(own)
-            row |= {
-                "about": f"your own: {data.manifest['kind']}",
-                "sizes": {split: count(columns) for split, columns in data.splits.items()},
-                "bytes": sum(file["bytes"] for file in data.manifest["files"].values()),
-                "source": data.manifest["origin"],
-            }
+            manifest = read_manifest(own)
+            row |= {"about": f"your own: {manifest['kind']}", "source": manifest["origin"], **_found(own)}
         rows.append(row)
     return rows
 
@@ -206,15 +211,15 @@ def show(
     number: Annotated[int, typer.Option("--count", min=1, help="How many examples.")] = 3,
     whole: Annotated[bool, typer.Option("--whole", help="Show long texts to their end.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="File for the pictures. [default: NAME-SPLIT.png]", show_default=False)
+        Path | None, typer.Option(help="File for the pictures. (default: NAME-SPLIT.png)", show_default=False)
     ] = None,
 ) -> None:
     """Show examples: text with its label, expressions with their value, pictures in the terminal and in a file."""
     console = Console(emoji=False, highlight=False)
     with explained():
         data = example_set(name, folder or data_folder(), split, max(index + number, 1))
-        number = 1 if data.manifest["kind"] == "language" else number
-        examples = [shown(data, split, place, console.width, whole) for place in range(index, index + number)]
+        last = index + 1 if data.manifest["kind"] == "language" else min(index + number, count(data.columns(split)))
+        examples = [shown(data, split, place, console.width, whole) for place in range(index, max(last, index + 1))]
         for example in examples:
             console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
             say(console, f"{example.body}\n")
@@ -227,18 +232,22 @@ def show(
 
 
 def _print_summary(console: Console, data: DataSet) -> None:
-    checked = "the published set, verified" if data.manifest["verified"] else "not verified"
-    made = "made here" if "generator" in data.manifest else checked
-    title = f"{data.manifest['title']}: {made}" if "set" in data.manifest else data.name
+    facts = data.manifest
+    checked = "the published set, verified" if facts["verified"] else "not verified"
+    checked = "a part of the published set" if facts["part"] else checked
+    made = "made here" if "generator" in facts else checked
+    language = facts["kind"] == "language"
+    own = f"{data.name}: {facts['kind']}, from {facts['origin']}"
+    title = f"{facts['title']}: {made}" if "set" in facts else own
     table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("split", no_wrap=True)
-    for column in ("examples", "shortest", "mean", "longest", "symbols"):
+    for column in ("bytes", "symbols") if language else ("examples", "shortest", "mean", "longest", "symbols"):
         table.add_column(column, justify="right", no_wrap=True)
     summaries = summarise_data(data)
     for split, numbers in summaries.items():
         lengths = f"{numbers.shortest:,}", f"{numbers.mean:,.1f}", f"{numbers.longest:,}"
         symbols = "–" if numbers.symbols is None else str(numbers.symbols)
-        table.add_row(split, f"{numbers.examples:,}", *lengths, symbols)
+        table.add_row(split, f"{numbers.examples:,}", *(() if language else lengths), symbols)
     console.print(table)
     for split, numbers in summaries.items():
         classes = [f"{name} {number:,}" for name, number in numbers.classes.items()]

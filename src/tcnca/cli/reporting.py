@@ -12,6 +12,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from tcnca.errors import TcncaError
 
+_SILENCE = 30.0
+"""Seconds after which one who has no terminal wants to hear something."""
+
 
 @contextlib.contextmanager
 def explained(interrupted: str = "stopped") -> Iterator[None]:
@@ -40,6 +43,7 @@ class Watcher:
         self.first: dict[str, int] = {}
         self.last: dict[str, tuple[int, float]] = {}
         self._bars: dict[str, TaskID] = {}
+        self._said = 0.0
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -63,6 +67,10 @@ class Watcher:
             self.started[what], self.first[what] = now, done
             if not self.console.is_terminal:
                 say(self.console, f"{what} …")
+            self._said = now
+        if not self.console.is_terminal and total and now - self._said > _SILENCE:
+            say(self.console, f"{what}: {done:,} of {total:,}")
+            self._said = now
         self._progress.update(self._bars[what], completed=done, total=total)
         self.last[what] = done, now
 

@@ -24,6 +24,9 @@ from tcnca.errors import ConfigError, DataError
 STREAMED = 500
 """Examples to validate and to test on that a stream makes where none are prepared."""
 
+MADE_TO_SHOW = 100
+"""Examples of a set that are made to be looked at where it is not prepared."""
+
 _KINDS: dict[Kind, type[Task]] = {
     "language": LanguageTask,
     "classification": ClassificationTask,
@@ -108,6 +111,8 @@ class _MadeSplits(Mapping[str, Columns]):
 
 def _open(source: str | Path, folder: Path, own: OwnOptions | None) -> DataSet:
     path = Path(source)
+    if not str(source):
+        raise DataError("source: got nothing, allowed is the name of a set, or a file or folder")
     for place in (folder / canonical(path.name) if str(source) == path.name else path, path):
         if (place / MANIFEST).is_file():
             return DataSet.open(place)
@@ -123,6 +128,11 @@ def _open(source: str | Path, folder: Path, own: OwnOptions | None) -> DataSet:
 def example_set(name: str, folder: Path, split: str, wanted: int) -> DataSet:
     """The prepared set called `name`; if it is not prepared but can be made, `wanted` examples of a split."""
     if known(name) and entry(name).generator is not None and not (folder / canonical(name) / MANIFEST).is_file():
+        if wanted > MADE_TO_SHOW:
+            raise DataError(
+                f"{name}: is not prepared in {folder}, and without that only its first {MADE_TO_SHOW} examples are "
+                f"made; `tcnca data prepare {name} --out {folder}` makes all"
+            )
         plan = entry(name).plan(None, seed=0)
         plan = dataclasses.replace(plan, sizes={**dict.fromkeys(SPLITS, 0), split: wanted}, shard=32)
         return DataSet(canonical(name), _facts(entry(name)), make_in_memory(plan))

@@ -170,7 +170,8 @@ class _Job:
         """What was asked for, to know whether a set that is there is the one that is wanted."""
         if not known(self.name):
             name = None if self.origin is None else self.origin.name
-            return {"source": name, "source of": _version(self.origin), "options": dataclasses.asdict(self.own)}
+            options = {f"--{key}": value for key, value in dataclasses.asdict(self.own).items()}
+            return {"source": name, "source of": _version(self.origin), **options}
         generator = entry(self.name).generator
         made = {} if generator is None else {"seed": self.seed, "generator version": generator.version}
         return {"size": self.size, **made}
@@ -187,9 +188,11 @@ class _Job:
         there = manifest.get("request", {})
         for key, wanted in self.request().items():
             if there.get(key) != wanted:
+                nothing = "as published" if key == "size" else "none"
+                was, now = (nothing if value is None else value for value in (there.get(key), wanted))
                 raise DataError(
-                    f"{self.folder}: was prepared with {key} {there.get(key)}, asked for is {wanted}; --force prepares "
-                    f"it anew, --out chooses another place"
+                    f"{self.folder}: was prepared with {key} {was}, asked for is {now}; --force prepares it anew, "
+                    f"--out chooses another place"
                 )
 
     def _read_own(self) -> None:
@@ -203,7 +206,10 @@ class _Job:
         check_space(self.folder, known_set.disk if self.size is None else 0)
         origin = self._fetched(known_set) if self.origin is None else self.origin
         self.watch(f"reading {origin.name}", 0, None)
-        content = known_set.read(origin, unverified=self.unverified)
+        try:
+            content = known_set.read(origin, unverified=self.unverified)
+        except DataError as error:
+            raise DataError(f"{error}. {self.name} is read from {known_set.forms}") from error
         splits = content.splits
         if self.size is not None:
             sizes = known_set.sizes_for(self.size)
@@ -243,8 +249,9 @@ class _Job:
         self, content: Content, splits: Iterable[tuple[str, Iterable[Columns]]], facts: Mapping[str, Any]
     ) -> None:
         # A part of the published set is not the published set.
-        verified = content.verified and (self.size is None or "generator" in facts)
-        about = {"kind": content.kind, "origin": content.origin, "verified": verified, **content.facts, **facts}
+        part = self.size is not None and "generator" not in facts
+        checked = {"verified": content.verified and not part, "part": content.verified and part}
+        about = {"kind": content.kind, "origin": content.origin, **checked, **content.facts, **facts}
         stored = 0
         with SetWriter(self.folder) as writer:
             for split, parts in splits:

@@ -18,6 +18,7 @@ from tcnca.errors import DataError
 _SHADES = " ░▒▓█"
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN = 1000
+_END = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -63,8 +64,11 @@ def _label(data: DataSet, example: dict[str, Any]) -> str:
 
 def _tokens(data: DataSet, tokens: NDArray[np.uint8], limit: int | None) -> str:
     symbols = data.manifest.get("symbols")
-    cut = "" if limit is None or len(tokens) <= limit else f" … ({len(tokens):,} in all)"
-    return _text(np.asarray(tokens[:limit]), symbols) + cut
+    if limit is None or len(tokens) <= limit:
+        return _text(np.asarray(tokens), symbols)
+    # The end belongs to it: there, recall asks its question.
+    begin, end = (_text(np.asarray(part), symbols) for part in (tokens[: limit - _END], tokens[-_END:]))
+    return f"{begin} … {end} ({len(tokens):,} in all)"
 
 
 def _text(tokens: NDArray[np.uint8], symbols: Sequence[str] | None) -> str:

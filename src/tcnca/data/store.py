@@ -63,7 +63,7 @@ class DataSet:
     @property
     def digest(self) -> str:
         """Differs between sets that differ, for a run to know that it goes on with the data it began with."""
-        files = {name: about["sha256"] for name, about in self.manifest.get("files", {}).items()}
+        files = {name: about["values_sha256"] for name, about in self.manifest.get("files", {}).items()}
         return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest() if files else ""
 
     def columns(self, split: str) -> Columns:
@@ -221,7 +221,7 @@ class _NpyWriter:
         os.fsync(self.file.fileno())
         size = self.file.seek(0, os.SEEK_END)
         self.file.close()
-        return {"bytes": size, "dtype": str(self.dtype), "shape": shape, "sha256": self.digest.hexdigest()}
+        return {"bytes": size, "dtype": str(self.dtype), "shape": shape, "values_sha256": self.digest.hexdigest()}
 
     def abandon(self) -> None:
         # What is still buffered may not fit on the disk either; it is not wanted any more.
@@ -277,11 +277,7 @@ def explained(folder: Path) -> Iterator[None]:
                 f"{folder}: the disk is full; free some space or choose another place with --out, then run the same "
                 f"command again (nothing incomplete was left there)"
             ) from error
-        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError) or error.errno == errno.EROFS:
-            raise DataError(
-                f"{folder}: cannot be written ({error.strerror}); choose another place with --out"
-            ) from error
-        raise
+        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another place with --out") from error
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -103,6 +103,7 @@ def _claim(plan: Plan, folder: Path) -> None:
         remove(folder)
         folder.mkdir(parents=True)
         path.write_text(settings, encoding="utf-8")
+    _sweep(folder)
 
 
 def _missing(plan: Plan, prints: list[NDArray[np.uint64]]) -> int:
@@ -148,24 +149,62 @@ def _make_shards(plan: Plan, folder: Path, wanted: int, workers: int, progress: 
         progress(done, wanted)
     if not todo:
         return
+    with _interrupted_once():
+        _make_with_workers(plan, folder, todo, min(workers, len(todo)), lambda more: progress(done + more, wanted))
+
+
+def _make_with_workers(
+    plan: Plan, folder: Path, todo: list[int], workers: int, progress: Callable[[int], None]
+) -> None:
     # Spawned, not forked: a fork of a process that has used PyTorch's threads may hang.
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(todo)), context, _begin_work)
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _begin_work)
     try:
-        for future in concurrent.futures.as_completed([pool.submit(_make_shard, plan, folder, n) for n in todo]):
+        # Workers are not to be interrupted from their first moment on: that is for the process that waits for them.
+        with _interrupts(signal.SIG_IGN):
+            futures = [pool.submit(_make_shard, plan, folder, number) for number in todo]
+        for more, future in enumerate(concurrent.futures.as_completed(futures), 1):
             future.result()
-            done += 1
-            progress(done, wanted)
+            progress(more)
     except concurrent.futures.process.BrokenProcessPool as error:
         raise DataError(
             f"{folder}: a worker was killed, perhaps for want of memory; run the same command again with fewer workers"
         ) from error
+    except BaseException:
+        # Nobody wants to wait for what is half done: a shard is there when it is whole.
+        for process in list(pool._processes.values()):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+        _sweep(folder)
+
+
+@contextlib.contextmanager
+def _interrupts(handler: Any) -> Iterator[None]:
+    """Handle Ctrl-C otherwise for a while. Only the main thread can, and only it is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted_once() -> contextlib.AbstractContextManager[None]:
+    """After one Ctrl-C ignore the next ones: half-stopped workers would be waited for for ever."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    return _interrupts(interrupt)
 
 
 def _begin_work() -> None:
-    """Ctrl-C is for the process that waits; workers finish the shard they are at, and end when it is gone."""
+    """Leave Ctrl-C to the process that waits, and end when that one is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -175,6 +214,12 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what was being written when its process ended."""
+    for path in folder.glob(".*.npz.*"):
+        path.unlink(missing_ok=True)
 
 
 def _path(folder: Path, number: int) -> Path:

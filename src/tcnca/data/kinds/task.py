@@ -36,6 +36,10 @@ class Task(abc.ABC):
     def __init__(self, data: DataSet) -> None:
         self.data = data
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{split} {size:,}" for split, size in self.sizes.items())
+        return f"{type(self).__name__}({self.name!r}: {self.kind}, {counts}; metric {self.metric})"
+
     @property
     def name(self) -> str:
         """Name of the set."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tcnca.data.columns import Column, Columns, Ragged
 from tcnca.data.content import Content
 from tcnca.data.own.labels import classes_of, numbered
-from tcnca.data.own.npz import Arrays, Named, Picked, pick, splits_of
+from tcnca.data.own.npz import Arrays, Named, Picked, check_left, pick, splits_of
 from tcnca.data.own.options import OF_TABLES, OwnOptions, refuse
 from tcnca.data.own.splits import complete, cut, in_order, missing
 from tcnca.errors import DataError
@@ -33,11 +33,13 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: OwnO
         if len(paths) > 1:
             raise DataError(f"{origin}: has {len(paths)} files for {split}; join their arrays in one")
     groups = {split: Arrays.of(paths[0]) for split, paths in files.items()}
+    sources = list(groups.values())
     if list(groups) == ["train"]:
         groups = splits_of(groups["train"], options)
     missing(groups, options, origin)
     picked = {split: pick(arrays, options) for split, arrays in groups.items()}
     _check_alike(origin, picked)
+    check_left(sources, picked, options)
     parts: dict[str, dict[str, Column]] = {split: {"values": _inputs(one)} for split, one in picked.items()}
     _check_features(origin, parts)
     facts = _add_aims(origin, parts, picked)
@@ -158,7 +160,7 @@ def _names(labels: Named) -> list[str]:
     if array.ndim != 1 or array.dtype.kind not in "iubUS":
         raise DataError(
             f"{labels} has dtype {array.dtype} and shape {array.shape}; labels are whole numbers, truth values or "
-            "strings [examples], real numbers are for regression"
+            "strings [examples], name real numbers with --targets"
         )
     if array.dtype.kind == "S":
         return [label.decode("utf-8", "backslashreplace") for label in array.tolist()]

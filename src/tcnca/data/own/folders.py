@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tcnca.data.content import SPLITS
@@ -33,6 +34,15 @@ def split_files(folder: Path, suffixes: Collection[str] | None = None) -> tuple[
         elif files and split is not None:
             found.setdefault(split, []).extend(files)
     return {split: found[split] for split in SPLITS if split in found}, others
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Say of the system's errors which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); may you read it?") from error
 
 
 def stray(entry: Path, cure: str) -> DataError:

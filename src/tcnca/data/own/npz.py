@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ class Picked:
     """Labels or targets."""
 
     @property
+    def arrays(self) -> list[Named]:
+        """All of them."""
+        return [named for named in (self.values, self.lengths, self.aim) if named is not None]
+
+    @property
     def series(self) -> bool:
         """Whether the values are one long series."""
         return self.values.path.suffix.lower() == ".npy" and self.values.array.ndim in (1, 2)
@@ -133,23 +138,42 @@ def pick(arrays: Arrays, options: OwnOptions) -> Picked:
     )
 
 
+def check_left(files: Collection[Arrays], picked: Mapping[str, Picked], options: OwnOptions) -> None:
+    """Refuse arrays that were not picked, unless the options settle what is to be predicted."""
+    if any(option is not None for option in (options.kind, options.labels, options.targets)):
+        return
+    used = {(named.path, named.name) for one in picked.values() for named in one.arrays}
+    for arrays in files:
+        left = [name for name in arrays.names.values() if (arrays.path, name) not in used]
+        if left:
+            raise DataError(
+                f"{arrays.path}: the role of {listed(left)} is not known; name the class of each sequence with "
+                "--labels, the numbers to predict from each with --targets, or the length of each with --lengths, "
+                f"or --kind {picked['train'].kind} to leave out what is not needed"
+            )
+
+
 def _values(arrays: Arrays) -> str:
     found = [name for name in _VALUES if name in arrays.names]
     if len(found) == 1:
         return found[0]
     state = f"arrays {listed(found)} could each be" if found else "no array is obviously"
-    raise DataError(f"{arrays.path}: {state} the values, there are {listed(list(arrays.names))}; say which with values")
+    raise DataError(
+        f"{arrays.path}: {state} the values, there are {listed(list(arrays.names))}; say which with --values"
+    )
 
 
 def _aim(arrays: Arrays, options: OwnOptions) -> tuple[Kind, Named | None]:
     """What there is to do, and the array that says how well."""
     if options.labels is not None and options.targets is not None:
-        raise DataError(f"{arrays.path}: labels and targets are both given; leave one of the options out")
+        raise DataError(f"{arrays.path}: --labels and --targets are both given; leave one of them out")
     kind: Kind | None = options.kind
     for option, meant in (("labels", "classification"), ("targets", "regression")):
         value = getattr(options, option)
         if value is not None and kind not in (None, meant):
-            raise DataError(f"{arrays.path}: {option}={value!r} means {meant}, kind says {kind}; leave one of them out")
+            raise DataError(
+                f"{arrays.path}: --{option} {value!r} means {meant}, --kind says {kind}; leave one of them out"
+            )
     labels, targets, y = (name if name in arrays.names else None for name in ("labels", "targets", "y"))
     if options.labels is not None or kind == "classification":
         return "classification", _wanted(arrays, options.labels or labels or y, "labels")
@@ -158,7 +182,7 @@ def _aim(arrays: Arrays, options: OwnOptions) -> tuple[Kind, Named | None]:
     if kind == "forecast" or not (labels or targets or y):
         return "forecast", None
     if labels and targets:
-        raise DataError(f"{arrays.path}: has both labels and targets; say kind classification or regression")
+        raise DataError(f"{arrays.path}: has both labels and targets; say --kind classification or --kind regression")
     aim = arrays.read(labels or targets or "y")
     real = targets is not None or (labels is None and aim.array.dtype.kind == "f")
     return "regression" if real else "classification", aim
@@ -168,6 +192,6 @@ def _wanted(arrays: Arrays, called: str | None, option: str) -> Named:
     if called is None:
         raise DataError(
             f"{arrays.path}: no array is obviously the {option}, there are {listed(list(arrays.names))}; "
-            f"say which with {option}, or leave kind out"
+            f"say which with --{option}, or leave --kind out"
         )
     return arrays.read(called)

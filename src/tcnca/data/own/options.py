@@ -46,13 +46,13 @@ class OwnOptions:
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in get_args(Kind):
-            raise DataError(f"kind: got {self.kind!r}, allowed are {', '.join(get_args(Kind))}")
+            raise DataError(f"--kind: got {self.kind!r}, allowed are {', '.join(get_args(Kind))}")
         for name, share in (("validation", self.validation), ("test", self.test)):
             if not 0.0 < share < 1.0:
-                raise DataError(f"{name}: got {share}, allowed is a share between 0 and 1")
+                raise DataError(f"--{name}: got {share}, allowed is a share between 0 and 1")
         if not self.validation + self.test < 1.0:
             raise DataError(
-                f"validation and test: got {self.validation} and {self.test}, together they must be less than 1, "
+                f"--validation and --test: got {self.validation} and {self.test}, together they must be less than 1, "
                 "to leave examples for training"
             )
 
@@ -62,4 +62,4 @@ def refuse(options: OwnOptions, names: Collection[str], path: Path, form: str) -
     for name in names:
         value = getattr(options, name)
         if value is not None:
-            raise DataError(f"{path}: {name}={value!r} means nothing for {form}; leave the option {name} out")
+            raise DataError(f"{path}: --{name} {value!r} means nothing for {form}; leave it out")

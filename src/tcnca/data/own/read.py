@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from tcnca.data.content import Content, Kind
 from tcnca.data.own.arrays import ARRAYS, read_arrays
 from tcnca.data.own.folders import files_under, split_files, stray
+from tcnca.data.own.foreign import refuse_foreign
 from tcnca.data.own.options import OwnOptions
 from tcnca.data.own.rows import TABLES
 from tcnca.data.own.streams import read_bytes
@@ -22,16 +23,16 @@ _KINDS: Mapping[Form, Collection[Kind]] = {
     "tables": ("classification", "pairs"),
     "arrays": ("classification", "regression", "forecast"),
 }
-_PACKED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 _DEFAULT = OwnOptions()
 
 
 def read_own(origin: Path, options: OwnOptions = _DEFAULT) -> Content:
     """Read the user's own data.
 
-    - Tables (.csv, .tsv, .jsonl, .ndjson) hold texts to classify, or pairs of texts.
+    - Tables (.csv with commas or semicolons, .tsv, .jsonl, .ndjson) hold texts to classify, or pairs of texts.
     - Arrays (.npy, .npz) hold sequences of real values, to classify, to predict targets from, or to forecast.
-    - Every other file is bytes for a language model, and so is any file with kind language.
+    - Every other file is bytes for a language model, and so is any file with kind language. Packed files and JSON that
+      is not one object a line are refused unless that kind is given: hardly anyone means to learn their bytes.
 
     A folder of tables or of arrays holds files named train*, valid*, val* or dev*, and test*. `tcnca.data.own.splits`
     says what becomes of splits that are not given.
@@ -55,35 +56,30 @@ def read_own(origin: Path, options: OwnOptions = _DEFAULT) -> Content:
     return read_tables(origin, given, options) if form == "tables" else read_arrays(origin, given, options)
 
 
-def _form(origin: Path, files: Collection[Path], options: OwnOptions) -> Form | None:
+def _form(origin: Path, files: Sequence[Path], options: OwnOptions) -> Form | None:
     """The form of the data; None for bytes."""
     suffixes = [file.suffix.lower() for file in files]
     if options.kind is None:
-        _refuse_packed(files)
+        refuse_foreign(files)
         return next((form for form, known in _SUFFIXES.items() if all(suffix in known for suffix in suffixes)), None)
     there = [form for form, known in _SUFFIXES.items() if any(suffix in known for suffix in suffixes)]
     fitting = [form for form in there if options.kind in _KINDS[form]]
     if len(fitting) == 1:
+        refuse_foreign([file for file in files if file.suffix.lower() in _SUFFIXES[fitting[0]]])
         return fitting[0]
     if fitting:
         raise DataError(f"{origin}: holds both tables and arrays; move one of them away")
+    if not there:
+        refuse_foreign(files)
     allowed = ", ".join([*dict.fromkeys(kind for form in there for kind in _KINDS[form]), "language"])
     holders = " or ".join(
         f"{form} ({', '.join(_SUFFIXES[form])})" for form in _SUFFIXES if options.kind in _KINDS[form]
     )
-    raise DataError(f"{origin}: kind {options.kind} needs {holders}; for what is there, allowed is {allowed}")
-
-
-def _refuse_packed(files: Collection[Path]) -> None:
-    """Refuse packed tables and arrays where nobody said to learn their bytes: that is hardly what was meant."""
-    for file in files:
-        inner = Path(file.stem).suffix.lower()
-        if file.suffix.lower() in _PACKED and inner in (*TABLES, *ARRAYS):
-            raise DataError(f"{file}: is packed; unpack it first, or learn its bytes as they are with kind language")
+    raise DataError(f"{origin}: --kind {options.kind} needs {holders}; for what is there, allowed is {allowed}")
 
 
 def _given(folder: Path, form: Form) -> dict[str, list[Path]]:
     given, others = split_files(folder, _SUFFIXES[form])
     if others:
-        raise stray(others[0], f"or learn the bytes of all {form} with kind language")
+        raise stray(others[0], f"or --kind language to learn the bytes of all {form}")
     return given

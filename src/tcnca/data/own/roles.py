@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tcnca.data.own.options import OwnOptions
+from tcnca.data.own.rows import JSON_LINES
 from tcnca.errors import DataError
 
 _TEXTS = ("text", "sentence", "content", "review", "document", "input")
@@ -52,7 +53,7 @@ def _texts(columns: Sequence[str], options: OwnOptions, path: Path) -> tuple[str
     """The column of the text, and that of the second one if there are pairs."""
     if options.kind == "classification" and options.second is not None:
         raise DataError(
-            f"{path}: second={options.second!r} makes pairs, kind says classification; leave one of them out"
+            f"{path}: --second {options.second!r} makes pairs, --kind says classification; leave one of them out"
         )
     found = _pairs(columns)
     if options.second is not None:
@@ -68,7 +69,7 @@ def _texts(columns: Sequence[str], options: OwnOptions, path: Path) -> tuple[str
     if options.kind == "pairs" or (options.kind is None and found):
         state = "several columns could be" if found else "no columns are obviously"
         raise DataError(
-            f"{path}: {state} the two texts of a pair, there are {listed(columns)}; name them with text and second"
+            f"{path}: {state} the two texts of a pair, there are {listed(columns)}; name them with --text and --second"
         )
     return _text(columns, options, columns, path), None
 
@@ -88,9 +89,10 @@ def _obvious(candidates: Sequence[str], known: Collection[str], option: str, col
     if len(found) == 1:
         return found[0]
     state = f"columns {listed(found)} could each be" if found else "no column is obviously"
+    origin = "" if path.suffix.lower() in JSON_LINES else " (the first line names them)"
     raise DataError(
-        f"{path}: {state} the {option}, there are {listed(columns)} (the first line of a CSV file names them); "
-        f"say which with {option}, or train on the bytes as they are (kind language)"
+        f"{path}: {state} the {option}, there are {listed(columns)}{origin}; "
+        f"say which with --{option}, or --kind language to learn the bytes as they are"
     )
 
 

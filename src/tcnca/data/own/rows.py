@@ -1,13 +1,16 @@
-"""Rows of tables: CSV, tab-separated, JSON Lines."""
+"""Rows of tables: separated by commas, semicolons or tabs, or JSON Lines."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from tcnca.data.own.folders import explained
 from tcnca.errors import DataError
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -19,23 +22,27 @@ Row = tuple[int, Mapping[str, Any]]
 
 # A field holds a whole document; the most that csv takes on every machine.
 _LONGEST_FIELD = 2**31 - 1
+_QUOTED = re.compile(r'"[^"]*("|$)')
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a table, one by one; blank lines are skipped."""
+    """The rows of a table, one by one; blank lines are skipped.
+
+    The fields of a .tsv are separated by tabs. Those of a .csv are separated by commas, or by semicolons if its header
+    has some and no comma outside quotes, as spreadsheets write it where the comma marks decimals.
+    """
     read = _json_rows if path.suffix.lower() in JSON_LINES else _csv_rows
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with explained(path), path.open(encoding="utf-8-sig", newline="") as file:
             yield from read(path, file)
     except UnicodeDecodeError as error:
         raise _undecodable(path) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); may you read it?") from error
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
+    opening = _opening(file)
     # Strict, since otherwise a quote that is never closed swallows the rest of the file without a word.
-    reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    reader = csv.reader(itertools.chain(opening, file), delimiter=_delimiter(path, opening[-1]), strict=True)
     header: list[str] = []
     line = 1
     limit = csv.field_size_limit(_LONGEST_FIELD)
@@ -53,6 +60,21 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
         ) from error
     finally:
         csv.field_size_limit(limit)
+
+
+def _opening(file: TextIO) -> list[str]:
+    """The lines up to the first that is not blank."""
+    lines = [file.readline()]
+    while lines[-1] and not lines[-1].strip("\r\n"):
+        lines.append(file.readline())
+    return lines
+
+
+def _delimiter(path: Path, header: str) -> str:
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    bare = _QUOTED.sub("", header)
+    return ";" if ";" in bare and "," not in bare else ","
 
 
 def _header(path: Path, line: int, names: list[str]) -> list[str]:
@@ -105,5 +127,5 @@ def _undecodable(path: Path) -> DataError:
             offset += len(text)
     return DataError(
         f"{path}{place}: {found} is not UTF-8; convert the file, for example with `iconv -f latin-1 -t utf-8`, "
-        "or train on its bytes as a language model (kind language)"
+        "or --kind language to learn its bytes as they are"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from tcnca.data.columns import Columns
 from tcnca.data.content import Content
 from tcnca.data.draw import Draw
-from tcnca.data.own.folders import files_under, split_files, stray
+from tcnca.data.own.folders import explained, files_under, split_files, stray
 from tcnca.data.own.options import OF_ARRAYS, OF_TABLES, OwnOptions, refuse
 from tcnca.data.own.splits import cut, fill, in_order, missing
 from tcnca.errors import DataError
@@ -22,14 +21,6 @@ PART = 16 * 2**20
 
 # Fewer files are too coarse to make up splits of about the right size.
 _MANY_FILES = 10
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); may you read it?") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +45,7 @@ class _Stream:
     def __iter__(self) -> Iterator[Columns]:
         part = bytearray()
         for piece in self.pieces:
-            with _explained(piece.path), piece.path.open("rb") as file:
+            with explained(piece.path), piece.path.open("rb") as file:
                 file.seek(piece.begin)
                 left = piece.size
                 while left:
@@ -95,7 +86,7 @@ def read_bytes(origin: Path, options: OwnOptions) -> Content:
     refuse(options, (*OF_TABLES, *OF_ARRAYS), origin, "bytes of a language model")
     given, others = split_files(origin) if origin.is_dir() else ({}, [])
     if others and "train" in given and len(given) > 1:
-        raise stray(others[0], "if the files are tables or arrays, give their kind as well")
+        raise stray(others[0], "if the files are tables or arrays, say which with --kind")
     if others or not given:
         files = _stream(files_under(origin)).pieces
         if len(files) >= _MANY_FILES:

@@ -41,7 +41,7 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: OwnO
     refuse(options, OF_ARRAYS, origin, "tables")
     if options.split is not None and len(files) > 1:
         raise DataError(
-            f"{origin}: the files are splits already, split={options.split!r} would be others; leave the option out"
+            f"{origin}: the files are splits already, --split {options.split!r} would be others; leave it out"
         )
     missing(files, options, origin)
     roles, found = None, {split: _Examples() for split in files if options.split is None}
@@ -110,12 +110,14 @@ def _split(row: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def _check_texts(origin: Path, roles: Roles, found: Mapping[str, _Examples]) -> None:
-    columns = {roles.text: [examples.texts for examples in found.values()]}
+    columns = {"text": (roles.text, [examples.texts for examples in found.values()])}
     if roles.second is not None:
-        columns[roles.second] = [examples.seconds for examples in found.values()]
-    for name, texts in columns.items():
+        columns["second"] = (roles.second, [examples.seconds for examples in found.values()])
+    for option, (name, texts) in columns.items():
         if not any(text for split in texts for text in split):
-            raise DataError(f"{origin}: column {name!r} is empty in every row; name the column that holds the text")
+            raise DataError(
+                f"{origin}: column {name!r} is empty in every row; say with --{option} which column holds the text"
+            )
 
 
 def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options: OwnOptions) -> Content:

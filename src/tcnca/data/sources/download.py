@@ -23,7 +23,7 @@ RETRIES = 4
 PAUSE = 1.0
 TIMEOUT = (15.0, 60.0)
 CHUNK = 1 << 18
-BY_HAND = "fetch it by hand and give --from FILE"
+BY_HAND = "fetch it by hand and give --from"
 
 _DROPPED = (requests.ConnectionError, requests.Timeout, requests.HTTPError, urllib3.exceptions.HTTPError)
 # The bytes are wanted as they are stored: ranges and checksums are of those.

@@ -15,4 +15,5 @@ ACL_CITATIONS = Entry(
     disk=40_000_000,
     task=partial(PairTask, longest=4000),
     read=acl_citations.read,
+    forms="a folder with acl_papers_fulltext.tsv and acl_citation_edges.tsv, plain or packed",
 )

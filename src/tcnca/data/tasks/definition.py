@@ -45,6 +45,8 @@ class Entry:
     """What to remember with the set: `symbols`, `classes`, `mean`, `deviation`."""
     read: Reader | None = None
     """Reads the set from files."""
+    forms: str = ""
+    """What it can be read from, for people."""
     downloads: tuple[Download, ...] = ()
     """The files, where the public has them."""
     generator: Generator | None = None

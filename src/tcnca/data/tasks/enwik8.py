@@ -13,5 +13,6 @@ ENWIK8 = Entry(
     disk=100_000_000,
     task=LanguageTask,
     read=enwik8.read,
+    forms="the file enwik8, plain or packed (.gz, .xz, .zip), or a folder that has it",
     downloads=enwik8.DOWNLOADS,
 )

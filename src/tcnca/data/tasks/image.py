@@ -14,5 +14,6 @@ IMAGE = Entry(
     task=ClassificationTask,
     facts={"mean": 0.48, "deviation": 0.24},
     read=cifar10.read,
+    forms="cifar-10-python.tar.gz or cifar-10-binary.tar.gz, their folders, or an .npz",
     downloads=cifar10.DOWNLOADS,
 )

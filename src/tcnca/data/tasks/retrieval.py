@@ -15,5 +15,6 @@ RETRIEVAL = Entry(
     disk=1_500_000_000,
     task=partial(PairTask, longest=4000),
     read=aan.read,
+    forms="Long-Range Arena's release, or a folder with new_aan_pairs.train.tsv, .eval.tsv and .test.tsv",
     downloads=aan.DOWNLOADS,
 )

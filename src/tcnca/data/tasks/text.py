@@ -15,5 +15,6 @@ TEXT = Entry(
     disk=66_000_000,
     task=partial(ClassificationTask, longest=4000),
     read=imdb.read,
+    forms="aclImdb_v1.tar.gz, its folder, or a folder with imdb_train.tsv and imdb_test.tsv, plain or packed",
     downloads=imdb.DOWNLOADS,
 )
