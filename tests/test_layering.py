@@ -24,8 +24,9 @@ STOREYS = {
     "layers": {"errors", "ops", "layers"},
     "models": {"errors", "ops", "layers", "models"},
     "data": {"errors", "version", "ops", "layers", "models", "data"},
+    "training": {"errors", "version", "ops", "layers", "models", "data", "training"},
 }
-PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models", "tcnca.data"]
+PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models", "tcnca.data", "tcnca.training"]
 
 
 def sources(storey: str = "") -> list[Path]:

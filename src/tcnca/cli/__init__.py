@@ -9,6 +9,7 @@ import typer
 from tcnca.cli.data import app as data_app
 from tcnca.cli.demo import demo
 from tcnca.cli.models import models
+from tcnca.cli.recipes import recipes
 from tcnca.version import __version__
 
 app = typer.Typer(
@@ -35,6 +36,6 @@ def main(
     """TCNCA and its relatives: models for very long sequences."""
 
 
-for command in (demo, models):
+for command in (demo, models, recipes):
     app.command()(command)
 app.add_typer(data_app)

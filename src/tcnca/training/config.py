@@ -1,0 +1,195 @@
+"""What a run is made of: typed, checked, and readable as a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from tcnca.errors import ConfigError
+from tcnca.layers import Config, check_at_least, check_choice, check_flag
+
+ScheduleKind = Literal["linear", "cosine", "stable"]
+Precision = Literal["float32", "bf16"]
+Parallel = Literal["ddp", "fsdp"]
+NonFinite = Literal["stop", "skip"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Config):
+    """What to train on."""
+
+    source: str = ""
+    """A set that `tcnca data list` shows, or a file or folder of your own."""
+    folder: str | None = None
+    """Where prepared sets are; None for $TCNCA_DATA, or else `data`."""
+    stream: bool = False
+    """Whether training examples are made as they are needed, without end; for sets that are made."""
+    holdout: float = 0.0
+    """Share of the training split to validate on, where the set has no validation split."""
+    task: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the task, such as `longest: 1000`, or `carried: false` for EnWik8."""
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """How to read data of your own, such as `text: body`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.source, str):
+            raise ConfigError(f"data.source: got {self.source!r}, allowed is the name of a set, or a file or folder")
+        check_flag("data.stream", self.stream)
+        check_share("data.holdout", self.holdout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig(Config):
+    """What an update sees."""
+
+    size: int = 32
+    """Examples of an update, on all processes together; for a language model, tokens."""
+    accumulate: int = 1
+    """Parts into which each process cuts its share, one after the other, to need less memory."""
+    seed: int = 0
+    """Seed of the order of examples, of the weights and of dropout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("batch.size", self.size, 1)
+        check_at_least("batch.accumulate", self.accumulate, 1)
+        check_at_least("batch.seed", self.seed, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimiserConfig(Config):
+    """Adam with decoupled weight decay. Norms, biases, EMA and the scales of gates are not decayed."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices and kernels."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Adam's decay rates."""
+    eps: float = 1e-8
+    """Adam's ε."""
+    clip: float = 1.0
+    """Greatest norm of the gradient; 0 for no limit."""
+    kernel_rate: float = 1.0
+    """Learning rate of the TCN's kernels, as a factor."""
+    kernel_decay: float = 1.0
+    """Weight decay of the TCN's kernels, as a factor."""
+    nonfinite: NonFinite = "stop"
+    """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the update."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name in ("learning_rate", "weight_decay", "eps", "clip", "kernel_rate", "kernel_decay"):
+            check_not_negative(f"optimiser.{name}", getattr(self, name))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimiser.betas: got {self.betas}, allowed are two numbers from 0 up to, without, 1")
+        check_choice("optimiser.nonfinite", self.nonfinite, get_args(NonFinite))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Config):
+    """How the learning rate goes up and down again."""
+
+    updates: int = 10_000
+    """Number of updates of the run."""
+    warmup: int = 500
+    """Updates over which the learning rate rises to its peak."""
+    warmup_start: float = 1e-7
+    """Learning rate of the first update."""
+    warmup_power: float = 1.0
+    """Power of the rise: 1 is linear, 2 begins flat."""
+    kind: ScheduleKind = "linear"
+    """What follows: `linear` or `cosine` decay, or `stable` until `decay` is left, then linear."""
+    decay: float = 0.2
+    """Share of the run over which a `stable` schedule decays."""
+    end: float = 0.0
+    """Learning rate at the end, as a share of its peak."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("schedule.updates", self.updates, 1)
+        check_at_least("schedule.warmup", self.warmup, 0)
+        if self.warmup > self.updates:
+            raise ConfigError(f"schedule.warmup: got {self.warmup}, allowed is at most the updates, {self.updates}")
+        for name in ("warmup_start", "warmup_power", "end"):
+            check_not_negative(f"schedule.{name}", getattr(self, name))
+        check_choice("schedule.kind", self.kind, get_args(ScheduleKind))
+        check_share("schedule.decay", self.decay)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Config):
+    """How to look at the model during and after training."""
+
+    every: int = 1000
+    """Updates between validations; 0 for none before the end."""
+    size: int = 64
+    """Examples, or rows of a language model, read side by side."""
+    chunk: int | None = None
+    """Chunk of the attention in evaluation; None for that of training."""
+    batches: int | None = None
+    """Batches of a validation during training; None for the whole split. The last one always sees it whole."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("evaluation.every", self.every, 0)
+        check_at_least("evaluation.size", self.size, 1)
+        for name in ("chunk", "batches"):
+            if getattr(self, name) is not None:
+                check_at_least(f"evaluation.{name}", getattr(self, name), 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Config):
+    """What is kept of a run."""
+
+    every: int = 1000
+    """Updates between checkpoints; 0 for none by number of updates."""
+    minutes: float = 10.0
+    """Minutes between checkpoints; 0 for none by time."""
+    keep: int = 2
+    """How many of the last checkpoints stay; the best one stays as well."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("checkpoint.every", self.every, 0)
+        check_not_negative("checkpoint.minutes", self.minutes)
+        check_at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(Config):
+    """How the run is computed."""
+
+    precision: Precision = "float32"
+    """`float32`, or `bf16`: weights in float32, most of the arithmetic in bfloat16."""
+    compile: bool = False
+    """Whether to compile the model with `torch.compile`."""
+    recompute: bool = False
+    """Whether to compute layers again in the backward pass instead of keeping what they made: less memory."""
+    parallel: Parallel = "ddp"
+    """What several processes share: the data (`ddp`), or weights, gradients and optimiser as well (`fsdp`)."""
+    log_every: int = 50
+    """Updates between lines of the log."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("engine.precision", self.precision, get_args(Precision))
+        check_flag("engine.compile", self.compile)
+        check_flag("engine.recompute", self.recompute)
+        check_choice("engine.parallel", self.parallel, get_args(Parallel))
+        check_at_least("engine.log_every", self.log_every, 1)
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raise a ConfigError unless `value` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}: got {value!r}, allowed is a number of at least 0")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise a ConfigError unless `value` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{name}: got {value!r}, allowed is a number from 0 to 1")

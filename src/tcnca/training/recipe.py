@@ -1,0 +1,221 @@
+"""Recipes: a run as a YAML file, of which anything can be changed on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.resources
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tcnca.data import OwnOptions, Task, task
+from tcnca.errors import ConfigError
+from tcnca.layers import AttentionConfig, Config, EMAConfig, TCNConfig
+from tcnca.models import ModelConfig, TokenInput, ValueInput, preset
+from tcnca.training.config import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    OptimiserConfig,
+    ScheduleConfig,
+)
+
+_PARTS: dict[str, type[Config]] = {
+    "data": DataConfig,
+    "batch": BatchConfig,
+    "optimiser": OptimiserConfig,
+    "schedule": ScheduleConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "engine": EngineConfig,
+}
+_MODEL_PARTS = (TCNConfig, EMAConfig, AttentionConfig, TokenInput, ValueInput)
+# What the name of a part stands for on the command line, where it is given a value itself: `data=my.txt`.
+_ITSELF = {"data": "data.source", "model": "model.preset"}
+# Parts of a part that may hold any key, checked by those who read them.
+_OPEN = ("data.task", "data.own")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that determines a run."""
+
+    about: str = ""
+    """What it is, for people."""
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """`preset`, and changes to it; or the fields of a ModelConfig. What the task decides may be left out."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """What to train on."""
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    """What an update sees."""
+    optimiser: OptimiserConfig = dataclasses.field(default_factory=OptimiserConfig)
+    """How weights are changed."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """How long, and with which learning rate."""
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    """How to look at the model."""
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    """What is kept."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    """How it is computed."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` wrote, or a YAML file holds. What is left out has its default."""
+        built: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in {field.name for field in dataclasses.fields(cls)}:
+                raise _no_such_key(key)
+            if key == "about":
+                built[key] = str(value)
+                continue
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{key}: got {value!r}, allowed are keys and values")
+            if key in _PARTS:
+                for name in value:
+                    if name not in _names(_PARTS[key]):
+                        raise _no_such_key(f"{key}.{name}")
+                built[key] = _PARTS[key](**value)
+            else:
+                built[key] = dict(value)
+        return cls(**built)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for YAML and JSON."""
+        values = dataclasses.asdict(self)
+        values["optimiser"]["betas"] = list(self.optimiser.betas)
+        return values
+
+    def to_yaml(self) -> str:
+        """The recipe as a file."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+    def override(self, changes: Iterable[str]) -> Recipe:
+        """A copy with some keys changed, each given as `key=value`.
+
+        A key is named in full (`optimiser.learning_rate=1e-3`), or by its last name if no other has it
+        (`learning_rate=1e-3`, `layers=4`). `data=my.txt` and `model=mega-text` choose the set and the preset.
+        """
+        values = self.to_dict()
+        for change in changes:
+            key, equals, text = change.partition("=")
+            if not equals:
+                raise ConfigError(f"{change}: got no value, allowed is key=value, for example {change}=1")
+            path = _located(key.strip())
+            inner = values
+            for name in path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[path[-1]] = parsed(text)
+        return Recipe.from_dict(values)
+
+    def build_task(self) -> Task:
+        """The task, from its prepared set or file."""
+        if not self.data.source:
+            raise ConfigError("data.source: got nothing, allowed is a set or a file: give data=NAME or data=FILE")
+        own = OwnOptions(**self.data.own) if self.data.own else None
+        return task(
+            self.data.source,
+            self.data.folder,
+            stream=self.data.stream,
+            holdout=self.data.holdout,
+            own=own,
+            **self.data.task,
+        )
+
+    def model_config(self, task: Task) -> ModelConfig:
+        """The model for a task. What the recipe does not say of its input and head, the task does."""
+        changes = dict(self.model)
+        name = changes.pop("preset", None)
+        config = ModelConfig(input=task.input, head=task.head, causal=task.causal) if name is None else None
+        return (preset(name).model if config is None else config).override(**changes)
+
+
+def recipes() -> dict[str, str]:
+    """The recipes that come with the library, and what they are."""
+    folder = importlib.resources.files("tcnca.training") / "recipes"
+    files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): load_recipe(name.removesuffix(".yaml")).about for name in files}
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe that comes with the library, by its name, or one of yours, by its path."""
+    own = name.endswith((".yaml", ".yml")) or os.sep in name
+    source = Path(name) if own else importlib.resources.files("tcnca.training") / "recipes" / f"{name}.yaml"
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(_no_such_recipe(name, own)) from None
+    try:
+        values = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{name}: holds no keys and values")
+        return Recipe.from_dict(values)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"{name}: is not a recipe ({error})") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _no_such_recipe(name: str, own: bool) -> str:
+    if own:
+        return f"recipe: there is no file {name}"
+    known = recipes()
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"recipe: got {name!r}, allowed are a file that ends in .yaml, or {', '.join(known)}{hint}"
+
+
+def parsed(text: str) -> Any:
+    """A value of the command line: YAML, and numbers such as 1e-3, which YAML would take for words."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text}: is no value ({error})") from error
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _names(part: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(part)]
+
+
+def _keys() -> list[str]:
+    """Every key that a recipe can have, but those of open parts."""
+    keys = [f"{part}.{name}" for part, cls in _PARTS.items() for name in _names(cls)]
+    # Fields of the model's parts are named without their part, as `ModelConfig.override` takes them.
+    inner = {name for part in _MODEL_PARTS for name in _names(part)} - set(_names(ModelConfig))
+    return ["about", "model.preset", *(f"model.{name}" for name in [*_names(ModelConfig), *sorted(inner)]), *keys]
+
+
+def _located(key: str) -> list[str]:
+    """The way to a key."""
+    if key in _ITSELF:
+        return _ITSELF[key].split(".")
+    if key in _keys() or key.startswith(tuple(f"{part}." for part in _OPEN)):
+        return key.split(".", 2) if key.startswith(_OPEN) else key.split(".")
+    if key.startswith("model."):
+        # A field of a part of the model, such as model.chunk; the model knows them.
+        return ["model", key.removeprefix("model.")]
+    found = [full for full in _keys() if full.split(".")[-1] == key]
+    if len(found) == 1:
+        return found[0].split(".")
+    if found:
+        raise ConfigError(f"{key}: is the name of several keys, allowed are {', '.join(found)}")
+    raise _no_such_key(key)
+
+
+def _no_such_key(key: str) -> ConfigError:
+    names = {full.split(".")[-1]: full for full in _keys()} | {full: full for full in _keys()}
+    close = difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(key.split(".")[-1], names, 1)
+    hint = f"; did you mean {names[close[0]]}?" if close else ""
+    return ConfigError(f"{key}: no such key of a recipe{hint}")

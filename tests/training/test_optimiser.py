@@ -1,0 +1,124 @@
+"""Which parameters are decayed and how fast they learn, and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tcnca import ConfigError
+from tcnca.training import (
+    OptimiserConfig,
+    ScheduleConfig,
+    build_optimiser,
+    learning_rate,
+    parameter_groups,
+    set_rate,
+)
+from tests.examples import FAMILY, small_model
+
+
+def names_in(family: str, config: OptimiserConfig) -> dict[str, set[str]]:
+    model = small_model(family)
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        group["name"]: {by_id[id(parameter)] for parameter in group["params"]}
+        for group in parameter_groups(model, config)
+    }
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_parameter_is_in_one_group(family: str) -> None:
+    groups = names_in(family, OptimiserConfig())
+    together = [name for group in groups.values() for name in group]
+    assert sorted(together) == sorted(name for name, _ in small_model(family).named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_norms_biases_ema_and_scales_are_not_decayed(family: str) -> None:
+    groups = names_in(family, OptimiserConfig())
+    for name in groups["matrices"] | groups.get("kernels", set()):
+        assert "norm" not in name
+        assert not name.endswith(("bias", "gamma", "beta", "alpha", "delta", "omega", "scale"))
+    assert "embedding.weight" in groups["matrices"]
+    assert "layers.0.feed_forward.up.weight" in groups["matrices"]
+    tcn = family.startswith("tcn")
+    assert groups.get("kernels", set()) == ({f"layers.{i}.mixing.mixer.weight" for i in range(2)} if tcn else set())
+    assert "layers.0.mixing.mixer.weight" not in groups["matrices"]
+
+
+def test_kernels_have_factors_of_their_own() -> None:
+    config = OptimiserConfig(learning_rate=0.01, weight_decay=0.2, kernel_rate=0.1, kernel_decay=0.5)
+    optimiser = build_optimiser(small_model(), config)
+    set_rate(optimiser, 0.004)
+    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimiser.param_groups}
+    assert found == {"matrices": (0.004, 0.2), "kernels": (pytest.approx(0.0004), 0.1), "rest": (0.004, 0.0)}
+
+
+def test_decay_is_decoupled() -> None:
+    """Without a gradient's direction, a weight shrinks by rate times decay, whatever its gradient's size."""
+    model = small_model("tcnca")
+    optimiser = build_optimiser(model, OptimiserConfig(weight_decay=0.5))
+    set_rate(optimiser, 0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    after = dict(model.named_parameters())
+    weight, norm = "layers.0.feed_forward.up.weight", "layers.0.feed_forward.norm.weight"
+    torch.testing.assert_close(after[weight].detach(), before[weight] * (1 - 0.1 * 0.5))
+    torch.testing.assert_close(after[norm].detach(), before[norm])
+
+
+def rates(schedule: ScheduleConfig, peak: float = 1.0) -> list[float]:
+    return [learning_rate(step / schedule.updates, peak, schedule) for step in range(schedule.updates + 1)]
+
+
+def test_linear_is_as_published() -> None:
+    found = rates(ScheduleConfig(updates=100, warmup=20, warmup_start=1e-7), peak=0.005)
+    for step, rate in enumerate(found):
+        expected = 1e-7 + step * (0.005 - 1e-7) / 20 if step < 20 else 0.005 * (100 - step) / 80
+        assert rate == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_rise_may_begin_flat() -> None:
+    found = rates(ScheduleConfig(updates=100, warmup=50, warmup_start=0.0, warmup_power=2))
+    assert found[25] == pytest.approx(0.25)
+    assert found[50] == pytest.approx(1.0)
+
+
+def test_cosine() -> None:
+    found = rates(ScheduleConfig(updates=100, warmup=0, kind="cosine", end=0.1))
+    assert found[0] == pytest.approx(1.0)
+    assert found[50] == pytest.approx(0.55)
+    assert found[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert found[100] == pytest.approx(0.1)
+
+
+def test_stable_decays_at_the_end_alone() -> None:
+    found = rates(ScheduleConfig(updates=100, warmup=10, kind="stable", decay=0.2))
+    assert found[10:81] == pytest.approx([1.0] * 71)
+    assert found[90] == pytest.approx(0.5)
+    assert found[100] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "stable"])
+@pytest.mark.parametrize("warmup", [0, 30, 100])
+def test_it_stays_between_start_and_peak_and_ends_at_its_end(kind: str, warmup: int) -> None:
+    schedule = ScheduleConfig(updates=100, warmup=warmup, kind=kind, end=0.05)  # type: ignore[arg-type]
+    found = rates(schedule)
+    assert all(0 <= rate <= 1.0 + 1e-12 for rate in found)
+    assert found[-1] == pytest.approx(1.0 if warmup == 100 else 0.05)
+    rising, falling = found[: warmup + 1], found[warmup:]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    # A run that takes a little longer than its budget stays at its end.
+    assert learning_rate(1.2, 1.0, schedule) == found[-1]
+
+
+def test_schedules_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.warmup: got 11, allowed is at most the updates, 10"):
+        ScheduleConfig(updates=10, warmup=11)
+    with pytest.raises(ConfigError, match=r"schedule\.kind: got 'step', allowed are linear, cosine, stable"):
+        ScheduleConfig(kind="step")  # type: ignore[arg-type]
