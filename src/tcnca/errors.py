@@ -27,3 +27,7 @@ class CheckpointError(TcncaError):
 
 class DataError(TcncaError):
     """Data that is missing, damaged or not of the form it should have. Names the file and what to do."""
+
+
+class TrainingError(TcncaError):
+    """A run that cannot go on. Says at which update, and what can be done."""

@@ -1,0 +1,73 @@
+"""One process or many: PyTorch's own, as `torchrun` starts them. A run that is started alone needs none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Who this process is among how many, and where it computes."""
+
+    rank: int = 0
+    """Number of this process."""
+    world: int = 1
+    """Number of all processes."""
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    """What this one computes on."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        return self.rank == 0
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """The greatest over all processes."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def wait(self) -> None:
+        """Go on when all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world == 1:
+            return values
+        values = values.to(self.device)
+        dist.all_reduce(values, how)
+        return values
+
+
+@contextlib.contextmanager
+def processes(device: str | None = None) -> Iterator[Processes]:
+    """Join the processes that `torchrun` has started, if it has.
+
+    Args:
+        device: `cpu` or `cuda`; None for a GPU where there is one.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world == 1:
+        yield Processes(device=place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Processes(rank=rank, world=world, device=place)
+        # All together: who leaves while another still speaks may wait for it for ever.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
