@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -207,13 +208,16 @@ class Run:
             for layer in self.model.layers:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         stepper: nn.Module = self.model
-        if self.group.world > 1 and engine.parallel == "fsdp":
-            for layer in self.model.layers:
-                fully_shard(layer)
-            fully_shard(self.model)
         if engine.compile:
-            # For each shape anew: code for shapes left open is slower, and some of it cannot be generated at all.
-            stepper = torch.compile(stepper, dynamic=False)  # type: ignore[assignment]
+            # Layer by layer: they are alike, so the code of one serves all. For each shape anew: code for shapes left
+            # open is slower, and some of it cannot be generated at all.
+            for layer in self.model.layers:
+                layer.compile(dynamic=False)
+        if self.group.world > 1 and engine.parallel == "fsdp":
+            mesh = init_device_mesh(self.group.device.type, (self.group.world,))
+            for layer in self.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         if self.group.world > 1 and engine.parallel == "ddp":
             stepper = DistributedDataParallel(stepper)
         return stepper
