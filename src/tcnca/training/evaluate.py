@@ -61,7 +61,7 @@ def evaluate(
             output = model(**batch.arguments(), **carried, return_state=bool(carried))
             state = output.state
             totals += torch.stack([part.double().cpu() for part in task.tally(output.logits, batch)])
-    total, count = group.total(totals.to(torch.float64)).tolist()
+    total, count = group.total(totals).tolist()
     return Score(metric=task.metric, value=total / max(count, 1), count=int(count))
 
 

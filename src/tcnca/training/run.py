@@ -101,13 +101,12 @@ class Run:
     def evaluate(self, split: str, batches: int | None = None) -> Score:
         """The score on a split."""
         config, engine = self.recipe.evaluation, self.recipe.engine
-        chunk = config.chunk
         return evaluate(
             self.model,
             self.task,
             split,
             config.size,
-            chunk=chunk,
+            chunk=config.chunk,
             batches=batches,
             precision=engine.precision,
             group=self.group,
@@ -141,6 +140,8 @@ class Run:
                 self.watch.log({"step": step + 1, "rate": rate, "seconds": seconds, "done": done, **meter.read()})
             every = self.recipe.evaluation.every
             if every and (step + 1) % every == 0 and step + 1 < self.recipe.schedule.updates:
+                # A validation may save the model as the best so far.
+                meter.check(self.recipe, self.checkpoints)
                 self._validate()
 
     def _due(self, step: int, saved: float) -> bool:
