@@ -75,9 +75,9 @@ def _by_chunks(
     time = q.shape[1]
     chunks = (time + size - 1) // size
     missing = chunks * size - time
-    # An exported program serves any length, so it must not ask whether one is a multiple of the chunk.
-    exporting = torch.compiler.is_exporting()
-    if exporting or missing:
+    # A program that is exported for any length must not ask whether one is a multiple of the chunk.
+    any_length = isinstance(time, torch.SymInt)
+    if any_length or missing:
         q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
         if lengths is None:
             lengths = torch.full((q.shape[0],), time, device=q.device)
@@ -89,4 +89,4 @@ def _by_chunks(
     q, k, v = (part.unflatten(1, (chunks, size)) for part in (q, k, v))
     biases = None if bias is None else chunk_bias(bias, size)
     out = attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
-    return out.index_select(1, torch.arange(time, device=out.device)) if exporting else out[:, :time]
+    return out.index_select(1, torch.arange(time, device=out.device)) if any_length else out[:, :time]

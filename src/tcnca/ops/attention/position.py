@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROTARY_BASE = 10000.0
@@ -32,12 +33,12 @@ def rotary_bias(alpha: Tensor, beta: Tensor, reach: int) -> Tensor:
 
 def chunk_bias(bias: Tensor, size: int) -> Tensor:
     """`bias` (`[2 · reach - 1]`) between the tokens of one chunk, `[size, size]` by query and key."""
-    if torch.compiler.is_compiling():
-        # Unfolding would bind a graph to one size.
-        place = torch.arange(size, device=bias.device)
-        return offset_bias(bias, place, place)
     reach = (bias.shape[0] + 1) // 2
-    return bias[reach - size : reach + size - 1].unfold(0, size, 1).flip(0)
+    # Repeated with a period one longer than a row, each row shows the values one place further on. Looking them up
+    # would give the same, but the gradient of a look-up is added up value by value.
+    period = F.pad(bias[reach - size : reach + size - 1], (0, 1))
+    rows = period.expand(size, -1).reshape(-1)[: size * (2 * size - 1)].view(size, 2 * size - 1)
+    return rows[:, size - 1 :]
 
 
 def offset_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
