@@ -53,7 +53,8 @@ def _refused(path: Path, message: str, options: OwnOptions | None = None) -> Non
         ({"values": VALUES, "lengths": [1.0] * 20}, "^: array 'lengths' has dtype float64 .*; lengths are whole"),
         (
             {"values": VALUES, "labels": HALVES / 3},
-            "^: array 'labels' has dtype float64 .*name real numbers with --targets$",
+            r"^: array 'labels' has dtype float64 .*name real numbers with --targets "
+            r"\(in a recipe: data\.own\.targets=…\)$",
         ),
         ({"values": VALUES, "labels": HALVES[:, None]}, r"^: array 'labels' has dtype int64 and shape \(20, 1\)"),
         ({"values": VALUES, "labels": HALVES * 0}, "^: every label is '0'"),
@@ -66,7 +67,8 @@ def _refused(path: Path, message: str, options: OwnOptions | None = None) -> Non
         ({"values": VALUES, "data": VALUES}, "^: arrays 'values', 'data' could each be the values"),
         (
             {"signal": VALUES, "y": HALVES},
-            "^: no array is obviously the values, there are 'signal', 'y'; say which with --values$",
+            r"^: no array is obviously the values, there are 'signal', 'y'; say which with --values "
+            r"\(in a recipe: data\.own\.values=…\)$",
         ),
         ({"test_values": VALUES}, "^: no array is obviously the values, there are 'test_values'"),
         ({"train_x": VALUES, "x_train": VALUES}, "^: arrays 'train_x' and 'x_train' mean the same"),
@@ -104,7 +106,10 @@ def test_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
         ({"labels": "y", "targets": "y"}, "^: --labels and --targets are both given"),
         ({"labels": "y", "kind": "regression"}, "^: --labels 'y' means classification, --kind says regression"),
         ({"targets": "y", "kind": "forecast"}, "^: --targets 'y' means regression, --kind says forecast"),
-        ({"text": "values"}, "^: --text 'values' means nothing for arrays; leave it out$"),
+        (
+            {"text": "values"},
+            r"^: --text 'values' means nothing for arrays; leave it out \(in a recipe: data\.own\.text=…\)$",
+        ),
         ({"split": "y"}, "^: --split 'y' means nothing for arrays"),
     ],
 )

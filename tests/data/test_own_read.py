@@ -90,7 +90,8 @@ def test_tables_beside_arrays(tmp_path: Path) -> None:
         read_own(tmp_path, OwnOptions(kind="classification"))
 
 
-PACKED = "is packed; unpack it first, or --kind language to learn the packed bytes$"
+IN_A_RECIPE = r" \(in a recipe: data\.own\.kind=language\)$"
+PACKED = "is packed; unpack it first, or --kind language to learn the packed bytes" + IN_A_RECIPE
 
 
 @pytest.mark.parametrize("kind", [None, "classification"])
@@ -165,8 +166,8 @@ def test_json_is_not_mistaken_for_text(tmp_path: Path, names: list[str], kind: K
     for name in names:
         (tmp_path / name).write_text('[{"text": "a", "label": 1}, {"text": "b", "label": 2}]')
     path = tmp_path / names[0] if len(names) == 1 else tmp_path
-    message = r"(?i)\.json: is JSON; save one object a line as \.jsonl, or --kind language to learn its bytes$"
-    with pytest.raises(DataError, match=message):
+    message = r"(?i)\.json: is JSON; save one object a line as \.jsonl, or --kind language to learn its bytes"
+    with pytest.raises(DataError, match=message + IN_A_RECIPE):
         read_own(path, OwnOptions(kind=kind))
     assert read_own(path, OwnOptions(kind="language")).kind == "language"
 

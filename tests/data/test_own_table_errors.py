@@ -89,7 +89,12 @@ def test_the_bad_byte_is_found_far_into_the_file(tmp_path: Path) -> None:
         ("text,label", {"split": "part"}, "^: has no column 'part'"),
         ("text,label", {"label": "text"}, "^: no column is obviously the text"),
         ("text,label", {"text": "text", "label": "text"}, "^: column 'text' is to be two things at once"),
-        ("text,label", {"kind": "pairs"}, "^: no columns are obviously .* name them with --text and --second$"),
+        (
+            "text,label",
+            {"kind": "pairs"},
+            r"^: no columns are obviously .* name them with --text and --second "
+            r"\(in a recipe: data\.own\.text=…, data\.own\.second=…\)$",
+        ),
         ("a,b,label", {"kind": "pairs", "text": "a"}, "^: no columns are obviously the two texts"),
         ("text1,text2,first,second,label", {}, "^: several columns could be the two texts of a pair"),
         (
@@ -115,9 +120,9 @@ def test_columns(tmp_path: Path, header: str, options: dict[str, str], message: 
 )
 def test_columns_are_explained_as_the_file_has_them(tmp_path: Path, name: str, content: str, first_line: str) -> None:
     message = f": no column is obviously the text, there are 'words', 'label'{first_line}; say which with --text, or "
-    _refused(
-        tmp_path / name, content, "^" + re.escape(message + "--kind language to learn the bytes as they are") + "$"
-    )
+    message += "--kind language to learn the bytes as they are"
+    message += " (in a recipe: data.own.text=…, data.own.kind=language)"
+    _refused(tmp_path / name, content, "^" + re.escape(message) + "$")
 
 
 @pytest.mark.parametrize(

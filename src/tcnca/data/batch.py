@@ -17,6 +17,10 @@ IGNORE = -100
 """A class or token that does not count, as in `torch.nn.functional.cross_entropy`. Numbers that do not are NaN."""
 
 
+_NARROWEST = 64
+"""Below this, rows cost next to nothing, so one length serves all."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """Some examples, padded on the right to the longest of them."""
@@ -63,6 +67,17 @@ class Batch:
         """The batch in memory that a GPU copies from without waiting."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def widened(self) -> Batch:
+        """The batch with rows padded to the next of few lengths, powers of two and those halfway between.
+
+        Code that is compiled for each length anew then serves batches of almost any. Targets must be one a row.
+        """
+        inputs, lengths = _widened(self.inputs, self.lengths)
+        if self.second is None:
+            return dataclasses.replace(self, inputs=inputs, lengths=lengths)
+        second, second_lengths = _widened(self.second, self.second_lengths)
+        return dataclasses.replace(self, inputs=inputs, lengths=lengths, second=second, second_lengths=second_lengths)
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
@@ -72,6 +87,18 @@ class Batch:
 
 def _real(inputs: Tensor, lengths: Tensor | None) -> int:
     return inputs.shape[0] * inputs.shape[1] if lengths is None else int(lengths.sum())
+
+
+def _widened(inputs: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if lengths is None:
+        # All rows are full: so are those of other batches, most likely, and no padding is cheaper than any.
+        return inputs, None
+    rows, time = inputs.shape[:2]
+    power = 1 << (time - 1).bit_length()
+    wide = max(power // 4 * 3 if time <= power // 4 * 3 else power, _NARROWEST)
+    out = inputs.new_zeros(rows, wide, *inputs.shape[2:])
+    out[:, :time] = inputs
+    return out, lengths
 
 
 def padded(

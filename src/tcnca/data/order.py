@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from tcnca.data.draw import Draw
 from tcnca.errors import ConfigError
 
+_TOGETHER = 32
+"""Batches whose examples are sorted together: enough for like lengths, too few to show the same order every epoch."""
+
 
 @functools.lru_cache(maxsize=8)
 def _permutation(seed: int, stream: str, epoch: int, count: int) -> NDArray[np.int64]:
@@ -29,6 +32,19 @@ def places(seed: int, count: int, begin: int, end: int, stream: str = "") -> NDA
         inside = epochs == epoch
         found[inside] = _permutation(seed, stream, int(epoch), count)[numbers[inside] % count]
     return found
+
+
+def alike(seed: int, lengths: NDArray[np.int64], step: int, size: int) -> NDArray[np.int64]:
+    """The examples of one batch of the same walk in which sequences of like lengths are together.
+
+    Of every `_TOGETHER` batches the examples are sorted by length and dealt out anew, and the batches shuffled: each
+    epoch still meets every example once, up to those that such a group of batches shares with the next epoch.
+    """
+    group, inside = divmod(step, _TOGETHER)
+    begin = group * _TOGETHER * size
+    chosen = places(seed, len(lengths), begin, begin + _TOGETHER * size)
+    batch = int(Draw(seed, "alike", group).permutation(_TOGETHER)[inside])
+    return chosen[np.argsort(lengths[chosen], kind="stable")][batch * size : (batch + 1) * size]
 
 
 def groups(count: int, size: int) -> range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from tcnca.data.columns import Columns, Ragged, count
 from tcnca.data.content import Kind
 from tcnca.data.generators.generator import Stream
 from tcnca.data.kinds.task import Task, class_loss, class_tally, number_loss, precise
-from tcnca.data.order import groups, part, places, training_part
+from tcnca.data.order import alike, groups, part, places, training_part
 from tcnca.data.store import DataSet
 from tcnca.errors import ConfigError
 from tcnca.models.config import ClassifierHead, Input, PairHead, RegressionHead, TokenInput, ValueInput
@@ -26,22 +27,35 @@ from tcnca.models.config import ClassifierHead, Input, PairHead, RegressionHead,
 class ExampleTask(Task):
     """A task whose batches are made of examples: in training drawn without replacement, or from an endless stream."""
 
-    def __init__(self, data: DataSet, *, longest: int | None = None, stream: Stream | None = None) -> None:
+    def __init__(
+        self, data: DataSet, *, longest: int | None = None, by_length: bool = False, stream: Stream | None = None
+    ) -> None:
         super().__init__(data)
         if longest is not None and longest < 1:
             raise ConfigError(f"longest: got {longest}, allowed is at least 1")
-        self.longest = longest
+        if by_length and stream is not None:
+            raise ConfigError("by_length: got True, but the examples of a stream have no lengths until they are made")
+        self.longest, self.by_length = longest, by_length
         self._stream = stream
 
     def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world: int = 1) -> Batch:
-        """`size` examples; an epoch's end may lie inside a batch."""
-        begin, end = (step * size + row for row in training_part(size, rank, world))
+        """`size` examples; an epoch's end may lie inside a batch. With `by_length` they are of like lengths."""
+        first, last = training_part(size, rank, world)
+        begin, end = step * size + first, step * size + last
+        columns = self.data.columns("train")
         if self._stream is not None:
             batch = self._collate(self._stream.take(seed, begin, end), np.arange(end - begin))
+        elif self.by_length:
+            batch = self._collate(columns, alike(seed, self._lengths(columns), step, size)[first:last])
         else:
-            columns = self.data.columns("train")
             batch = self._collate(columns, places(seed, count(columns), begin, end))
         return dataclasses.replace(batch, weight=(end - begin) * world / size)
+
+    def _lengths(self, columns: Columns) -> NDArray[np.int64]:
+        """The length of each example, for a pair that of the longer sequence; the same for all that have none."""
+        found = [column.lengths for column in columns.values() if isinstance(column, Ragged)]
+        longest = functools.reduce(np.maximum, found, np.zeros(count(columns), np.int64))
+        return longest if self.longest is None else np.minimum(longest, self.longest)
 
     def evaluation(self, split: str, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """A split in batches of `size` examples, everything once, short sequences first."""
@@ -104,8 +118,10 @@ class ClassificationTask(ExampleTask):
     kind: ClassVar[Kind] = "classification"
     metric = "accuracy"
 
-    def __init__(self, data: DataSet, *, longest: int | None = None, stream: Stream | None = None) -> None:
-        super().__init__(data, longest=longest, stream=stream)
+    def __init__(
+        self, data: DataSet, *, longest: int | None = None, by_length: bool = False, stream: Stream | None = None
+    ) -> None:
+        super().__init__(data, longest=longest, by_length=by_length, stream=stream)
         self._sequences = _Sequences(data, longest)
 
     @property
@@ -165,8 +181,8 @@ class RegressionTask(ExampleTask):
     kind = "regression"
     metric = "mean squared error"
 
-    def __init__(self, data: DataSet, *, longest: int | None = None) -> None:
-        super().__init__(data, longest=longest)
+    def __init__(self, data: DataSet, *, longest: int | None = None, by_length: bool = False) -> None:
+        super().__init__(data, longest=longest, by_length=by_length)
         self._sequences = _Sequences(data, longest)
         targets = np.asarray(data.columns("train")["targets"], np.float64)
         deviation = targets.std(axis=0)

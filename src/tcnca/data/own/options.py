@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
@@ -55,6 +56,16 @@ class OwnOptions:
                 f"--validation and --test: got {self.validation} and {self.test}, together they must be less than 1, "
                 "to leave examples for training"
             )
+
+
+def in_recipes(error: DataError) -> DataError:
+    """The same error, with the options that it names as recipes call them, if it names some."""
+    names = "|".join(field.name for field in dataclasses.fields(OwnOptions))
+    found = re.findall(rf"(?<!\S)--({names})\b(?: ({'|'.join(get_args(Kind))})\b)?", str(error))
+    if not found:
+        return error
+    keys = dict.fromkeys(f"data.own.{name}={value or '…'}" for name, value in found)
+    return DataError(f"{error} (in a recipe: {', '.join(keys)})")
 
 
 def refuse(options: OwnOptions, names: Collection[str], path: Path, form: str) -> None:

@@ -10,7 +10,7 @@ from tcnca.data.content import Content, Kind
 from tcnca.data.own.arrays import ARRAYS, read_arrays
 from tcnca.data.own.folders import files_under, split_files, stray
 from tcnca.data.own.foreign import refuse_foreign
-from tcnca.data.own.options import OwnOptions
+from tcnca.data.own.options import OwnOptions, in_recipes
 from tcnca.data.own.rows import TABLES
 from tcnca.data.own.streams import read_bytes
 from tcnca.data.own.tables import read_tables
@@ -44,6 +44,13 @@ def read_own(origin: Path, options: OwnOptions = _DEFAULT) -> Content:
     Raises:
         DataError: the data is not there, damaged, or of no form that is known. Names the place and the cure.
     """
+    try:
+        return _read(origin, options)
+    except DataError as error:
+        raise in_recipes(error) from error
+
+
+def _read(origin: Path, options: OwnOptions) -> Content:
     if not origin.exists():
         raise DataError(f"{origin}: there is no such file or folder; check the path")
     files = files_under(origin)
