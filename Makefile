@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Build every model of the paper and show that streaming equals the parallel forward
+demo: $(READY)  ## Train a small model to recall, ask it, and draw its curves: about a minute
 	$(BIN)/tcnca demo
 
 test: $(READY)  ## Run all tests

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-import torch
 from typer.testing import CliRunner
 
 from tcnca import __version__, presets
 from tcnca.cli import app
-from tcnca.cli.demo import ALLOWED, STREAMED, compare
-from tests.examples import small_model
 
 runner = CliRunner()
 
@@ -49,22 +45,3 @@ def test_models_that_do_not_exist() -> None:
     result = runner.invoke(app, ["models", "nonsense"])
     assert result.exit_code == 2
     assert "nonsense" in result.output
-
-
-@pytest.mark.slow
-def test_demo_shows_every_preset_and_passes() -> None:
-    result = runner.invoke(app, ["demo", "--tokens", "60"], env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    for name in presets():
-        assert name in result.output
-    assert result.output.count("yes") == len(STREAMED)
-
-
-def test_demo_comparison_notices_a_broken_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(dtype=torch.float32)
-    assert max(compare(model, 20, 0)[:2]) <= ALLOWED
-    forgetful = model.initial_state(1)
-    real = model.forward
-    monkeypatch.setattr(model, "forward", lambda x, **options: real(x, **{**options, "state": None, "inplace": False}))
-    monkeypatch.setattr(model, "initial_state", lambda batch: forgetful)
-    assert min(compare(model, 20, 0)[:2]) > ALLOWED

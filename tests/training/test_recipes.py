@@ -54,6 +54,8 @@ def test_numbers_are_those_of_the_preset(name: str) -> None:
     assert recipe.schedule.kind == "linear"
     changes = {key: value for key, value in recipe.model.items() if key != "preset"}
     expected = found.model.override(vocabulary=20) if "-20-" in name else found.model
+    if name.startswith("recall-64-"):
+        expected = expected.override(chunk=65)  # the one number that is not the paper's: see the recipe
     assert found.model.override(**changes) == expected
     assert entry(recipe.data.source).name == recipe.data.source
     assert recipe.data.source in name
@@ -97,7 +99,7 @@ def test_written_and_read_again_it_is_the_same(name: str, tmp_path: Path) -> Non
 def test_a_key_can_be_changed(change: str, part: str, field: str, value: Any) -> None:
     recipe = load_recipe("recall-small")
     if value is None and field == "warmup":
-        with pytest.raises(ConfigError, match=r"schedule\.warmup: got 100, allowed is at most the updates, 7"):
+        with pytest.raises(ConfigError, match=r"schedule\.warmup: got 50, allowed is at most the updates, 7"):
             recipe.override([change])
         return
     changed = recipe.override([change])

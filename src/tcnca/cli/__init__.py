@@ -10,6 +10,7 @@ from tcnca.cli.data import app as data_app
 from tcnca.cli.demo import demo
 from tcnca.cli.models import models
 from tcnca.cli.recipes import recipes
+from tcnca.cli.sweep import sweep
 from tcnca.cli.train import eval_, train
 from tcnca.version import __version__
 
@@ -37,7 +38,7 @@ def main(
     """TCNCA and its relatives: models for very long sequences."""
 
 
-for command in (demo, models, recipes, train):
+for command in (demo, models, recipes, train, sweep):
     app.command()(command)
 app.command("eval")(eval_)
 app.add_typer(data_app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tcnca.errors import TcncaError
+from tcnca.errors import ConfigError, TcncaError
 
 _SILENCE = 30.0
 """Seconds after which one who has no terminal wants to hear something."""
@@ -32,6 +33,14 @@ def explained(interrupted: str = "stopped") -> Iterator[None]:
 def say(console: Console, text: str) -> None:
     """Print a text as it is: no wrapping, and nothing in it is markup."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def seconds_of(name: str, text: str) -> float:
+    """A time that was given as 90s, 20m or 2h, in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if not found or not float(found[1]):
+        raise ConfigError(f"{name}: got {text!r}, allowed are times such as 90s, 20m or 2h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 class Watcher:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-import json
-import re
-import shlex
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from tcnca.cli.reporting import explained, say
-from tcnca.errors import ConfigError
+from tcnca.cli.reporting import Watcher, explained, say, seconds_of
+from tcnca.errors import ConfigError, TrainingError
 from tcnca.models import load
-from tcnca.training import Checkpoints, Result, Run, Watch, evaluate, load_recipe, processes
+from tcnca.training import Checkpoints, Recipe, Result, Run, Watch, evaluate, load_recipe, processes
+from tcnca.training.curves import CURVES, draw_curves
+from tcnca.training.files import alone_in
+from tcnca.training.record import Part, add_part, command, part_of
+from tcnca.training.report import (
+    REPORT,
+    RESULT,
+    Report,
+    cost_rows,
+    read_result,
+    report_of,
+    score_rows,
+    write_report,
+    write_values,
+)
 from tcnca.training.run import RECIPE
 
 _Changes = Annotated[
@@ -37,39 +51,99 @@ def train(
 ) -> None:
     """Train a model by a recipe. With several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    options = [*(["--budget", budget] if budget else []), *(["--device", device] if device else [])]
+    arguments = ["train", recipe, *(changes or []), *options]
+    again = command([*arguments, *(["--out", str(out)] if out else []), "--resume"])
+    with explained(f"stopped; go on with\n{again}"):
         wanted = load_recipe(recipe).override(changes or [])
         if print_config:
             say(console, wanted.to_yaml().rstrip())
             return
-        folder = out or Path("runs") / Path(recipe).stem
+        name = Path(recipe).stem
+        folder = out or Path("runs") / name
         if (folder / RECIPE).exists() and not resume:
             raise ConfigError(f"{folder}: holds a run already; --resume goes on with it, --out chooses another folder")
-        seconds = _seconds(budget) if budget else None
+        seconds = seconds_of("budget", budget) if budget else None
+        done = _done(folder, wanted, seconds) if resume else ""
         with processes(device) as group, Watch(folder, console if group.first else None) as watch:
+            if done:
+                watch.say(done)
+                return
             run = Run(wanted, folder, group, watch, seconds)
-            if resume:
-                run.resume()
-            result = run.train()
+            with alone_in(folder, "run") if group.first else contextlib.nullcontext():
+                if resume:
+                    _resume(run)
+                if group.first:
+                    add_part(folder, _part(run, name, command(arguments)), resume)
+                result = _trained(run, name)
+            report = report_of(run, result) if group.first else None
             # What holds on to the other processes must be gone before they part.
             del run
             gc.collect()
-        if group.first:
-            _tell(console, folder, result, resume)
+        if report is not None:
+            _tell(console, folder, report, again)
     if result.stopped:
         raise typer.Exit(130)
 
 
-def _tell(console: Console, folder: Path, result: Result, resumed: bool) -> None:
-    if result.stopped:
-        again = shlex.join(["tcnca", *sys.argv[1:], *([] if resumed else ["--resume"])])
-        say(console, f"stopped by {result.stopped} after update {result.step:,}; go on with\n{again}")
+def _resume(run: Run) -> None:
+    if run.checkpoints.latest() is None:
+        run.watch.say(f"{run.folder}: holds no checkpoint to go on from; starting afresh")
+    run.resume()
+
+
+def _part(run: Run, name: str, line: str) -> Part:
+    seed = run.recipe.batch.seed
+    return part_of(name, line, step=run.progress.step, seed=seed, budget=run.budget, group=run.group)
+
+
+def _trained(run: Run, name: str) -> Result:
+    """Train, and draw the curves however that ends."""
+    try:
+        result = run.train()
+    except TrainingError:
+        _draw(run, name)
+        raise
+    _draw(run, name)
+    return result
+
+
+def _draw(run: Run, name: str) -> None:
+    if run.group.first:
+        draw_curves(run.folder, name, higher_is_better=run.task.higher_is_better)
+
+
+def _done(folder: Path, wanted: Recipe, budget: float | None) -> str:
+    """What to say of a run that is finished; nothing if there is something left to do."""
+    found = read_result(folder)
+    # Another recipe, or more time, is for the run itself to accept or refuse.
+    if found is None or not (folder / RECIPE).is_file() or load_recipe(str(folder / RECIPE)) != wanted:
+        return ""
+    if found["step"] < wanted.schedule.updates if budget is None else found["seconds"] < budget:
+        return ""
+    return (
+        f"{folder}: the run is finished, after {found['step']:,} updates, and there is nothing left to do; {REPORT} "
+        f"there tells of it, and --out chooses another folder for another run"
+    )
+
+
+def _tell(console: Console, folder: Path, report: Report, again: str) -> None:
+    if report.stopped:
+        say(console, f"stopped by {report.stopped} after update {report.step:,}; go on with\n{again}")
         return
-    values = dataclasses.asdict(result)
-    (folder / "result.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
-    for split, score in result.scores.items():
-        say(console, f"{split}: {score.metric} {score.value:.4f} (of {score.count:,})")
-    say(console, f"{result.step:,} updates in {result.seconds:,.0f} s; the run is in {folder}")
+    write_values(folder / RESULT, dataclasses.asdict(report))
+    write_report(folder, report)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("split", "metric", "value", "answers"):
+        table.add_column(column, justify="right" if column in ("value", "answers") else "left")
+    for row in score_rows(report):
+        table.add_row(*row)
+    console.print(table)
+    costs = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in cost_rows(report):
+        costs.add_row(name, value)
+    console.print(costs)
+    say(console, f"\nThe run is in {folder}: {REPORT}, {CURVES} and its checkpoints.")
 
 
 def eval_(
@@ -90,23 +164,27 @@ def eval_(
             place = kept.best() if best else kept.latest()
             if place is None:
                 raise ConfigError(f"{run}: has no checkpoint yet")
-            task = recipe.build_task()
-            config = recipe.evaluation
-            score = evaluate(
-                load(place, group.device),
-                task,
-                split,
-                config.size,
-                chunk=config.chunk,
-                precision=recipe.engine.precision,
-                group=group,
-            )
+            with _bar(console, split, group.first) as watch:
+                score = evaluate(
+                    load(place, group.device),
+                    recipe.build_task(),
+                    split,
+                    recipe.evaluation,
+                    precision=recipe.engine.precision,
+                    group=group,
+                    watch=watch,
+                )
             if group.first:
+                facts = {"checkpoint": place.name, "device": group.device.type, "changes": changes or []}
+                write_values(run / f"eval-{split}.json", {"split": split, **facts, **dataclasses.asdict(score)})
                 say(console, f"{place.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
 
 
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if not found or not float(found[1]):
-        raise ConfigError(f"budget: got {text!r}, allowed are times such as 90s, 20m or 2h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+@contextlib.contextmanager
+def _bar(console: Console, split: str, first: bool) -> Iterator[Callable[[int], None] | None]:
+    """Shows how many batches are done, on the process that speaks."""
+    if not first:
+        yield None
+        return
+    with Watcher(console) as watcher:
+        yield lambda done: watcher(f"measuring {split}, batches", done, None)

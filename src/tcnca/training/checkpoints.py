@@ -29,6 +29,7 @@ from tcnca.data.store import explained
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel, save
 from tcnca.models.checkpoint import WEIGHTS_FILE, fill
+from tcnca.training.files import write_whole
 from tcnca.training.processes import Processes
 
 STATE = "state.json"
@@ -48,6 +49,8 @@ class Progress:
     """Digest of the set, so that no other one is gone on with."""
     score: float | None = None
     """Last validation."""
+    compiling: float = 0.0
+    """Seconds of those in which the code for the first updates was made; a time budget's schedule leaves them out."""
 
 
 class Checkpoints:
@@ -123,9 +126,8 @@ class Checkpoints:
     def mark_best(self, place: Path, score: float) -> None:
         """Remember that a checkpoint is the best so far."""
         if self.group.first:
-            beside = self.folder / f".{_BEST}"
-            beside.write_text(json.dumps({"checkpoint": place.name, "score": score}), encoding="utf-8")
-            beside.replace(self.folder / _BEST)
+            write_whole(self.folder / _BEST, json.dumps({"checkpoint": place.name, "score": score}))
+            self._forget()
         self.group.wait()
 
     def _all(self) -> list[Path]:

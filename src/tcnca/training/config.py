@@ -129,6 +129,8 @@ class EvaluationConfig(Config):
     """Examples, or rows of a language model, read side by side."""
     chunk: int | None = None
     """Chunk of the attention in evaluation; None for that of training."""
+    exact: bool = True
+    """Whether to compute in float32, which gives the same score on every machine, or in the precision of the run."""
     batches: int | None = None
     """Batches of a validation during training; None for the whole split. The last one always sees it whole."""
 
@@ -136,6 +138,7 @@ class EvaluationConfig(Config):
         super().__post_init__()
         check_at_least("evaluation.every", self.every, 0)
         check_at_least("evaluation.size", self.size, 1)
+        check_flag("evaluation.exact", self.exact)
         for name in ("chunk", "batches"):
             if getattr(self, name) is not None:
                 check_at_least(f"evaluation.{name}", getattr(self, name), 1)
@@ -165,8 +168,9 @@ class EngineConfig(Config):
 
     precision: Precision = "float32"
     """`float32`, or `bf16`: weights in float32, most of the arithmetic in bfloat16."""
-    compile: bool = False
-    """Whether to compile the model with `torch.compile`."""
+    compile: bool | Literal["gpu"] = False
+    """Whether to compile the model's layers with `torch.compile`; `gpu` does so on a GPU only: a CPU needs a compiler
+    of C++ for it. Each length of rows costs half a minute once; rows of unequal lengths are padded to a few."""
     recompute: bool = False
     """Whether to compute layers again in the backward pass instead of keeping what they made: less memory."""
     parallel: Parallel = "ddp"
@@ -177,7 +181,8 @@ class EngineConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("engine.precision", self.precision, get_args(Precision))
-        check_flag("engine.compile", self.compile)
+        if self.compile != "gpu":
+            check_flag("engine.compile", self.compile)
         check_flag("engine.recompute", self.recompute)
         check_choice("engine.parallel", self.parallel, get_args(Parallel))
         check_at_least("engine.log_every", self.log_every, 1)

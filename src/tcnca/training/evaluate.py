@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
 from tcnca.data import Task
 from tcnca.models import SequenceModel
-from tcnca.training.config import Precision
+from tcnca.training.config import EvaluationConfig, Precision
 from tcnca.training.processes import Processes
 
 
@@ -25,6 +26,14 @@ class Score:
     """The result."""
     count: int
     """How many answers it is the mean of."""
+    higher_is_better: bool
+    """Whether a greater value is a better one."""
+
+    def better_than(self, other: float | None) -> bool:
+        """Whether this is better than another value, or there is none."""
+        if other is None or math.isnan(other):
+            return not math.isnan(self.value)
+        return self.value > other if self.higher_is_better else self.value < other
 
 
 @torch.no_grad()
@@ -32,12 +41,12 @@ def evaluate(
     model: SequenceModel,
     task: Task,
     split: str,
-    size: int,
+    config: EvaluationConfig | None = None,
     *,
-    chunk: int | None = None,
-    batches: int | None = None,
     precision: Precision = "float32",
+    batches: int | None = None,
     group: Processes | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Score:
     """Measure a model on a split.
 
@@ -45,24 +54,30 @@ def evaluate(
         model: the model; it is put into evaluation mode and back.
         task: what to do.
         split: for example `test`.
-        size: examples, or rows of a language model, read side by side.
-        chunk: chunk of the attention; None for the model's own.
+        config: how much is read at a time, and how; its `every` and `batches` are for those who train.
+        precision: of the arithmetic, where the configuration does not ask for exactness.
         batches: look at so many batches only.
-        precision: of the arithmetic.
         group: the processes that share the work.
+        watch: is told, after each batch, how many are done.
     """
+    config = config or EvaluationConfig()
+    precision = "float32" if config.exact else precision
     group = group or Processes(device=next(model.parameters()).device)
     totals = torch.zeros(2, dtype=torch.float64)
     state = None
-    with _evaluating(model, chunk), autocast(group.device, precision):
-        for host in itertools.islice(task.evaluation(split, size, group.rank, group.world), batches):
+    with _evaluating(model, config.chunk), autocast(group.device, precision):
+        some = itertools.islice(task.evaluation(split, config.size, group.rank, group.world), batches)
+        for done, host in enumerate(some, 1):
             batch = host.to(group.device)
             carried = {"state": state if batch.continues else None} if task.kind in ("language", "forecast") else {}
             output = model(**batch.arguments(), **carried, return_state=bool(carried))
             state = output.state
             totals += torch.stack([part.double().cpu() for part in task.tally(output.logits, batch)])
+            if watch is not None:
+                watch(done)
     total, count = group.total(totals).tolist()
-    return Score(metric=task.metric, value=total / max(count, 1), count=int(count))
+    value = total / count if count else math.nan
+    return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

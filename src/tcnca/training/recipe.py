@@ -118,6 +118,9 @@ class Recipe:
         """The task, from its prepared set or file."""
         if not self.data.source:
             raise ConfigError("data.source: got nothing, allowed is a set or a file: give data=NAME or data=FILE")
+        for key in self.data.own:
+            if key not in _names(OwnOptions):
+                raise _no_such_key(f"data.own.{key}")
         own = OwnOptions(**self.data.own) if self.data.own else None
         return task(
             self.data.source,
@@ -215,7 +218,8 @@ def _located(key: str) -> list[str]:
 
 
 def _no_such_key(key: str) -> ConfigError:
-    names = {full.split(".")[-1]: full for full in _keys()} | {full: full for full in _keys()}
+    keys = [*_keys(), *(f"data.own.{name}" for name in _names(OwnOptions))]
+    names = {full.split(".")[-1]: full for full in reversed(keys)} | {full: full for full in keys}
     close = difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(key.split(".")[-1], names, 1)
     hint = f"; did you mean {names[close[0]]}?" if close else ""
     return ConfigError(f"{key}: no such key of a recipe{hint}")

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from tcnca.data import Batch
 from tcnca.data.draw import Draw
 from tcnca.data.kinds import Task
-from tcnca.errors import CheckpointError, TrainingError
+from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel
 from tcnca.training.checkpoints import Checkpoints, Progress, read_progress
 from tcnca.training.evaluate import Score, autocast, evaluate
+from tcnca.training.files import write_whole
+from tcnca.training.meter import Meter
 from tcnca.training.optimiser import build_optimiser, set_rate
+from tcnca.training.parallel import compiles, made_ready, synchronised
 from tcnca.training.processes import Processes
 from tcnca.training.recipe import Recipe, load_recipe
 from tcnca.training.schedule import learning_rate
+from tcnca.training.stopping import signals
 from tcnca.training.watching import Watch
 
 RECIPE = "recipe.yaml"
+_COMPILING = 3
+"""Updates for which code is made first: a language model's three lengths of rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,8 @@ class Run:
         self.task: Task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task)).to(group.device)
-        self.stepper = self._parallel()
+        self.compiled = compiles(recipe.engine, group.device)
+        self.stepper = made_ready(self.model, recipe.engine, group)
         self.optimiser = build_optimiser(self.model, recipe.optimiser)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, group)
         self.progress = Progress(data=self.task.data.digest)
@@ -87,62 +86,87 @@ class Run:
     def train(self) -> Result:
         """Train to the end, or until a signal or the budget stops it."""
         if self.group.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / RECIPE).write_text(self.recipe.to_yaml(), encoding="utf-8")
+            write_whole(self.folder / RECIPE, self.recipe.to_yaml())
         self.group.wait()
-        with _signals() as signals, ThreadPoolExecutor(1) as ahead:
-            stopped = self._loop(signals, ahead)
+        with signals() as caught, ThreadPoolExecutor(1) as ahead:
+            stopped = self._loop(caught, ahead)
         if stopped:
             return Result(step=self.progress.step, seconds=self.progress.seconds, stopped=stopped)
         splits = [split for split in ("validation", "test") if split in self.task.data.splits]
         scores = {split: self.evaluate(split) for split in splits}
+        for split, score in scores.items():
+            self._note(split, score)
         return Result(step=self.progress.step, seconds=self.progress.seconds, scores=scores)
 
     def evaluate(self, split: str, batches: int | None = None) -> Score:
         """The score on a split."""
-        config, engine = self.recipe.evaluation, self.recipe.engine
-        return evaluate(
-            self.model,
-            self.task,
-            split,
-            config.size,
-            chunk=config.chunk,
-            batches=batches,
-            precision=engine.precision,
-            group=self.group,
-        )
+        # Code compiled for the shapes of training does not fit those of evaluation, which are seen too rarely to pay
+        # for code of their own.
+        with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
+            return evaluate(
+                self.model,
+                self.task,
+                split,
+                self.recipe.evaluation,
+                precision=self.recipe.engine.precision,
+                batches=batches,
+                group=self.group,
+            )
 
-    def _loop(self, signals: list[str], ahead: ThreadPoolExecutor) -> str:
+    def _loop(self, caught: list[str], ahead: ThreadPoolExecutor) -> str:
         begun, before = time.monotonic(), self.progress.seconds
-        saved = time.monotonic()
-        meter = _Meter(self.group)
+        saved, first = time.monotonic(), self.progress.step
+        meter = Meter(self.group)
         following = ahead.submit(self._batches, self.progress.step)
         while True:
             seconds = before + time.monotonic() - begun
             # Agreed by all: when to stop, and, with a budget, how much of it is spent.
-            agreed = self.group.greatest(torch.tensor([seconds, float(bool(signals))], dtype=torch.float64))
+            agreed = self.group.greatest(torch.tensor([seconds, float(bool(caught))], dtype=torch.float64))
             seconds, interrupted = float(agreed[0]), bool(agreed[1])
             step = self.progress.step
-            done = step / self.recipe.schedule.updates if self.budget is None else seconds / self.budget
+            done = self._done(seconds)
             over = done >= 1.0
+            self.watch.advance(step, done)
+            if interrupted:
+                self.watch.say("stopping: saving what is done (Ctrl-C once more to stop without)")
             if over or interrupted or self._due(step, saved):
                 meter.check(self.recipe, self.checkpoints)
-                self._save(seconds)
+                with meter.pause():
+                    self._save(seconds)
                 saved = time.monotonic()
             if over or interrupted:
-                return "" if over else (signals[0] if signals else "another process")
-            rate = learning_rate(done, self.recipe.optimiser.learning_rate, self.recipe.schedule)
+                if meter.updates:
+                    self._log(seconds, done, meter)
+                return "" if over else (caught[0] if caught else "another process")
             batches, following = following, ahead.submit(self._batches, step + 1)
-            meter.add(step, *self._update(step, rate, batches))
+            meter.add(step, *self._update(step, self._rate(done), batches))
             self.progress = dataclasses.replace(self.progress, step=step + 1, seconds=seconds)
+            if self.compiled and step - first < _COMPILING:
+                spent = before + time.monotonic() - begun - seconds
+                self.progress = dataclasses.replace(self.progress, compiling=self.progress.compiling + spent)
             if (step + 1) % self.recipe.engine.log_every == 0:
                 meter.check(self.recipe, self.checkpoints)
-                self.watch.log({"step": step + 1, "rate": rate, "seconds": seconds, "done": done, **meter.read()})
+                self._log(seconds, done, meter)
             every = self.recipe.evaluation.every
             if every and (step + 1) % every == 0 and step + 1 < self.recipe.schedule.updates:
                 # A validation may save the model as the best so far.
                 meter.check(self.recipe, self.checkpoints)
-                self._validate()
+                with meter.pause():
+                    self._validate()
+
+    def _done(self, seconds: float) -> float:
+        """The share of the run that is over: of its updates, or of its time."""
+        if self.budget is None:
+            return self.progress.step / self.recipe.schedule.updates
+        left_out = self.progress.compiling
+        return (seconds - left_out) / (self.budget - left_out) if seconds < self.budget else 1.0
+
+    def _rate(self, done: float) -> float:
+        return learning_rate(done, self.recipe.optimiser.learning_rate, self.recipe.schedule)
+
+    def _log(self, seconds: float, done: float, meter: Meter) -> None:
+        numbers = {"rate": self._rate(done), "seconds": seconds, "done": done, **meter.read()}
+        self.watch.log({"step": self.progress.step, **numbers})
 
     def _due(self, step: int, saved: float) -> bool:
         config = self.recipe.checkpoint
@@ -160,10 +184,12 @@ class Run:
     def _validate(self) -> None:
         score = self.evaluate("validation", self.recipe.evaluation.batches)
         self.progress = dataclasses.replace(self.progress, score=score.value)
-        found = {"split": "validation", "metric": score.metric, "score": score.value}
-        self.watch.log({"step": self.progress.step, **found})
-        best = self.checkpoints.best_score()
-        if best is None or (score.value > best if self.task.higher_is_better else score.value < best):
+        self._note("validation", score)
+
+    def _note(self, split: str, score: Score) -> None:
+        """Keep a score, and the model if it is the best by validation so far."""
+        self.watch.log({"step": self.progress.step, "split": split, "metric": score.metric, "score": score.value})
+        if split == "validation" and score.better_than(self.checkpoints.best_score()):
             self.checkpoints.mark_best(self._save(self.progress.seconds), score.value)
 
     def _batches(self, step: int) -> list[Batch]:
@@ -173,22 +199,29 @@ class Run:
         for piece in range(pieces):
             rank = self.group.rank * pieces + piece
             batch = self.task.batch(step, config.size, config.seed, rank, self.group.world * pieces)
+            if self.compiled and self.task.kind not in ("language", "forecast"):
+                batch = batch.widened()
             parts.append(batch.pin_memory() if self.group.device.type == "cuda" else batch)
         return parts
 
-    def _update(self, step: int, rate: float, batches: Future[list[Batch]]) -> tuple[Tensor, Tensor, int]:
-        """One step of the optimiser. Returns the loss, the norm of the gradient, and how many tokens were read."""
+    def _update(self, step: int, rate: float, batches: Future[list[Batch]]) -> tuple[Tensor, Tensor, int, float]:
+        """One step of the optimiser.
+
+        Returns the loss, the norm of the gradient, how many tokens were read, and how long they were waited for.
+        """
+        begun = time.monotonic()
         parts = batches.result()
+        waited = time.monotonic() - begun
         total, tokens = torch.zeros((), device=self.group.device), 0
         for piece, host in enumerate(parts):
             batch = host.to(self.group.device, non_blocking=True)
             # Dropout, too, is a function of seed and step: a run that is resumed drops what it would have dropped.
             torch.manual_seed(int(Draw(self.recipe.batch.seed, "dropout", step, self.group.rank, piece).raw(1)[0] >> 1))
-            with _synchronised(self.stepper, piece == len(parts) - 1), autocast(*self._arithmetic()):
+            with synchronised(self.stepper, piece == len(parts) - 1), autocast(*self._arithmetic()):
                 logits = self.stepper(**batch.arguments(), return_state=False).logits
                 loss = self.task.loss(logits, batch) * batch.weight / len(parts)
             loss.backward()
-            total, tokens = total + loss.detach(), tokens + batch.tokens
+            total, tokens = total + loss.detach(), tokens + host.tokens
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimiser.clip or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         finite = torch.isfinite(norm) & torch.isfinite(total)
@@ -198,104 +231,10 @@ class Run:
         else:
             total, norm = torch.zeros_like(total), torch.zeros_like(norm)
         self.optimiser.zero_grad(set_to_none=True)
-        return total, norm, tokens
+        return total, norm, tokens, waited
 
     def _arithmetic(self) -> tuple[torch.device, Any]:
         return self.group.device, self.recipe.engine.precision
-
-    def _parallel(self) -> nn.Module:
-        engine = self.recipe.engine
-        if engine.recompute:
-            for layer in self.model.layers:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        stepper: nn.Module = self.model
-        if engine.compile:
-            # Layer by layer: they are alike, so the code of one serves all. For each shape anew: code for shapes left
-            # open is slower, and some of it cannot be generated at all.
-            for layer in self.model.layers:
-                layer.compile(dynamic=False)
-        if self.group.world > 1 and engine.parallel == "fsdp":
-            mesh = init_device_mesh(self.group.device.type, (self.group.world,))
-            for layer in self.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        if self.group.world > 1 and engine.parallel == "ddp":
-            stepper = DistributedDataParallel(stepper)
-        return stepper
-
-
-class _Meter:
-    """Adds up what updates give without waiting for the device to finish them."""
-
-    def __init__(self, group: Processes) -> None:
-        self.group = group
-        self.bad = torch.full((), -1, dtype=torch.int64, device=group.device)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.loss = torch.zeros((), device=self.group.device)
-        self.norm = torch.zeros((), device=self.group.device)
-        self.updates, self.tokens, self.begun = 0, 0, time.monotonic()
-
-    def add(self, step: int, loss: Tensor, norm: Tensor, tokens: int) -> None:
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        self.bad = torch.where((self.bad < 0) & ~finite, step, self.bad)
-        self.loss, self.norm = self.loss + loss, self.norm + norm
-        self.updates, self.tokens = self.updates + 1, self.tokens + tokens
-
-    def check(self, recipe: Recipe, checkpoints: Checkpoints) -> None:
-        """Stop a run whose numbers are no numbers any more."""
-        bad = int(self.group.greatest(self.bad.double()))
-        if bad >= 0 and recipe.optimiser.nonfinite == "stop":
-            latest = checkpoints.latest()
-            good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
-            raise TrainingError(
-                f"update {bad}: the loss or the gradient is not finite (batch of seed {recipe.batch.seed}, step "
-                f"{bad}); {good}. Lower learning_rate or clip, or go on without such updates with nonfinite=skip"
-            )
-
-    def read(self) -> dict[str, float]:
-        """Means since the last reading."""
-        seconds = max(time.monotonic() - self.begun, 1e-9)
-        sums = torch.stack([self.loss.double(), torch.tensor(float(self.tokens), device=self.group.device).double()])
-        loss, tokens = self.group.total(sums).tolist()
-        found = {
-            "loss": loss / self.group.world / max(self.updates, 1),
-            "norm": float(self.norm) / max(self.updates, 1),
-            "tokens_per_second": tokens / seconds,
-        }
-        if self.group.device.type == "cuda":
-            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self._clear()
-        return found
-
-
-@contextlib.contextmanager
-def _synchronised(stepper: nn.Module, last: bool) -> Iterator[None]:
-    """Let processes exchange gradients once an update, after its last piece."""
-    if isinstance(stepper, DistributedDataParallel) and not last:
-        with stepper.no_sync():
-            yield
-        return
-    if isinstance(stepper, FSDPModule):
-        stepper.set_requires_gradient_sync(last)
-    yield
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Collect the signals that ask a run to stop, for it to do so between two updates."""
-    caught: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _differs(one: Recipe, other: Recipe, name: str) -> bool:

@@ -1,0 +1,71 @@
+"""The numbers of a run, added up without waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import TrainingError
+from tcnca.training.checkpoints import Checkpoints
+from tcnca.training.processes import Processes
+from tcnca.training.recipe import Recipe
+
+
+class Meter:
+    """Adds up what updates give; only reading it waits for the device to finish them."""
+
+    def __init__(self, group: Processes) -> None:
+        self.group = group
+        self.bad = torch.full((), -1, dtype=torch.int64, device=group.device)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.loss = torch.zeros((), device=self.group.device)
+        self.norm = torch.zeros((), device=self.group.device)
+        self.updates, self.tokens, self.waited, self.begun = 0, 0, 0.0, time.monotonic()
+
+    def add(self, step: int, loss: Tensor, norm: Tensor, tokens: int, waited: float) -> None:
+        """Take note of an update; `waited` are the seconds that it waited for its data."""
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self.bad = torch.where((self.bad < 0) & ~finite, step, self.bad)
+        self.loss, self.norm = self.loss + loss, self.norm + norm
+        self.updates, self.tokens, self.waited = self.updates + 1, self.tokens + tokens, self.waited + waited
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out time that is not spent on updates."""
+        begun = time.monotonic()
+        yield
+        self.begun += time.monotonic() - begun
+
+    def check(self, recipe: Recipe, checkpoints: Checkpoints) -> None:
+        """Stop a run whose numbers are no numbers any more."""
+        bad = int(self.group.greatest(self.bad.double()))
+        if bad >= 0 and recipe.optimiser.nonfinite == "stop":
+            latest = checkpoints.latest()
+            good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+            raise TrainingError(
+                f"update {bad}: the loss or the gradient is not finite (batch of seed {recipe.batch.seed}, step "
+                f"{bad}); {good}. Lower learning_rate or clip, or go on without such updates with nonfinite=skip"
+            )
+
+    def read(self) -> dict[str, float]:
+        """Means since the last reading."""
+        sums = torch.stack([self.loss.double(), torch.tensor(float(self.tokens), device=self.group.device).double()])
+        loss, tokens = self.group.total(sums).tolist()
+        seconds = max(time.monotonic() - self.begun, 1e-9)
+        found = {
+            "loss": loss / self.group.world / max(self.updates, 1),
+            "norm": float(self.norm) / max(self.updates, 1),
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "waited": self.waited / seconds,
+        }
+        if self.group.device.type == "cuda":
+            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._clear()
+        return found

@@ -1,0 +1,192 @@
+"""The demo: it trains, asks and tells the truth; and the proof that every model streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import tcnca
+from tcnca import presets
+from tcnca.cli import app
+from tcnca.cli.demo import FOLDER, GOAL
+from tcnca.cli.streaming import ALLOWED, STREAMED, compare
+from tests.examples import small_model
+
+runner = CliRunner()
+SHORT = ["updates=3", "warmup=1", "batch.size=4"]
+SYMBOLS = [*"abcde", *"12345"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo writes into `runs` of the current folder, and would read a set that is prepared there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TCNCA_DATA", raising=False)
+
+
+def demo(*arguments: str) -> Result:
+    return runner.invoke(app, ["demo", *arguments], env={"COLUMNS": "80"})
+
+
+def answers(output: str) -> dict[str, str]:
+    """What was answered, by the sequence that was asked."""
+    found, before = {}, list[str]()
+    for line in output.splitlines():
+        asked, arrow, answer = line.partition(" → ")
+        if arrow:
+            found[" ".join([*before, asked, answer[0]]).strip()] = answer.split("?")[1].split()[0]
+            before = []
+        else:
+            before = [*before, line.strip()] if line.startswith("  ") else []
+    return {" ".join(asked.split()): answer for asked, answer in found.items()}
+
+
+def trained(folder: Path) -> tcnca.SequenceModel:
+    return tcnca.load(max((folder / "checkpoints").glob("step-*")))
+
+
+def value_of(sequence: str) -> str:
+    """The right answer, found by reading: what came after the last symbol when it came before."""
+    *symbols, key = sequence.split()
+    return symbols[symbols.index(key) + 1]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The run of a demo of three updates, in a folder that holds an earlier one, and what it said."""
+    place = tmp_path_factory.mktemp("short")
+    folder = place / FOLDER
+    (folder / "checkpoints" / "step-000000099").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("about: an earlier demo\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.delenv("TCNCA_DATA", raising=False)
+        return folder, demo(*SHORT, "--seed", "3")
+
+
+def test_a_goal_that_is_missed_is_no_success(short: tuple[Path, Result]) -> None:
+    folder, result = short
+    assert result.exit_code == 1
+    accuracy = json.loads((folder / "result.json").read_text(encoding="utf-8"))["scores"]["test"]["value"]
+    assert accuracy < GOAL
+    assert f"{100 * accuracy:.1f} % of 500 test sequences right" in result.output
+    assert "should reach 99 %" in result.output
+    assert "Go on with" not in result.output
+
+
+def test_the_answers_are_those_of_the_model_that_is_left(short: tuple[Path, Result]) -> None:
+    folder, result = short
+    found = answers(result.output)
+    model = trained(folder)
+    assert [len(asked.split()) for asked in found] == [9, 9, 9, 9, 65, 65, 65]
+    for asked, answer in found.items():
+        tokens = torch.tensor([[SYMBOLS.index(symbol) for symbol in asked.split()]])
+        assert SYMBOLS[int(model(tokens).logits[0, -1].argmax())] == answer
+
+
+def test_answers_that_are_wrong_are_called_so(short: tuple[Path, Result]) -> None:
+    output = short[1].output
+    wrong = sum(value_of(asked) != answer for asked, answer in answers(output).items())
+    assert wrong > 0
+    assert output.count("WRONG") == wrong
+
+
+def test_it_begins_anew_and_leaves_its_curves(short: tuple[Path, Result]) -> None:
+    folder, _ = short
+    assert [place.name for place in (folder / "checkpoints").glob("step-*")] == ["step-000000003"]
+    assert "seed: 3" in (folder / "recipe.yaml").read_text(encoding="utf-8")
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_it_cannot_do() -> None:
+    result = demo("data=recall-16-4")
+    assert result.exit_code == 1
+    assert "tcnca train recall-small data=recall-16-4" in result.output
+    result = demo("--streaming", "updates=3")
+    assert result.exit_code == 1
+    assert "updates=3: changes a recipe" in result.output
+    assert not FOLDER.exists()
+
+
+def test_what_it_cannot_clear_away_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    FOLDER.parent.mkdir()
+    FOLDER.symlink_to(tmp_path / "mine")
+    result = demo(*SHORT)
+    assert result.exit_code == 1
+    assert "cannot be removed" in result.output
+    assert (tmp_path / "mine").is_dir()
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tcnca", "demo", "updates=100000", "batch.size=4", "log_every=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        log = tmp_path / FOLDER / "log.jsonl"
+        deadline = time.monotonic() + 120
+        while not log.is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert f"--out {FOLDER} --resume" in output
+    assert list((tmp_path / FOLDER / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_it_learns_to_recall_within_three_minutes() -> None:
+    begun = time.process_time()
+    result = demo()
+    assert result.exit_code == 0, result.output
+    # What one core had to do, whatever else was going on meanwhile.
+    assert time.process_time() - begun < 180
+    done = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))
+    assert min(score["value"] for score in done["scores"].values()) >= GOAL
+    found = answers(result.output)
+    assert found["a 2 c 4 b 3 d 1 a"] == "2"
+    assert all(value_of(asked) == answer for asked, answer in found.items())
+    # Sequences of another making: nothing of the library says which answers are right.
+    draw = np.random.default_rng(0)
+    keys, values = draw.integers(0, 5, (400, 32)), draw.integers(5, 10, (400, 5))
+    asked = keys[:, draw.integers(32)]
+    rows = np.arange(400)
+    pairs = np.stack([keys, values[rows[:, None], keys]], axis=2).reshape(400, 64)
+    with torch.no_grad():
+        logits = trained(FOLDER)(torch.from_numpy(np.concatenate([pairs, asked[:, None]], axis=1))).logits
+    assert (logits[:, -1].argmax(-1).numpy() == values[rows, asked]).mean() >= GOAL
+    for command in ("tcnca eval runs/demo", "curves.png"):
+        assert command in result.output
+    assert runner.invoke(app, ["eval", str(FOLDER)]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_streaming_shows_every_preset_and_passes() -> None:
+    result = demo("--streaming", "--tokens", "60")
+    assert result.exit_code == 0, result.output
+    for name in presets():
+        assert name in result.output
+    assert result.output.count("yes") == len(STREAMED)
+
+
+def test_comparison_notices_a_broken_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(dtype=torch.float32)
+    assert max(compare(model, 20, 0)[:2]) <= ALLOWED
+    forgetful = model.initial_state(1)
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda x, **options: real(x, **{**options, "state": None, "inplace": False}))
+    monkeypatch.setattr(model, "initial_state", lambda batch: forgetful)
+    assert min(compare(model, 20, 0)[:2]) > ALLOWED
