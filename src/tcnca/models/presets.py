@@ -287,7 +287,7 @@ def preset(name: str, **changes: Any) -> Preset:
     paper's recall table.
     """
     if name not in _PRESETS:
-        close = difflib.get_close_matches(name, _PRESETS, 1)
+        close = difflib.get_close_matches(str(name), _PRESETS, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"preset: got {name!r}, allowed are {', '.join(_PRESETS)}{hint}")
     family, task = _PRESETS[name]

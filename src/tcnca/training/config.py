@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from tcnca.errors import ConfigError
@@ -35,6 +36,11 @@ class DataConfig(Config):
         super().__post_init__()
         if not isinstance(self.source, str):
             raise ConfigError(f"data.source: got {self.source!r}, allowed is the name of a set, or a file or folder")
+        if self.folder is not None and not isinstance(self.folder, str):
+            raise ConfigError(f"data.folder: got {self.folder!r}, allowed is a folder")
+        for name in ("task", "own"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"data.{name}: got {getattr(self, name)!r}, allowed are keys and values")
         check_flag("data.stream", self.stream)
         check_share("data.holdout", self.holdout)
 
@@ -80,10 +86,11 @@ class OptimiserConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "betas", tuple(self.betas))
+        betas = tuple(self.betas) if isinstance(self.betas, list | tuple) else (self.betas,)
+        object.__setattr__(self, "betas", betas)
         for name in ("learning_rate", "weight_decay", "eps", "clip", "kernel_rate", "kernel_decay"):
             check_not_negative(f"optimiser.{name}", getattr(self, name))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             raise ConfigError(f"optimiser.betas: got {self.betas}, allowed are two numbers from 0 up to, without, 1")
         check_choice("optimiser.nonfinite", self.nonfinite, get_args(NonFinite))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,20 @@ from tcnca.errors import TrainingError
 from tcnca.training.checkpoints import Checkpoints
 from tcnca.training.processes import Processes
 from tcnca.training.recipe import Recipe
+
+
+class Update(NamedTuple):
+    """What one update gives."""
+
+    loss: Tensor
+    norm: Tensor
+    """Of the gradient."""
+    tokens: int
+    """Read by this process."""
+    waited: float
+    """Seconds that it waited for its data."""
+    skipped: bool
+    """Whether the optimiser was spared numbers that are not finite."""
 
 
 class Meter:
@@ -26,14 +42,21 @@ class Meter:
     def _clear(self) -> None:
         self.loss = torch.zeros((), device=self.group.device)
         self.norm = torch.zeros((), device=self.group.device)
-        self.updates, self.tokens, self.waited, self.begun = 0, 0, 0.0, time.monotonic()
+        self.updates, self.skipped, self.tokens, self.waited, self.begun = 0, 0, 0, 0.0, time.monotonic()
 
-    def add(self, step: int, loss: Tensor, norm: Tensor, tokens: int, waited: float) -> None:
-        """Take note of an update; `waited` are the seconds that it waited for its data."""
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
+    def add(self, step: int, update: Update) -> None:
+        """Take note of an update."""
+        self.updates, self.tokens, self.waited = (
+            self.updates + 1,
+            self.tokens + update.tokens,
+            self.waited + update.waited,
+        )
+        if update.skipped:
+            self.skipped += 1
+            return
+        finite = torch.isfinite(update.loss) & torch.isfinite(update.norm)
         self.bad = torch.where((self.bad < 0) & ~finite, step, self.bad)
-        self.loss, self.norm = self.loss + loss, self.norm + norm
-        self.updates, self.tokens, self.waited = self.updates + 1, self.tokens + tokens, self.waited + waited
+        self.loss, self.norm = self.loss + update.loss, self.norm + update.norm
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -58,9 +81,11 @@ class Meter:
         sums = torch.stack([self.loss.double(), torch.tensor(float(self.tokens), device=self.group.device).double()])
         loss, tokens = self.group.total(sums).tolist()
         seconds = max(time.monotonic() - self.begun, 1e-9)
+        counted = self.updates - self.skipped
         found = {
-            "loss": loss / self.group.world / max(self.updates, 1),
-            "norm": float(self.norm) / max(self.updates, 1),
+            "loss": loss / self.group.world / counted if counted else math.nan,
+            "norm": float(self.norm) / counted if counted else math.nan,
+            **({"skipped": self.skipped} if self.skipped else {}),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "waited": self.waited / seconds,

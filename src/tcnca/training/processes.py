@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,12 @@ class Processes:
     def greatest(self, values: Tensor) -> Tensor:
         """The greatest over all processes."""
         return self._reduced(values, dist.ReduceOp.MAX)
+
+    def copy_first(self, values: Iterable[Tensor]) -> None:
+        """Give all processes the values of the first one."""
+        if self.world > 1:
+            for value in values:
+                dist.broadcast(value, 0)
 
     def wait(self) -> None:
         """Go on when all processes are here."""

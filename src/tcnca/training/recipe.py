@@ -81,7 +81,7 @@ class Recipe:
                 for name in value:
                     if name not in _names(_PARTS[key]):
                         raise _no_such_key(f"{key}.{name}")
-                built[key] = _PARTS[key](**value)
+                built[key] = _PARTS[key](**{name: _whole(_PARTS[key], name, each) for name, each in value.items()})
             else:
                 built[key] = dict(value)
         return cls(**built)
@@ -154,6 +154,8 @@ def load_recipe(name: str) -> Recipe:
         text = source.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(_no_such_recipe(name, own)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: is not a recipe ({error.reason} at byte {error.start})") from error
     try:
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
@@ -186,6 +188,12 @@ def parsed(text: str) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _whole(part: type, name: str, value: Any) -> Any:
+    """`value`, as a whole number where one is wanted: 1e3 is 1000 updates."""
+    wanted = {field.name: str(field.type) for field in dataclasses.fields(part)}[name]
+    return int(value) if wanted.startswith("int") and isinstance(value, float) and value.is_integer() else value
 
 
 def _names(part: type) -> list[str]:

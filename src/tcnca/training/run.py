@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tcnca.data import Batch
 from tcnca.data.draw import Draw
@@ -21,7 +21,7 @@ from tcnca.models import SequenceModel
 from tcnca.training.checkpoints import Checkpoints, Progress, read_progress
 from tcnca.training.evaluate import Score, autocast, evaluate
 from tcnca.training.files import write_whole
-from tcnca.training.meter import Meter
+from tcnca.training.meter import Meter, Update
 from tcnca.training.optimiser import build_optimiser, set_rate
 from tcnca.training.parallel import compiles, made_ready, synchronised
 from tcnca.training.processes import Processes
@@ -81,7 +81,24 @@ class Run:
         self.progress = self.checkpoints.load(place, self.model, self.optimiser)
         if self.progress.data != data:
             raise CheckpointError(f"{self.folder}: was begun with other data than is now in {self.recipe.data.source}")
+        self._mark_again(place)
+        self.checkpoints.tidy()
         self.watch.say(f"going on from update {self.progress.step:,}")
+
+    def _mark_again(self, place: Path) -> None:
+        """Mark the best checkpoint that a run was killed before it could mark."""
+        step, every = self.progress.step, self.recipe.evaluation.every
+        # Only then was this checkpoint itself what was validated last.
+        if not every or step % every or step >= self.recipe.schedule.updates or self.progress.score is None:
+            return
+        better = self.task.higher_is_better
+        score = Score(metric=self.task.metric, value=self.progress.score, count=0, higher_is_better=better)
+        if self._agreed(score.better_than(self.checkpoints.best_score())):
+            self.checkpoints.mark_best(place, score.value)
+
+    def _agreed(self, found: bool) -> bool:
+        """What the processes found, each for itself, before one of them acts upon it."""
+        return bool(self.group.greatest(torch.tensor(float(found))))
 
     def train(self) -> Result:
         """Train to the end, or until a signal or the budget stops it."""
@@ -100,6 +117,8 @@ class Run:
 
     def evaluate(self, split: str, batches: int | None = None) -> Score:
         """The score on a split."""
+        # Running means are of what each process has seen; those of the first are saved.
+        self.group.copy_first(self.model.buffers())
         # Code compiled for the shapes of training does not fit those of evaluation, which are seen too rarely to pay
         # for code of their own.
         with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
@@ -139,7 +158,7 @@ class Run:
                     self._log(seconds, done, meter)
                 return "" if over else (caught[0] if caught else "another process")
             batches, following = following, ahead.submit(self._batches, step + 1)
-            meter.add(step, *self._update(step, self._rate(done), batches))
+            meter.add(step, self._update(step, self._rate(done), batches))
             self.progress = dataclasses.replace(self.progress, step=step + 1, seconds=seconds)
             if self.compiled and step - first < _COMPILING:
                 spent = before + time.monotonic() - begun - seconds
@@ -189,7 +208,7 @@ class Run:
     def _note(self, split: str, score: Score) -> None:
         """Keep a score, and the model if it is the best by validation so far."""
         self.watch.log({"step": self.progress.step, "split": split, "metric": score.metric, "score": score.value})
-        if split == "validation" and score.better_than(self.checkpoints.best_score()):
+        if split == "validation" and self._agreed(score.better_than(self.checkpoints.best_score())):
             self.checkpoints.mark_best(self._save(self.progress.seconds), score.value)
 
     def _batches(self, step: int) -> list[Batch]:
@@ -204,11 +223,8 @@ class Run:
             parts.append(batch.pin_memory() if self.group.device.type == "cuda" else batch)
         return parts
 
-    def _update(self, step: int, rate: float, batches: Future[list[Batch]]) -> tuple[Tensor, Tensor, int, float]:
-        """One step of the optimiser.
-
-        Returns the loss, the norm of the gradient, how many tokens were read, and how long they were waited for.
-        """
+    def _update(self, step: int, rate: float, batches: Future[list[Batch]]) -> Update:
+        """One step of the optimiser."""
         begun = time.monotonic()
         parts = batches.result()
         waited = time.monotonic() - begun
@@ -225,13 +241,13 @@ class Run:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimiser.clip or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         finite = torch.isfinite(norm) & torch.isfinite(total)
-        if self.recipe.optimiser.nonfinite == "stop" or bool(self.group.greatest((~finite).float()) == 0):
+        # Only to skip is it necessary to know, and to wait for it; who stops is told with the next line of the log.
+        skipped = self.recipe.optimiser.nonfinite == "skip" and self._agreed(not bool(finite))
+        if not skipped:
             set_rate(self.optimiser, rate)
             self.optimiser.step()
-        else:
-            total, norm = torch.zeros_like(total), torch.zeros_like(norm)
         self.optimiser.zero_grad(set_to_none=True)
-        return total, norm, tokens, waited
+        return Update(total, norm, tokens, waited, skipped)
 
     def _arithmetic(self) -> tuple[torch.device, Any]:
         return self.group.device, self.recipe.engine.precision

@@ -22,7 +22,7 @@ from tcnca.data.store import explained
 from tcnca.training.log import LOG, open_log, plain
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tcnca.training.board import Board
 
 __all__ = ["BOARD", "LOG", "Watch"]
 
@@ -39,7 +39,7 @@ class Watch:
     def __init__(self, folder: Path, console: Console | None) -> None:
         self.folder, self.console = folder, console
         self._file: TextIO | None = None
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._pace = _Pace()
         self._numbers: Mapping[str, Any] = {}
         self._score = ""
@@ -55,7 +55,7 @@ class Watch:
     def __enter__(self) -> Watch:
         if self.console is not None:
             # Takes a while, which is not to be part of the first updates.
-            importlib.import_module("torch.utils.tensorboard")
+            importlib.import_module("tcnca.training.board")
         self._progress.start()
         return self
 
@@ -115,8 +115,7 @@ class Watch:
             self._file.write(json.dumps(plain({"time": time.time(), **numbers})) + "\n")
             self._file.flush()
             if self._board is not None:
-                for name, value in _scalars(numbers).items():
-                    self._board.add_scalar(name, value, numbers["step"])
+                self._board.add(_scalars(numbers), numbers["step"])
 
     def _text(self, step: int) -> str:
         text = f"update {step:,}"
@@ -180,11 +179,10 @@ def _scalars(numbers: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _board(folder: Path, step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
+def _board(folder: Path, step: int) -> Board:
+    from tcnca.training.board import Board
 
-    # What an earlier part of the run has shown of what is now done again is hidden.
-    return SummaryWriter(str(folder), purge_step=step if folder.exists() else None, flush_secs=30)
+    return Board(folder, step if folder.exists() else None)
 
 
 def _resident() -> dict[str, float]:
