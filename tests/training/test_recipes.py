@@ -87,7 +87,7 @@ def test_written_and_read_again_it_is_the_same(name: str, tmp_path: Path) -> Non
         ("optimiser.learning_rate=0.1", "optimiser", "learning_rate", 0.1),
         ("betas=[0.9, 0.999]", "optimiser", "betas", (0.9, 0.999)),
         ("updates=7", "schedule", "warmup", None),
-        ("kind=cosine", "schedule", "kind", "cosine"),
+        ("schedule.kind=cosine", "schedule", "kind", "cosine"),
         ("compile=true", "engine", "compile", True),
         ("evaluation.every=0", "evaluation", "every", 0),
         ("evaluation.chunk=null", "evaluation", "chunk", None),
@@ -145,7 +145,7 @@ def test_errors_of_changes(change: str, message: str) -> None:
     [
         ("", "holds no keys and values"),
         ("- a", "holds no keys and values"),
-        ("{", "is not a recipe"),
+        ("{", "is not YAML"),
         ("optimizer: {}", r"optimizer: no such key of a recipe"),
         ("optimiser: {lr: 1}", r"optimiser\.lr: no such key"),
         ("optimiser: 3", r"optimiser: got 3, allowed are keys and values"),

@@ -53,9 +53,6 @@ def demo(
         task = recipe.build_task()
         _introduce(console, recipe, task)
         _clear()
-        # A second thread saves a third of the time on an idle machine; on a busy one, each waits for the other at every
-        # operation, and the time is many times as long.
-        torch.set_num_threads(1)
         train(NAME, wanted, out=FOLDER)
         _ask(console, task, _model(recipe))
         _conclude(console)

@@ -148,7 +148,10 @@ def _tell(console: Console, folder: Path, report: Report, again: str) -> None:
 
 def eval_(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    changes: _Changes = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="How to measure, such as data.task.carried=false evaluation.size=8."),
+    ] = None,
     split: Annotated[str, typer.Option(help="Which split.")] = "test",
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: _Device = None,
@@ -158,7 +161,7 @@ def eval_(
     with explained():
         if not (run / RECIPE).is_file():
             raise ConfigError(f"{run}: is no run; `tcnca train` makes one")
-        recipe = load_recipe(str(run / RECIPE)).override(changes or [])
+        recipe = _measured(load_recipe(str(run / RECIPE)), changes or [])
         with processes(device) as group:
             kept = Checkpoints(run / "checkpoints", recipe.checkpoint.keep, group)
             place = kept.best() if best else kept.latest()
@@ -178,6 +181,15 @@ def eval_(
                 facts = {"checkpoint": place.name, "device": group.device.type, "changes": changes or []}
                 write_values(run / f"eval-{split}.json", {"split": split, **facts, **dataclasses.asdict(score)})
                 say(console, f"{place.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
+
+
+def _measured(trained: Recipe, changes: list[str]) -> Recipe:
+    """The recipe with changes, of which only those that say how to measure make sense."""
+    changed = trained.override(changes)
+    for part in ("model", "batch", "optimiser", "schedule", "checkpoint"):
+        if getattr(changed, part) != getattr(trained, part):
+            raise ConfigError(f"{part}: cannot be changed in a model that is trained; allowed are data and evaluation")
+    return changed
 
 
 @contextlib.contextmanager

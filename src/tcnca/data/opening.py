@@ -44,6 +44,7 @@ def task(
     holdout: float = 0.0,
     seed: int = 0,
     own: OwnOptions | None = None,
+    kind: Kind | None = None,
     **options: Any,
 ) -> Task:
     """The task of a set.
@@ -57,6 +58,7 @@ def task(
         holdout: where a set has no validation split, the share of its training split to hold out as one.
         seed: of what is held out, or made to validate and test.
         own: how to read data of your own.
+        kind: what the task must be, for example `language`; a set of another kind is refused.
         options: of the task, for example `longest=1000` to cut sequences, or `carried=False` for EnWik8.
     """
     folder = data_folder() if folder is None else Path(folder)
@@ -65,6 +67,8 @@ def task(
             raise ConfigError(f"holdout: got {holdout}, but a stream has nothing to hold out of; leave it out")
         return _streamed(entry(str(source)), folder, seed, options)
     data = _open(source, folder, own)
+    if kind is not None and data.manifest["kind"] != kind:
+        raise ConfigError(f"{source}: is data of kind {data.manifest['kind']}, allowed here is {kind}")
     if holdout:
         data = _hold_out(data, holdout, seed)
     return _build(data, options)
@@ -121,7 +125,9 @@ def _open(source: str | Path, folder: Path, own: OwnOptions | None) -> DataSet:
             f"{source}: is not prepared in {folder}; `tcnca data prepare {source} --out {folder}` does that"
         )
     if not path.exists():
-        raise DataError(f"{source}: neither a prepared set in {folder}, nor a file, nor a known set")
+        raise DataError(
+            f"{source}: neither a prepared set in {folder}, nor a file, nor a set that `tcnca data list` knows"
+        )
     return in_memory(path.name, read_own(path, own or OwnOptions()))
 
 

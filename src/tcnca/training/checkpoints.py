@@ -58,6 +58,8 @@ class Progress:
     """Digest of the set, so that no other one is gone on with."""
     score: float | None = None
     """Last validation."""
+    meter: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What has been added up since the last line of the log."""
     compiling: float = 0.0
     """Seconds of those in which the code for the first updates was made; a time budget's schedule leaves them out."""
 

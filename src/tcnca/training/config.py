@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from tcnca.data.content import Kind
 from tcnca.errors import ConfigError
 from tcnca.layers import Config, check_at_least, check_choice, check_flag
 
@@ -21,6 +22,8 @@ class DataConfig(Config):
 
     source: str = ""
     """A set that `tcnca data list` shows, or a file or folder of your own."""
+    kind: Kind | None = None
+    """What kind of data the recipe is for; None for any."""
     folder: str | None = None
     """Where prepared sets are; None for $TCNCA_DATA, or else `data`."""
     stream: bool = False
@@ -41,6 +44,8 @@ class DataConfig(Config):
         for name in ("task", "own"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"data.{name}: got {getattr(self, name)!r}, allowed are keys and values")
+        if self.kind is not None:
+            check_choice("data.kind", self.kind, get_args(Kind))
         check_flag("data.stream", self.stream)
         check_share("data.holdout", self.holdout)
 
@@ -178,6 +183,8 @@ class EngineConfig(Config):
     compile: bool | Literal["gpu"] = False
     """Whether to compile the model's layers with `torch.compile`; `gpu` does so on a GPU only: a CPU needs a compiler
     of C++ for it. Each length of rows costs half a minute once; rows of unequal lengths are padded to a few."""
+    threads: int = 0
+    """Threads of a CPU; 0 for PyTorch's own choice. Small models, and busy machines, are faster with one."""
     recompute: bool = False
     """Whether to compute layers again in the backward pass instead of keeping what they made: less memory."""
     parallel: Parallel = "ddp"
@@ -190,6 +197,7 @@ class EngineConfig(Config):
         check_choice("engine.precision", self.precision, get_args(Precision))
         if self.compile != "gpu":
             check_flag("engine.compile", self.compile)
+        check_at_least("engine.threads", self.threads, 0)
         check_flag("engine.recompute", self.recompute)
         check_choice("engine.parallel", self.parallel, get_args(Parallel))
         check_at_least("engine.log_every", self.log_every, 1)

@@ -101,9 +101,15 @@ def best_of(
     return max(found, key=lambda each: (each[1] if higher_is_better else -each[1], -each[0]))
 
 
+_DECADES = 30
+"""How many times its least value the loss must reach for a logarithmic axis to show more."""
+
+
 def _loss(axis: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     steps, losses = series(lines, "loss")
     axis.set_title("training loss", loc="left", fontsize=9)
+    if min(losses, default=0) > 0 and max(losses) > _DECADES * min(losses):
+        axis.set_yscale("log")
     if len(steps) < _LINES_TO_SMOOTH:
         axis.plot(steps, losses, color=_INK, linewidth=1.2)
         return
@@ -154,7 +160,7 @@ def _ticks(axis: Axes) -> None:
 
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axis.xaxis.set_major_formatter(FuncFormatter(_short))
-    if len(axis.get_yticks()):
+    if len(axis.get_yticks()) and axis.get_yscale() == "linear":
         axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axis.yaxis.set_major_formatter(FuncFormatter(_short))
 

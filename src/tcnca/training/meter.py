@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,10 +34,35 @@ class Update(NamedTuple):
 class Meter:
     """Adds up what updates give; only reading it waits for the device to finish them."""
 
-    def __init__(self, group: Processes) -> None:
+    loss: Tensor
+    norm: Tensor
+    begun: float
+
+    def __init__(self, group: Processes, before: Mapping[str, float] | None = None) -> None:
+        """`before` is the `state` of a run that goes on."""
         self.group = group
         self.bad = torch.full((), -1, dtype=torch.int64, device=group.device)
         self._clear()
+        if before:
+            # The loss and the tokens are sums over all processes, of which the first keeps what was.
+            share = float(group.first)
+            self.loss, self.norm = self.loss + before["loss"] * share, self.norm + before["norm"]
+            self.updates, self.skipped = int(before["updates"]), int(before["skipped"])
+            self.tokens, self.begun = int(before["tokens"] * share), self.begun - before["seconds"]
+
+    def state(self) -> dict[str, float]:
+        """What was added up since the last reading, for a run that is stopped here and goes on."""
+        if not self.updates:
+            return {}
+        loss, tokens = self._sums()
+        seconds = time.monotonic() - self.begun
+        counts = {"updates": self.updates, "skipped": self.skipped}
+        return {"loss": loss, "norm": float(self.norm), "tokens": tokens, "seconds": seconds, **counts}
+
+    def _sums(self) -> tuple[float, float]:
+        sums = torch.stack([self.loss.double(), torch.tensor(float(self.tokens), device=self.group.device).double()])
+        loss, tokens = self.group.total(sums).tolist()
+        return loss, tokens
 
     def _clear(self) -> None:
         self.loss = torch.zeros((), device=self.group.device)
@@ -78,8 +103,7 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Means since the last reading."""
-        sums = torch.stack([self.loss.double(), torch.tensor(float(self.tokens), device=self.group.device).double()])
-        loss, tokens = self.group.total(sums).tolist()
+        loss, tokens = self._sums()
         seconds = max(time.monotonic() - self.begun, 1e-9)
         counted = self.updates - self.skipped
         found = {

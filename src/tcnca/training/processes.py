@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tcnca.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processes:
@@ -64,6 +66,10 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device: got {kind!r}, allowed are cpu and cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: got 'cuda', but PyTorch finds no GPU here; leave it out, or use cpu")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)

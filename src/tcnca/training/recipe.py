@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib.resources
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class Recipe:
             if key == "about":
                 built[key] = str(value)
                 continue
+            if key in _ITSELF and isinstance(value, str):
+                value = {_ITSELF[key].split(".")[-1]: value}
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{key}: got {value!r}, allowed are keys and values")
             if key in _PARTS:
@@ -106,7 +109,7 @@ class Recipe:
         for change in changes:
             key, equals, text = change.partition("=")
             if not equals:
-                raise ConfigError(f"{change}: got no value, allowed is key=value, for example {change}=1")
+                raise ConfigError(f"{change}: got no value, allowed is key=value, for example learning_rate=0.001")
             path = _located(key.strip())
             inner = values
             for name in path[:-1]:
@@ -128,6 +131,7 @@ class Recipe:
             stream=self.data.stream,
             holdout=self.data.holdout,
             own=own,
+            kind=self.data.kind,
             **self.data.task,
         )
 
@@ -157,10 +161,13 @@ def load_recipe(name: str) -> Recipe:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: is not a recipe ({error.reason} at byte {error.start})") from error
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
         if not isinstance(values, dict):
-            raise ConfigError(f"{name}: holds no keys and values")
+            raise ConfigError("holds no keys and values")
         return Recipe.from_dict(values)
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ConfigError(f"{name}: is not YAML: {error.problem}{where}") from error
     except (yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"{name}: is not a recipe ({error})") from error
     except ConfigError as error:
@@ -172,22 +179,25 @@ def _no_such_recipe(name: str, own: bool) -> str:
         return f"recipe: there is no file {name}"
     known = recipes()
     close = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"recipe: got {name!r}, allowed are a file that ends in .yaml, or {', '.join(known)}{hint}"
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"recipe: got {name!r}, {hint}Allowed are a file that ends in .yaml, and {', '.join(known)}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with numbers such as 1e-3, which YAML itself takes for words."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def parsed(text: str) -> Any:
-    """A value of the command line: YAML, and numbers such as 1e-3, which YAML would take for words."""
+    """A value of the command line."""
     try:
-        value = yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text}: is no value ({error})") from error
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _whole(part: type, name: str, value: Any) -> Any:
@@ -228,6 +238,22 @@ def _located(key: str) -> list[str]:
 def _no_such_key(key: str) -> ConfigError:
     keys = [*_keys(), *(f"data.own.{name}" for name in _names(OwnOptions))]
     names = {full.split(".")[-1]: full for full in reversed(keys)} | {full: full for full in keys}
+    parts = {part: part for part in [*_PARTS, "model", "about"]}
+    names = names if "." in key else names | parts
     close = difflib.get_close_matches(key, names, 1) or difflib.get_close_matches(key.split(".")[-1], names, 1)
     hint = f"; did you mean {names[close[0]]}?" if close else ""
-    return ConfigError(f"{key}: no such key of a recipe{hint}")
+    return ConfigError(f"{key}: no such key of a recipe{hint or '; `tcnca recipes NAME` prints the keys of one'}")
+
+
+def differences(before: Recipe, now: Recipe) -> str:
+    """What was changed from one recipe to another, for people."""
+    old, new = _flat(before.to_dict()), _flat(now.to_dict())
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} (it has {old.get(key)}, now {new.get(key)})" for key in changed)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -113,7 +113,7 @@ def hardware(group: Processes) -> dict[str, Any]:
         facts = torch.cuda.get_device_properties(group.device)
         memory = round(facts.total_memory / 2**30, 1)
         return {"device": "cuda", "name": facts.name, "count": group.world, "memory_gib": memory}
-    return {"device": group.device.type, "name": _processor(), "cores": _cores()}
+    return {"device": group.device.type, "name": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +19,15 @@ from tcnca.data.draw import Draw
 from tcnca.data.kinds import Task
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel
+from tcnca.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training.checkpoints import Checkpoints, Progress, read_progress
 from tcnca.training.evaluate import Score, autocast, evaluate
-from tcnca.training.files import write_whole
+from tcnca.training.files import beside, write_whole
 from tcnca.training.meter import Meter, Update
 from tcnca.training.optimiser import build_optimiser, set_rate
 from tcnca.training.parallel import compiles, made_ready, synchronised
 from tcnca.training.processes import Processes
-from tcnca.training.recipe import Recipe, load_recipe
+from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.schedule import learning_rate
 from tcnca.training.stopping import signals
 from tcnca.training.watching import Watch
@@ -56,6 +58,8 @@ class Run:
         self, recipe: Recipe, folder: Path, group: Processes, watch: Watch, budget: float | None = None
     ) -> None:
         self.recipe, self.folder, self.group, self.watch, self.budget = recipe, folder, group, watch, budget
+        if recipe.engine.threads:
+            torch.set_num_threads(recipe.engine.threads)
         self.task: Task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task)).to(group.device)
@@ -72,9 +76,8 @@ class Run:
             return
         before = load_recipe(str(self.folder / RECIPE))
         if before != self.recipe:
-            changed = [field.name for field in dataclasses.fields(Recipe) if _differs(before, self.recipe, field.name)]
             raise CheckpointError(
-                f"{self.folder}: was begun with another recipe, which differs in {', '.join(changed)}; "
+                f"{self.folder}: was begun with another recipe, which differs in {differences(before, self.recipe)}; "
                 f"give the same changes again, or another --out"
             )
         data = self.progress.data
@@ -105,15 +108,34 @@ class Run:
         if self.group.first:
             write_whole(self.folder / RECIPE, self.recipe.to_yaml())
         self.group.wait()
+        self.watch.say(self._introduction())
         with signals() as caught, ThreadPoolExecutor(1) as ahead:
             stopped = self._loop(caught, ahead)
         if stopped:
             return Result(step=self.progress.step, seconds=self.progress.seconds, stopped=stopped)
         splits = [split for split in ("validation", "test") if split in self.task.data.splits]
         scores = {split: self.evaluate(split) for split in splits}
+        latest = self.checkpoints.latest()
         for split, score in scores.items():
-            self._note(split, score)
+            if self._note(split, score) and latest is not None:
+                self.checkpoints.mark_best(latest, score.value)
+        self._leave_model()
         return Result(step=self.progress.step, seconds=self.progress.seconds, scores=scores)
+
+    def _introduction(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        what = f"{parameters:,} parameters, {self.recipe.data.source}, on {self.group.device.type}"
+        several = f" with {self.group.world} processes" if self.group.world > 1 else ""
+        compiled = "; the first updates take a while, until they are compiled" if self.compiled else ""
+        return f"training in {self.folder}: {what}{several}{compiled}"
+
+    def _leave_model(self) -> None:
+        """Put the trained model where `tcnca.load` finds it by the folder of the run."""
+        latest = self.checkpoints.latest()
+        if self.group.first and latest is not None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                with beside(self.folder / name) as draft:
+                    shutil.copyfile(latest / name, draft)
 
     def evaluate(self, split: str, batches: int | None = None) -> Score:
         """The score on a split."""
@@ -135,7 +157,7 @@ class Run:
     def _loop(self, caught: list[str], ahead: ThreadPoolExecutor) -> str:
         begun, before = time.monotonic(), self.progress.seconds
         saved, first = time.monotonic(), self.progress.step
-        meter = Meter(self.group)
+        meter = Meter(self.group, self.progress.meter)
         following = ahead.submit(self._batches, self.progress.step)
         while True:
             seconds = before + time.monotonic() - begun
@@ -151,11 +173,11 @@ class Run:
             if over or interrupted or self._due(step, saved):
                 meter.check(self.recipe, self.checkpoints)
                 with meter.pause():
-                    self._save(seconds)
+                    self._save(seconds, meter)
                 saved = time.monotonic()
+            if over and meter.updates:
+                self._log(seconds, done, meter)
             if over or interrupted:
-                if meter.updates:
-                    self._log(seconds, done, meter)
                 return "" if over else (caught[0] if caught else "another process")
             batches, following = following, ahead.submit(self._batches, step + 1)
             meter.add(step, self._update(step, self._rate(done), batches))
@@ -171,7 +193,7 @@ class Run:
                 # A validation may save the model as the best so far.
                 meter.check(self.recipe, self.checkpoints)
                 with meter.pause():
-                    self._validate()
+                    self._validate(meter)
 
     def _done(self, seconds: float) -> float:
         """The share of the run that is over: of its updates, or of its time."""
@@ -193,23 +215,23 @@ class Run:
         late = self.group.greatest(torch.tensor(time.monotonic() - saved))
         return by_step or bool(config.minutes and float(late) > 60 * config.minutes)
 
-    def _save(self, seconds: float) -> Path:
-        self.progress = dataclasses.replace(self.progress, seconds=seconds)
+    def _save(self, seconds: float, meter: Meter) -> Path:
+        self.progress = dataclasses.replace(self.progress, seconds=seconds, meter=meter.state())
         latest = self.checkpoints.latest()
         if latest is not None and read_progress(latest).step == self.progress.step:
             return latest
         return self.checkpoints.save(self.model, self.optimiser, self.progress)
 
-    def _validate(self) -> None:
+    def _validate(self, meter: Meter) -> None:
         score = self.evaluate("validation", self.recipe.evaluation.batches)
         self.progress = dataclasses.replace(self.progress, score=score.value)
-        self._note("validation", score)
+        if self._note("validation", score):
+            self.checkpoints.mark_best(self._save(self.progress.seconds, meter), score.value)
 
-    def _note(self, split: str, score: Score) -> None:
-        """Keep a score, and the model if it is the best by validation so far."""
+    def _note(self, split: str, score: Score) -> bool:
+        """Keep a score. Whether it is the best by validation so far."""
         self.watch.log({"step": self.progress.step, "split": split, "metric": score.metric, "score": score.value})
-        if split == "validation" and self._agreed(score.better_than(self.checkpoints.best_score())):
-            self.checkpoints.mark_best(self._save(self.progress.seconds), score.value)
+        return split == "validation" and self._agreed(score.better_than(self.checkpoints.best_score()))
 
     def _batches(self, step: int) -> list[Batch]:
         """This process's part of an update, in as many pieces as it is to be read in."""
@@ -251,7 +273,3 @@ class Run:
 
     def _arithmetic(self) -> tuple[torch.device, Any]:
         return self.group.device, self.recipe.engine.precision
-
-
-def _differs(one: Recipe, other: Recipe, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))

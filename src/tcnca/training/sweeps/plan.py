@@ -15,7 +15,7 @@ import torch
 
 from tcnca.data import Task
 from tcnca.errors import ConfigError
-from tcnca.training.recipe import Recipe, load_recipe, parsed
+from tcnca.training.recipe import Recipe, differences, load_recipe, parsed
 from tcnca.training.record import read_record
 from tcnca.training.run import RECIPE
 
@@ -274,17 +274,3 @@ def _readable(path: Path) -> Recipe | ConfigError:
 def _time(seconds: float) -> str:
     """A time as `--budget` takes it."""
     return f"{seconds:.10g}s" if seconds % 60 else f"{seconds / 60:.0f}m"
-
-
-def differences(before: Recipe, now: Recipe) -> str:
-    """What was changed from one recipe to another, for people."""
-    old, new = _flat(before.to_dict()), _flat(now.to_dict())
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} (it has {old.get(key)}, now {new.get(key)})" for key in changed)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

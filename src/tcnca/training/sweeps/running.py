@@ -19,11 +19,11 @@ import torch
 from tcnca.data.store import explained
 from tcnca.errors import ConfigError
 from tcnca.training.files import alone_in
-from tcnca.training.recipe import load_recipe
+from tcnca.training.recipe import differences, load_recipe
 from tcnca.training.report import read_result
 from tcnca.training.run import RECIPE
 from tcnca.training.stopping import signals
-from tcnca.training.sweeps.plan import Point, Sweep, differences
+from tcnca.training.sweeps.plan import Point, Sweep
 
 LOG = "sweep.log"
 State = Literal["done", "failed", "stopped", "waiting"]
