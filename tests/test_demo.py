@@ -20,6 +20,7 @@ from tcnca import presets
 from tcnca.cli import app
 from tcnca.cli.demo import FOLDER, GOAL
 from tcnca.cli.streaming import ALLOWED, STREAMED, compare
+from tcnca.training.files import alone_in
 from tests.examples import small_model
 
 runner = CliRunner()
@@ -72,6 +73,16 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
         patch.chdir(place)
         patch.delenv("TCNCA_DATA", raising=False)
         return folder, demo(*SHORT, "--seed", "3")
+
+
+def test_a_run_at_work_keeps_its_folder() -> None:
+    FOLDER.mkdir(parents=True)
+    (FOLDER / "recipe.yaml").write_text("about: at work\n", encoding="utf-8")
+    with alone_in(FOLDER, "run"):
+        refused = demo(*SHORT)
+    assert refused.exit_code == 1
+    assert "another run is at work there" in refused.output
+    assert (FOLDER / "recipe.yaml").is_file()
 
 
 def test_a_goal_that_is_missed_is_no_success(short: tuple[Path, Result]) -> None:

@@ -41,6 +41,21 @@ def test_an_epoch_still_meets_every_example_once() -> None:
             assert batch.inputs[row, : len(text)].tolist() == text.tolist()
 
 
+@pytest.mark.parametrize(("count", "size"), [(100, 32), (33, 32), (32, 32), (100, 99)])
+def test_batches_of_a_small_set_hold_different_examples(count: int, size: int) -> None:
+    """Of several epochs at once, the copies of an example would be side by side, and a batch few examples."""
+    columns: dict[str, Column] = {"tokens": Ragged.of(TEXTS[:count]), "labels": np.arange(count)}
+    data = DataSet("tiny", {"classes": [str(place) for place in range(count)]}, {"train": columns})
+    task = ClassificationTask(data, by_length=True)
+    seen = Counter[int]()
+    for step in range(3 * count // size):
+        found = Counter(task.batch(step, size).targets.tolist())
+        # Twice, where an epoch ends inside.
+        assert max(found.values()) <= 2
+        seen += found
+    assert max(seen.values()) - min(seen[place] for place in range(count)) <= 2
+
+
 def test_there_is_much_less_padding() -> None:
     real = sum(len(text) for text in TEXTS)
     area = {

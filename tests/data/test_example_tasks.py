@@ -246,9 +246,15 @@ def test_evaluation_has_every_example_once(name: str, size: int, world: int) -> 
     assert set(batches) == {math.ceil(COUNT / size)}
 
 
-def test_evaluation_has_short_texts_first() -> None:
-    order = [place for batch in texts().evaluation("validation", 3) for place in chosen(texts(), batch)]
-    assert [LENGTHS[place] for place in order] == sorted(LENGTHS)
+def test_evaluation_has_texts_of_like_lengths_together_but_not_the_short_ones_first() -> None:
+    def lengths() -> list[list[int]]:
+        batches = texts().evaluation("validation", 3)
+        return [sorted(LENGTHS[place] for place in chosen(texts(), batch)) for batch in batches]
+
+    found = lengths()
+    assert [length for batch in sorted(found) for length in batch] == sorted(LENGTHS)
+    assert found != sorted(found)
+    assert lengths() == found
 
 
 def test_rows_that_do_not_count_leave_the_examples_alone() -> None:

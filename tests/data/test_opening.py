@@ -141,7 +141,7 @@ def test_a_file_of_your_own_may_be_called_like_a_known_set(tmp_path: Path, name:
 def test_not_prepared(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"listops: is not prepared in .*; `tcnca data prepare listops --out "):
         task("listops", tmp_path)
-    with pytest.raises(DataError, match=r"nothing: neither a prepared set in .*, nor a file, nor a known set"):
+    with pytest.raises(DataError, match=r"nothing: neither a prepared set in .*, nor a file, nor a set that `tcnca data list` knows"):
         task("nothing", tmp_path)
 
 
@@ -155,7 +155,8 @@ def test_a_damaged_set(tmp_path: Path) -> None:
 def test_options_of_the_task(tmp_path: Path) -> None:
     path = write_own(tmp_path, "reviews.csv")
     assert task(path, longest=3).batch(0, 4).inputs.shape == (4, 3)
-    with pytest.raises(ConfigError, match=r"lngest: no such option of reviews\.csv, allowed are longest, stream"):
+    allowed = "longest, by_length, stream"
+    with pytest.raises(ConfigError, match=rf"lngest: no such option of reviews\.csv, allowed are {allowed}"):
         task(path, lngest=3)
     with pytest.raises(ConfigError, match=r"longest: no such option of book\.txt, allowed are chunk, runs"):
         task(write_own(tmp_path, "book.txt"), longest=3)

@@ -119,13 +119,13 @@ def test_a_run_that_is_finished_is_not_gone_on_with(tmp_path: Path) -> None:
     assert "was begun with another recipe, which differs in optimiser" in other.output
 
 
-def test_a_finished_run_goes_on_when_it_is_given_more_time(tmp_path: Path) -> None:
+def test_a_budget_is_not_changed_on_the_way(tmp_path: Path) -> None:
+    """The learning rate would jump."""
     assert invoked(*arguments(tmp_path, "--budget", "0.2s")).exit_code == 0
-    step = json.loads((tmp_path / "result.json").read_text())["step"]
     more = invoked(*arguments(tmp_path, "--resume", "--budget", "0.6s"))
-    assert more.exit_code == 0, more.output
-    assert json.loads((tmp_path / "result.json").read_text())["step"] > step
-    enough = invoked(*arguments(tmp_path, "--resume", "--budget", "0.6s"))
+    assert more.exit_code == 1
+    assert "was begun with a budget of 0.2s, which the learning rate follows; give the same again" in more.output
+    enough = invoked(*arguments(tmp_path, "--resume", "--budget", "0.2s"))
     assert "the run is finished" in enough.output
 
 
@@ -155,7 +155,7 @@ def test_an_evaluation_is_kept(tmp_path: Path) -> None:
     measured = invoked("eval", str(tmp_path), "--split", "validation", "--device", "cpu", "evaluation.size=100")
     assert measured.exit_code == 0, measured.output
     result = json.loads((tmp_path / "result.json").read_text())
-    assert json.loads((tmp_path / "eval-validation.json").read_text()) == {
+    assert json.loads((tmp_path / "eval-validation-evaluation.size=100.json").read_text()) == {
         "split": "validation",
         "checkpoint": "step-000000012",
         "device": "cpu",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,11 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, TrainingError
-from tcnca.training import Processes, Run, Watch, evaluate
+from tcnca.training import Processes, Recipe, Run, Watch, evaluate, load_recipe
 from tcnca.training.files import alone_in
-from tests.training.tiny import arguments, assert_same, recipe, run, weights
+from tcnca.training.log import read_log
+from tcnca.training.meter import Meter
+from tests.training.tiny import MODEL, SMALL, arguments, assert_same, recipe, run, weights
 
 
 class Stopped(Run):
@@ -132,10 +137,91 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
     assert rates[-1] < 0.05 * 0.003
 
 
+def test_a_budget_is_validated_to_its_end(tmp_path: Path) -> None:
+    """However many updates it has time for."""
+    one = run(tmp_path, recipe("updates=8", "evaluation.every=4", "checkpoint.every=0"), budget=2.0)
+    validated: list[int] = []
+    validate = one._validate
+
+    def noted(meter: Meter) -> None:
+        validated.append(one.progress.step)
+        validate(meter)
+
+    one._validate = noted  # type: ignore[method-assign]
+    result = one.train()
+    assert result.step > 12
+    assert validated == list(range(4, result.step + 1, 4))
+
+
+def test_all_processes_leave_out_the_same_time_to_compile(tmp_path: Path) -> None:
+    """Otherwise their learning rates, and with them their weights, would differ."""
+
+    class Slower(Processes):
+        """Stands for many, another of which needs ten seconds longer for everything."""
+
+        def greatest(self, values: torch.Tensor) -> torch.Tensor:
+            return values + 10 if values.dtype == torch.float64 and values.ndim == 0 and values > 0 else values
+
+    one = Run(recipe("updates=4", "evaluation.every=0"), tmp_path, Slower(), Watch(tmp_path, None))
+    one.compiled = True
+    one.train()
+    assert one.progress.compiling > 30
+
+
+def test_stopped_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimiser, too, goes on as one that has done nothing."""
+    whole = run(tmp_path / "whole", recipe())
+    whole.train()
+    first = run(tmp_path / "parts", recipe())
+    with monkeypatch.context() as patch:
+        patch.setattr("tcnca.training.run.signals", lambda: contextlib.nullcontext(["SIGTERM"]))
+        assert first.train().step == 0
+    second = run(tmp_path / "parts", recipe())
+    second.resume()
+    second.train()
+    assert_same(weights(second.model), weights(whole.model))
+
+
+def test_what_is_done_again_is_logged_as_before(tmp_path: Path) -> None:
+    """Also where a line of the log would begin before the checkpoint and end after it."""
+    changes = ["log_every=5", "checkpoint.every=4", "checkpoint.keep=9", "evaluation.every=0"]
+    assert CliRunner().invoke(app, arguments(tmp_path, *changes)).exit_code == 0
+    whole = [(line["step"], line["loss"], line["tokens"]) for line in read_log(tmp_path) if "loss" in line]
+    result = json.loads((tmp_path / "result.json").read_text())
+    for name in ("checkpoints/step-000000012", "checkpoints/best.json", "result.json"):
+        shutil.rmtree(path) if (path := tmp_path / name).is_dir() else path.unlink()
+    assert CliRunner().invoke(app, [*arguments(tmp_path, *changes), "--resume"]).exit_code == 0
+    assert [(line["step"], line["loss"], line["tokens"]) for line in read_log(tmp_path) if "loss" in line] == whole
+    assert json.loads((tmp_path / "result.json").read_text())["tokens"] == result["tokens"] == 12 * 12 * 17
+
+
+def test_a_best_checkpoint_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    run(tmp_path, recipe()).train()
+    for place in (tmp_path / "checkpoints").glob("step-*"):
+        shutil.rmtree(place)
+    again = run(tmp_path, recipe())
+    assert again.checkpoints.best_score() is None
+    again.train()
+    assert again.checkpoints.best() is not None
+
+
 def test_other_recipes_and_data_are_not_gone_on_with(tmp_path: Path) -> None:
     run(tmp_path, recipe()).train()
     with pytest.raises(CheckpointError, match="was begun with another recipe, which differs in optimiser"):
         run(tmp_path, recipe("learning_rate=0.5")).resume()
+
+
+def test_a_file_of_ones_own_that_was_changed_is_not_gone_on_with(tmp_path: Path) -> None:
+    rows = [f"{word * 5} {number},{word}" for number in range(20) for word in ("yes", "no")]
+    table = tmp_path / "my.csv"
+    table.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    wanted = load_recipe("classify").override([*SMALL, *MODEL, f"data={table}", "evaluation.every=0"])
+    assert wanted.build_task().data.digest == wanted.build_task().data.digest != ""
+    run(tmp_path / "run", wanted).train()
+    run(tmp_path / "run", wanted).resume()
+    table.write_text("\n".join(["text,label", *rows[:-2], "other,yes", "another,no"]), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"was begun with other data than is now in .*my.csv"):
+        run(tmp_path / "run", wanted).resume()
 
 
 def test_commands(tmp_path: Path) -> None:
@@ -158,6 +244,20 @@ def test_commands(tmp_path: Path) -> None:
     assert "is no run; `tcnca train` makes one" in wrong.output
     budget = runner.invoke(app, [*wanted, "--budget", "soon"])
     assert budget.exit_code == 1
+    for command in ("train", "eval"):
+        given = arguments(tmp_path / "other") if command == "train" else ["eval", str(tmp_path / "run")]
+        device = runner.invoke(app, [*given, "--device", "tpu"])
+        assert device.exit_code == 1
+        assert "Error: --device: got tpu, allowed are cpu" in device.output
+    same = runner.invoke(app, ["eval", str(tmp_path / "run"), "layers=4"])
+    assert same.exit_code == 1
+    assert "model: is as it was trained, allowed are keys of data, evaluation and engine" in same.output
+    # A score that cannot be written is told none the less.
+    (tmp_path / "run" / "eval-test.json").unlink()
+    (tmp_path / "run" / "eval-test.json" / "in the way").mkdir(parents=True)
+    unwritten = runner.invoke(app, ["eval", str(tmp_path / "run"), "--device", "cpu"])
+    assert unwritten.exit_code == 1
+    assert f"test: accuracy {score:.4f}" in unwritten.output
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -166,6 +266,19 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "another run is at work there; wait for it, or choose another --out" in refused.output
     assert CliRunner().invoke(app, arguments(tmp_path)).exit_code == 0
+
+
+def test_a_run_that_began_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(wanted: Recipe, folder: Path, *more: Any) -> Run:
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text("about: of another", encoding="utf-8")
+        return Run(wanted, folder, *more)
+
+    monkeypatch.setattr(sys.modules["tcnca.cli.train"], "Run", late)
+    refused = CliRunner().invoke(app, arguments(tmp_path / "run"))
+    assert refused.exit_code == 1
+    assert "holds a run already" in refused.output
+    assert (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8") == "about: of another"
 
 
 def test_the_time_to_compile_is_not_the_time_to_warm_up(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tcnca.errors import ConfigError, TrainingError
 from tcnca.models import SequenceModel, load
 from tcnca.training import Checkpoints, Processes, Recipe, load_recipe
 from tcnca.training.curves import CURVES
+from tcnca.training.files import alone_in
 from tcnca.training.report import read_result
 
 NAME = "recall-small"
@@ -70,10 +71,12 @@ def _recipe(changes: Sequence[str]) -> Recipe:
 
 
 def _clear() -> None:
-    try:
-        shutil.rmtree(FOLDER)
-    except FileNotFoundError:
+    if not FOLDER.exists():
         return
+    try:
+        # A run that is at work there keeps its folder.
+        with alone_in(FOLDER, "run"):
+            shutil.rmtree(FOLDER)
     except OSError as error:
         cure = "remove it yourself, or start the demo in another folder"
         raise TrainingError(f"{FOLDER}: what is there cannot be removed ({error}); {cure}") from error

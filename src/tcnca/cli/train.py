@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from tcnca.models import load
 from tcnca.training import Checkpoints, Recipe, Result, Run, Watch, evaluate, load_recipe, processes
 from tcnca.training.curves import CURVES, draw_curves
 from tcnca.training.files import alone_in
-from tcnca.training.record import Part, add_part, command, part_of
+from tcnca.training.record import Part, add_part, command, part_of, read_record
 from tcnca.training.report import (
     REPORT,
     RESULT,
@@ -61,8 +62,7 @@ def train(
             return
         name = Path(recipe).stem
         folder = out or Path("runs") / name
-        if (folder / RECIPE).exists() and not resume:
-            raise ConfigError(f"{folder}: holds a run already; --resume goes on with it, --out chooses another folder")
+        _check_free(folder, resume)
         seconds = seconds_of("budget", budget) if budget else None
         done = _done(folder, wanted, seconds) if resume else ""
         with processes(device) as group, Watch(folder, console if group.first else None) as watch:
@@ -71,6 +71,9 @@ def train(
                 return
             run = Run(wanted, folder, group, watch, seconds)
             with alone_in(folder, "run") if group.first else contextlib.nullcontext():
+                if group.first:
+                    # Another run may have begun, and ended, since.
+                    _check_free(folder, resume)
                 if resume:
                     _resume(run)
                 if group.first:
@@ -86,7 +89,18 @@ def train(
         raise typer.Exit(130)
 
 
+def _check_free(folder: Path, resume: bool) -> None:
+    if (folder / RECIPE).exists() and not resume:
+        raise ConfigError(f"{folder}: holds a run already; --resume goes on with it, --out chooses another folder")
+
+
 def _resume(run: Run) -> None:
+    begun = read_record(run.folder)
+    if begun and begun[0].budget != run.budget:
+        was = "no budget" if begun[0].budget is None else f"a budget of {begun[0].budget:g}s"
+        raise ConfigError(
+            f"--budget: {run.folder} was begun with {was}, which the learning rate follows; give the same again"
+        )
     if run.checkpoints.latest() is None:
         run.watch.say(f"{run.folder}: holds no checkpoint to go on from; starting afresh")
     run.resume()
@@ -161,12 +175,15 @@ def eval_(
     with explained():
         if not (run / RECIPE).is_file():
             raise ConfigError(f"{run}: is no run; `tcnca train` makes one")
-        recipe = _measured(load_recipe(str(run / RECIPE)), changes or [])
+        trained = load_recipe(str(run / RECIPE))
+        recipe = trained.override(changes or [])
+        _check_measurable(trained, recipe)
         with processes(device) as group:
             kept = Checkpoints(run / "checkpoints", recipe.checkpoint.keep, group)
             place = kept.best() if best else kept.latest()
             if place is None:
-                raise ConfigError(f"{run}: has no checkpoint yet")
+                which = "best checkpoint: it was not validated" if best else "checkpoint"
+                raise ConfigError(f"{run}: has no {which} yet")
             with _bar(console, split, group.first) as watch:
                 score = evaluate(
                     load(place, group.device),
@@ -178,18 +195,23 @@ def eval_(
                     watch=watch,
                 )
             if group.first:
-                facts = {"checkpoint": place.name, "device": group.device.type, "changes": changes or []}
-                write_values(run / f"eval-{split}.json", {"split": split, **facts, **dataclasses.asdict(score)})
+                # Said first: a folder that cannot be written is not to cost the score.
                 say(console, f"{place.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
+                facts = {"checkpoint": place.name, "device": group.device.type, "changes": changes or []}
+                values = {"split": split, **facts, **dataclasses.asdict(score)}
+                write_values(run / f"{_measurement(split, changes)}.json", values)
 
 
-def _measured(trained: Recipe, changes: list[str]) -> Recipe:
-    """The recipe with changes, of which only those that say how to measure make sense."""
-    changed = trained.override(changes)
+def _measurement(split: str, changes: list[str] | None) -> str:
+    """The name of a measurement: the same split may be measured in several ways."""
+    return re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(changes or [])]))
+
+
+def _check_measurable(trained: Recipe, recipe: Recipe) -> None:
+    """Refuse changes that would change nothing: the model is the one that was trained."""
     for part in ("model", "batch", "optimiser", "schedule", "checkpoint"):
-        if getattr(changed, part) != getattr(trained, part):
-            raise ConfigError(f"{part}: cannot be changed in a model that is trained; allowed are data and evaluation")
-    return changed
+        if getattr(recipe, part) != getattr(trained, part):
+            raise ConfigError(f"{part}: is as it was trained, allowed are keys of data, evaluation and engine")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from tcnca.data.kinds import ClassificationTask, ForecastTask, LanguageTask, Pai
 from tcnca.data.own import OwnOptions, read_own
 from tcnca.data.own.splits import digests, draw
 from tcnca.data.preparing import data_folder
-from tcnca.data.store import MANIFEST, DataSet
+from tcnca.data.store import MANIFEST, DataSet, checksum
 from tcnca.data.tasks import Entry, canonical, entry, known
 from tcnca.errors import ConfigError, DataError
 
@@ -148,7 +148,9 @@ def example_set(name: str, folder: Path, split: str, wanted: int) -> DataSet:
 def in_memory(name: str, content: Content) -> DataSet:
     """A set that was read but not stored."""
     splits = {split: join(list(parts)) for split, parts in content.splits.items()}
-    return DataSet(name, {"kind": content.kind, "verified": content.verified, **content.facts}, splits)
+    files = {f"{split}.{column}": checksum(values) for split in splits for column, values in splits[split].items()}
+    facts = {"kind": content.kind, "verified": content.verified, **content.facts, "files": files}
+    return DataSet(name, facts, splits)
 
 
 def _facts(known_set: Entry) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from tcnca.data.draw import Draw
 from tcnca.errors import ConfigError
 
 _TOGETHER = 32
-"""Batches whose examples are sorted together: enough for like lengths, too few to show the same order every epoch."""
+"""Batches, at most, whose examples are sorted together: enough for like lengths, too few to show the same order in
+every epoch."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -38,12 +39,15 @@ def alike(seed: int, lengths: NDArray[np.int64], step: int, size: int) -> NDArra
     """The examples of one batch of the same walk in which sequences of like lengths are together.
 
     Of every `_TOGETHER` batches the examples are sorted by length and dealt out anew, and the batches shuffled: each
-    epoch still meets every example once, up to those that such a group of batches shares with the next epoch.
+    epoch still meets every example once, up to those that such a group of batches shares with the next epoch. A small
+    set makes smaller groups.
     """
-    group, inside = divmod(step, _TOGETHER)
-    begin = group * _TOGETHER * size
-    chosen = places(seed, len(lengths), begin, begin + _TOGETHER * size)
-    batch = int(Draw(seed, "alike", group).permutation(_TOGETHER)[inside])
+    # Of several epochs, sorting would put the copies of an example side by side: a batch of few examples, many times.
+    together = max(1, min(_TOGETHER, len(lengths) // size))
+    group, inside = divmod(step, together)
+    begin = group * together * size
+    chosen = places(seed, len(lengths), begin, begin + together * size)
+    batch = int(Draw(seed, "alike", group).permutation(together)[inside])
     return chosen[np.argsort(lengths[chosen], kind="stable")][batch * size : (batch + 1) * size]
 
 

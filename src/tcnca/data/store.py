@@ -81,6 +81,15 @@ class DataSet:
         return {name: column[index] for name, column in columns.items()}
 
 
+def checksum(column: Column) -> dict[str, str]:
+    """What the manifest says of the values of a column, for one that is not stored."""
+    digest = hashlib.sha256()
+    for values in (column.values, column.offsets) if isinstance(column, Ragged) else (column,):
+        digest.update(f"{values.dtype} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return {"values_sha256": digest.hexdigest()}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What is known of the set in `folder`; a DataError if there is none or it is of another format."""
     path = folder / MANIFEST

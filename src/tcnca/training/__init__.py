@@ -1,4 +1,4 @@
-"""Training: recipes, optimisers and schedules."""
+"""Training: recipes, runs, checkpoints, evaluation, reports and sweeps."""
 
 from tcnca.training.checkpoints import Checkpoints, Progress
 from tcnca.training.config import (

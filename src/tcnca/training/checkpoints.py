@@ -107,11 +107,14 @@ class Checkpoints:
             set_model_state_dict(
                 model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
             )
-            state = {"optimiser": get_optimizer_state_dict(model, optimiser)}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*torch.distributed.*")
-                state_dict_loader.load(state, checkpoint_id=place / _OPTIMISER, no_dist=self.group.world == 1)
-            set_optimizer_state_dict(model, optimiser, state["optimiser"])
+            # To ask for the state of an optimiser that has done nothing is to let it do a step: what was saved of it is
+            # one too many.
+            if progress.step:
+                state = {"optimiser": get_optimizer_state_dict(model, optimiser)}
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*torch.distributed.*")
+                    state_dict_loader.load(state, checkpoint_id=place / _OPTIMISER, no_dist=self.group.world == 1)
+                set_optimizer_state_dict(model, optimiser, state["optimiser"])
         except (Exception, CheckpointException) as error:
             # Damage shows in whatever reads it first: safetensors, pickle, or PyTorch's own formats.
             causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
@@ -130,9 +133,9 @@ class Checkpoints:
         return place if place is not None and (place / STATE).is_file() else None
 
     def best_score(self) -> float | None:
-        """The best validation so far."""
+        """The best validation so far; None if its checkpoint is gone, which one that is as good may replace."""
         marked = self._marked()
-        return None if marked is None else marked[1]
+        return None if marked is None or self.best() is None else marked[1]
 
     def mark_best(self, place: Path, score: float) -> None:
         """Remember that a checkpoint is the best so far."""

@@ -52,9 +52,16 @@ class Processes:
     def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world == 1:
             return values
-        values = values.to(self.device)
         dist.all_reduce(values, how)
         return values
+
+
+def check_device(device: str | None) -> None:
+    """Raise a ConfigError unless `device` is one that is there, or None."""
+    there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if device is not None and device not in there:
+        why = "" if len(there) > 1 else ", since there is no GPU"
+        raise ConfigError(f"--device: got {device}, allowed are {', '.join(there)}{why}")
 
 
 @contextlib.contextmanager
@@ -64,19 +71,17 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     Args:
         device: `cpu` or `cuda`; None for a GPU where there is one.
     """
+    check_device(device)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device: got {kind!r}, allowed are cpu and cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: got 'cuda', but PyTorch finds no GPU here; leave it out, or use cpu")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if world == 1:
         yield Processes(device=place)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    # What is on the host is agreed upon there, without waiting for a GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
         yield Processes(rank=rank, world=world, device=place)
         # All together: who leaves while another still speaks may wait for it for ever.

@@ -90,9 +90,8 @@ class Run:
 
     def _mark_again(self, place: Path) -> None:
         """Mark the best checkpoint that a run was killed before it could mark."""
-        step, every = self.progress.step, self.recipe.evaluation.every
         # Only then was this checkpoint itself what was validated last.
-        if not every or step % every or step >= self.recipe.schedule.updates or self.progress.score is None:
+        if not self._validates(self.progress.step) or self.progress.score is None:
             return
         better = self.task.higher_is_better
         score = Score(metric=self.task.metric, value=self.progress.score, count=0, higher_is_better=better)
@@ -109,7 +108,9 @@ class Run:
             write_whole(self.folder / RECIPE, self.recipe.to_yaml())
         self.group.wait()
         self.watch.say(self._introduction())
-        with signals() as caught, ThreadPoolExecutor(1) as ahead:
+        # A thread begins on the first GPU, whichever its process has chosen.
+        settle = (torch.cuda.set_device, (self.group.device,)) if self.group.device.type == "cuda" else (None, ())
+        with signals() as caught, ThreadPoolExecutor(1, "batches", *settle) as ahead:
             stopped = self._loop(caught, ahead)
         if stopped:
             return Result(step=self.progress.step, seconds=self.progress.seconds, stopped=stopped)
@@ -117,7 +118,9 @@ class Run:
         scores = {split: self.evaluate(split) for split in splits}
         latest = self.checkpoints.latest()
         for split, score in scores.items():
-            if self._note(split, score) and latest is not None:
+            # What was seen of some batches only is no match for a whole split.
+            comparable = self.recipe.evaluation.batches is None or self.checkpoints.best() is None
+            if self._note(split, score) and comparable and latest is not None:
                 self.checkpoints.mark_best(latest, score.value)
         self._leave_model()
         return Result(step=self.progress.step, seconds=self.progress.seconds, scores=scores)
@@ -183,13 +186,14 @@ class Run:
             meter.add(step, self._update(step, self._rate(done), batches))
             self.progress = dataclasses.replace(self.progress, step=step + 1, seconds=seconds)
             if self.compiled and step - first < _COMPILING:
-                spent = before + time.monotonic() - begun - seconds
-                self.progress = dataclasses.replace(self.progress, compiling=self.progress.compiling + spent)
+                # Agreed by all as well: where the rates of processes differ, so do their weights from then on.
+                spent = self.group.greatest(torch.tensor(before + time.monotonic() - begun, dtype=torch.float64))
+                compiling = self.progress.compiling + float(spent) - seconds
+                self.progress = dataclasses.replace(self.progress, compiling=compiling)
             if (step + 1) % self.recipe.engine.log_every == 0:
                 meter.check(self.recipe, self.checkpoints)
                 self._log(seconds, done, meter)
-            every = self.recipe.evaluation.every
-            if every and (step + 1) % every == 0 and step + 1 < self.recipe.schedule.updates:
+            if self._validates(step + 1):
                 # A validation may save the model as the best so far.
                 meter.check(self.recipe, self.checkpoints)
                 with meter.pause():
@@ -206,6 +210,9 @@ class Run:
         return learning_rate(done, self.recipe.optimiser.learning_rate, self.recipe.schedule)
 
     def _log(self, seconds: float, done: float, meter: Meter) -> None:
+        """Tell what is not told yet; also before a checkpoint, as a run that goes on from it begins a new line."""
+        if not meter.updates:
+            return
         numbers = {"rate": self._rate(done), "seconds": seconds, "done": done, **meter.read()}
         self.watch.log({"step": self.progress.step, **numbers})
 
@@ -214,6 +221,12 @@ class Run:
         by_step = bool(config.every) and step > 0 and step % config.every == 0
         late = self.group.greatest(torch.tensor(time.monotonic() - saved))
         return by_step or bool(config.minutes and float(late) > 60 * config.minutes)
+
+    def _validates(self, step: int) -> bool:
+        """Whether the model is validated after so many updates; what comes at the end is not meant."""
+        every = self.recipe.evaluation.every
+        ends = self.budget is None and step >= self.recipe.schedule.updates
+        return bool(every) and step % every == 0 and not ends
 
     def _save(self, seconds: float, meter: Meter) -> Path:
         self.progress = dataclasses.replace(self.progress, seconds=seconds, meter=meter.state())
@@ -251,6 +264,8 @@ class Run:
         parts = batches.result()
         waited = time.monotonic() - begun
         total, tokens = torch.zeros((), device=self.group.device), 0
+        skips = self.recipe.optimiser.nonfinite == "skip"
+        running = [buffer.clone() for buffer in self.model.buffers()] if skips else []
         for piece, host in enumerate(parts):
             batch = host.to(self.group.device, non_blocking=True)
             # Dropout, too, is a function of seed and step: a run that is resumed drops what it would have dropped.
@@ -264,10 +279,14 @@ class Run:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         finite = torch.isfinite(norm) & torch.isfinite(total)
         # Only to skip is it necessary to know, and to wait for it; who stops is told with the next line of the log.
-        skipped = self.recipe.optimiser.nonfinite == "skip" and self._agreed(not bool(finite))
+        skipped = skips and self._agreed(not bool(finite))
         if not skipped:
             set_rate(self.optimiser, rate)
             self.optimiser.step()
+        else:
+            # What was not finite is in the running means of batch norms already.
+            for buffer, before in zip(self.model.buffers(), running, strict=True):
+                buffer.copy_(before)
         self.optimiser.zero_grad(set_to_none=True)
         return Update(total, norm, tokens, waited, skipped)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tcnca.data.batch import IGNORE, Batch, padded, tensor
 from tcnca.data.columns import Columns, Ragged, count
 from tcnca.data.content import Kind
+from tcnca.data.draw import Draw
 from tcnca.data.generators.generator import Stream
 from tcnca.data.kinds.task import Task, class_loss, class_tally, number_loss, precise
 from tcnca.data.order import alike, groups, part, places, training_part
@@ -58,11 +59,15 @@ class ExampleTask(Task):
         return longest if self.longest is None else np.minimum(longest, self.longest)
 
     def evaluation(self, split: str, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """A split in batches of `size` examples, everything once, short sequences first."""
+        """A split in batches of `size` examples, everything once; those of a batch are of like lengths."""
         columns = self.data.columns(self.evaluation_split(split))
         column = next(iter(columns.values()))
-        order = np.argsort(column.lengths, kind="stable") if isinstance(column, Ragged) else np.arange(count(columns))
-        for begin in groups(len(order), size):
+        order, begins = np.arange(count(columns)), np.array(groups(count(columns), size))
+        if isinstance(column, Ragged):
+            order = np.argsort(column.lengths, kind="stable")
+            # Who looks at some batches only is not to see the shortest sequences alone.
+            begins = begins[Draw(0, "evaluation").permutation(len(begins))]
+        for begin in begins:
             together = order[begin : begin + size]
             first, last = part(len(together), rank, world)
             batch = self._collate(columns, together[first:last] if last > first else together[:1])

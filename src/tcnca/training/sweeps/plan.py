@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tcnca.data import Task
 from tcnca.errors import ConfigError
+from tcnca.training.processes import check_device
 from tcnca.training.recipe import Recipe, differences, load_recipe, parsed
 from tcnca.training.record import read_record
 from tcnca.training.run import RECIPE
@@ -110,9 +109,7 @@ def plan(
         device: `cpu` or `cuda`; None for GPUs where there are some.
         jobs: runs side by side.
     """
-    if device not in (None, "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        there = "cpu, cuda" if torch.cuda.is_available() else "cpu, since there is no GPU"
-        raise ConfigError(f"--device: got {device}, allowed are {there}")
+    check_device(device)
     grid = parse_grid(changes)
     folder = folder or Path("sweeps") / Path(recipe).stem
     base = load_recipe(recipe)
