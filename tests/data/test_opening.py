@@ -141,7 +141,9 @@ def test_a_file_of_your_own_may_be_called_like_a_known_set(tmp_path: Path, name:
 def test_not_prepared(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"listops: is not prepared in .*; `tcnca data prepare listops --out "):
         task("listops", tmp_path)
-    with pytest.raises(DataError, match=r"nothing: neither a prepared set in .*, nor a file, nor a set that `tcnca data list` knows"):
+    with pytest.raises(
+        DataError, match=r"nothing: neither a prepared set in .*, nor a file, nor a set that `tcnca data list` knows"
+    ):
         task("nothing", tmp_path)
 
 

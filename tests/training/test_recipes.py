@@ -218,3 +218,27 @@ def test_command_lists_and_prints() -> None:
     wrong = runner.invoke(app, ["recipes", "pathx-mega", "learning_rat=1"])
     assert wrong.exit_code == 1
     assert "did you mean optimiser.learning_rate?" in wrong.output
+
+
+def test_a_file_may_be_short(tmp_path: Path) -> None:
+    """Numbers and names as on the command line."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: recall-64-10\nmodel: tcnca-simple-recall-64\noptimiser:\n  learning_rate: 1e-2\n")
+    recipe = load_recipe(str(path))
+    assert (recipe.data.source, recipe.model["preset"]) == ("recall-64-10", "tcnca-simple-recall-64")
+    assert recipe.optimiser.learning_rate == 0.01
+    assert recipe.override(["updates=1e3"]).schedule.updates == 1000
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lm", "language"), ("regress", "regression"), ("retrieve", "pairs")])
+def test_data_of_another_kind_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / "reviews.csv"
+    path.write_text("text,label\n" + "".join(f"word {number},{number % 2}\n" for number in range(40)))
+    with pytest.raises(ConfigError, match=rf"is data of kind classification, allowed here is {kind}"):
+        load_recipe(name).override([f"data={path}"]).build_task()
+
+
+def test_a_printed_recipe_shows_the_whole_model() -> None:
+    printed = CliRunner().invoke(app, ["recipes", "recall-small", "layers=3"])
+    assert "#   layers: 3" in printed.output
+    assert "#   width: 32" in printed.output

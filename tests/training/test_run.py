@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tcnca
@@ -299,3 +300,31 @@ def test_the_time_to_compile_is_not_the_time_to_warm_up(tmp_path: Path) -> None:
     # Nearly half of the time is gone; the learning rate has not begun to rise.
     assert max(rates[:4]) < 0.05 * one.recipe.optimiser.learning_rate
     assert max(rates) > 0.9 * one.recipe.optimiser.learning_rate
+
+
+@pytest.mark.parametrize("after", [4, 7])
+def test_lines_of_the_log_do_not_depend_on_where_a_run_stopped(tmp_path: Path, after: int) -> None:
+    changes = ("log_every=5", "checkpoint.every=0", "evaluation.every=0", "updates=13")
+    logs: list[dict[int, tuple[float, float, float]]] = []
+    for stops in (False, True):
+        folder = tmp_path / str(stops)
+        wanted = recipe(*changes)
+        with Watch(folder, Console(quiet=True)) as watch:
+            one = Stopped(wanted, folder, Processes(), watch)
+            one.after = after if stops else 0
+            assert one.train().stopped == ("SIGTERM" if stops else "")
+        if stops:
+            with Watch(folder, Console(quiet=True)) as watch:
+                two = Run(wanted, folder, Processes(), watch)
+                two.resume()
+                two.train()
+        lines = [line for line in read_log(folder) if "loss" in line]
+        logs.append({line["step"]: (line["loss"], line["norm"], line["tokens"]) for line in lines})
+    assert list(logs[0]) == [5, 10, 13]
+    assert logs[0] == logs[1]
+
+
+def test_a_trained_model_is_loaded_by_its_run(tmp_path: Path) -> None:
+    one = run(tmp_path, recipe())
+    one.train()
+    assert_same(weights(tcnca.load(tmp_path)), weights(one.model))

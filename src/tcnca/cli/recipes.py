@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 
 from tcnca.cli.reporting import explained, say
-from tcnca.training import load_recipe
+from tcnca.models import preset
+from tcnca.training import Recipe, load_recipe
 from tcnca.training import recipes as all_recipes
 
 
@@ -22,10 +24,22 @@ def recipes(
     console = Console(emoji=False, highlight=False)
     with explained():
         if name:
-            say(console, load_recipe(name).override(changes or []).to_yaml().rstrip())
+            recipe = load_recipe(name).override(changes or [])
+            say(console, recipe.to_yaml().rstrip())
+            if "preset" in recipe.model:
+                say(console, _whole_model(recipe))
             return
         found = all_recipes()
         width = max(map(len, found))
-        for recipe, about in found.items():
-            say(console, f"{recipe:<{width}}  {about}")
+        for each, about in found.items():
+            say(console, f"{each:<{width}}  {about}")
         say(console, "\n`tcnca recipes NAME` prints one; any key can be changed: `tcnca recipes NAME layers=4`.")
+
+
+def _whole_model(recipe: Recipe) -> str:
+    """What the preset says of the model, as comments: all of it can be changed."""
+    changes = {key: value for key, value in recipe.model.items() if key != "preset"}
+    values = preset(recipe.model["preset"]).model.override(**changes).to_dict()
+    lines = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).splitlines()
+    title = "# The whole model; any of its keys can be changed, such as layers=4:"
+    return "\n".join([title, *(f"#   {line}" for line in lines)])
