@@ -287,7 +287,8 @@ def test_damage_beside_the_checkpoints(tmp_path: Path, name: str, damage: Callab
     done = CliRunner().invoke(app, [*wanted, "--resume"] if name == "recipe.yaml" else best)
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
-    assert f"Error: {tmp_path / name}: " in done.output
+    # What is left of a recipe may be another recipe, which is refused as such.
+    assert f"Error: {tmp_path if name == 'recipe.yaml' else tmp_path / name}" in done.output
 
 
 class Until(Watch):
