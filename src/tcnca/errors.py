@@ -31,3 +31,7 @@ class DataError(TcncaError):
 
 class TrainingError(TcncaError):
     """A run that cannot go on. Says at which update, and what can be done."""
+
+
+class KernelError(TcncaError):
+    """A kernel that cannot be compiled, loaded or started. Says what can be done."""

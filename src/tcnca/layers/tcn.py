@@ -69,7 +69,7 @@ class TCN(nn.Module):
             bias=self.bias,
             nonlinearity=self.config.activation,
             normalise=(lambda h, number: self.norms[number](h, lengths)) if len(self.norms) else None,
-            drop=(lambda h, number: self.dropout(h)) if self.config.dropout else None,
+            drop=(lambda h, number: self.dropout(h)) if self.dropout.training and self.config.dropout else None,
             causal=self.causal,
             lengths=lengths,
             state=state,

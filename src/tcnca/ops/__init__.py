@@ -1,4 +1,4 @@
-"""Operators: functions on tensors, without parameters of their own, in plain PyTorch.
+"""Operators: functions on tensors, without parameters of their own, in plain PyTorch or by kernels of their own.
 
 All take and return `[batch, time, channels]`. Every causal one takes a state and returns one, for any number of tokens.
 """

@@ -55,7 +55,7 @@ def initial_tcn_state(
     return TCNState(buffers, torch.zeros(batch, dtype=torch.long, device=device))
 
 
-def tcn(
+def plain_tcn(
     x: Tensor,
     weight: Tensor,
     dilation_factor: int,
@@ -71,26 +71,8 @@ def tcn(
     return_state: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, TCNState | None]:
-    """`depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
-
-    One block: `h = x`, then for each of its convolutions `h = drop(nonlinearity(normalise(conv(h))))`, then `x + h`.
-
-    Args:
-        x: `[batch, time, channels]`.
-        weight: `[depth, convolutions, channels, kernel_size]`, taps as in `dilated_conv`.
-        dilation_factor: 1 or more.
-        bias: `[depth, convolutions, channels]`.
-        nonlinearity: one of `tcnca.ops.ACTIVATIONS`.
-        residual: whether blocks have their skip connection.
-        normalise, drop: called with `[batch, time, channels]` and the number of the convolution, counted through
-            all blocks; must not mix times if the TCN is to stay causal.
-        causal, lengths, state, return_state, inplace: as in `dilated_conv`.
-
-    Returns:
-        `y` of `x`'s shape, and the new state or None.
-    """
-    check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
-    depth, convolutions, channels, kernel_size = weight.shape
+    """`tcnca.ops.tcn`, whose arguments these are, on any device and in any floating type."""
+    depth, convolutions = weight.shape[:2]
     function = activation(nonlinearity)
     inputs: list[Tensor] = []  # of each convolution: what its ring has to remember
     for block in range(depth):
@@ -114,14 +96,26 @@ def tcn(
         x = x + h if residual else h
     if not return_state:
         return x, None
+    return x, next_state(state, inputs, weight, dilation_factor, lengths, inplace)
+
+
+def next_state(
+    state: TCNState | None,
+    inputs: list[Tensor],
+    weight: Tensor,
+    dilation_factor: int,
+    lengths: Tensor | None,
+    inplace: bool,
+) -> TCNState:
+    """The state after a call, from the inputs of each of its convolutions."""
+    first = inputs[0]
     if state is None:
-        batch = x.shape[0]
-        state = initial_tcn_state(
-            batch, channels, kernel_size, dilation_factor, depth, convolutions, x.device, inputs[0].dtype
-        )
+        depth, convolutions, channels, kernel_size = weight.shape
+        shape = (first.shape[0], channels, kernel_size, dilation_factor, depth, convolutions)
+        state = initial_tcn_state(*shape, first.device, first.dtype)
     rings = zip(state.buffers, inputs, strict=True)
     buffers = tuple(push_ring(buffer, state.position, seen, lengths, inplace) for buffer, seen in rings)
-    return x, TCNState(buffers, advance(state.position, x.shape[1], lengths, inplace))
+    return TCNState(buffers, advance(state.position, first.shape[1], lengths, inplace))
 
 
 def check_tcn(

@@ -1,0 +1,172 @@
+"""The temporal convolutional network, by kernels where they can run it and in plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError, KernelError
+from tcnca.ops.checks import autocasts
+from tcnca.ops.tcn.cuda.run import run_kernels
+from tcnca.ops.tcn.cuda.source import DTYPE_NAMES, LARGEST_KERNEL
+from tcnca.ops.tcn.plain import TCNState, Transform, check_tcn, plain_tcn
+
+Backend = Literal["auto", "plain", "cuda"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+MOST_ROWS = 65535  # of one launch
+
+
+def tcn(
+    x: Tensor,
+    weight: Tensor,
+    dilation_factor: int,
+    *,
+    bias: Tensor | None = None,
+    nonlinearity: str = "silu",
+    residual: bool = True,
+    normalise: Transform | None = None,
+    drop: Transform | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    state: TCNState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, TCNState | None]:
+    """`depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
+
+    One block: `h = x`, then for each of its convolutions `h = drop(nonlinearity(normalise(conv(h))))`, then `x + h`.
+
+    Args:
+        x: `[batch, time, channels]`.
+        weight: `[depth, convolutions, channels, kernel_size]`, taps as in `dilated_conv`.
+        dilation_factor: 1 or more.
+        bias: `[depth, convolutions, channels]`.
+        nonlinearity: one of `tcnca.ops.ACTIVATIONS`.
+        residual: whether blocks have their skip connection.
+        normalise, drop: called with `[batch, time, channels]` and the number of the convolution, counted through
+            all blocks; must not mix times if the TCN is to stay causal.
+        causal, lengths, state, return_state, inplace: as in `dilated_conv`.
+        backend: "plain" is PyTorch's own operators, "cuda" kernels for NVIDIA GPUs, or an error where they cannot
+            run; "auto" takes the kernels where they can, unless the environment has TCNCA_KERNELS=plain. Kernels
+            take the padding's skip connection for zeros too, and under autocast compute and return its type.
+
+    Returns:
+        `y` of `x`'s shape, and the new state or None.
+    """
+    check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
+    if _kernels_run(backend, x, weight, bias, lengths, state, normalise, drop):
+        return run_kernels(
+            x,
+            weight,
+            dilation_factor,
+            bias,
+            nonlinearity,
+            residual,
+            causal,
+            lengths,
+            state,
+            return_state,
+            inplace,
+        )
+    return plain_tcn(
+        x,
+        weight,
+        dilation_factor,
+        bias=bias,
+        nonlinearity=nonlinearity,
+        residual=residual,
+        normalise=normalise,
+        drop=drop,
+        causal=causal,
+        lengths=lengths,
+        state=state,
+        return_state=return_state,
+        inplace=inplace,
+    )
+
+
+def why_not(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    lengths: Tensor | None = None,
+    state: TCNState | None = None,
+    normalise: Transform | None = None,
+    drop: Transform | None = None,
+) -> str | None:
+    """Why the kernels cannot run such a call of `tcn`; None if they can."""
+    return _why_not_such(x, weight, bias, lengths, state, normalise, drop) or _why_not_here(x)
+
+
+def _kernels_run(
+    backend: Backend,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    state: TCNState | None,
+    normalise: Transform | None,
+    drop: Transform | None,
+) -> bool:
+    if backend not in BACKENDS:
+        raise InputError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")
+    if backend == "plain":
+        return False
+    if backend == "cuda":
+        reason = why_not(x, weight, bias, lengths, state, normalise, drop)
+        if reason is not None:
+            raise KernelError(f"backend: got 'cuda', which cannot run this; {reason}. Take 'auto' or 'plain'")
+        return True
+    if _why_not_such(x, weight, bias, lengths, state, normalise, drop) is not None:
+        return False
+    from tcnca.ops.tcn.cuda import machine
+
+    return machine.worth_it(_number(x))
+
+
+def _why_not_here(x: Tensor) -> str | None:
+    from tcnca.ops.tcn.cuda import machine
+
+    return machine.why_not_here(_number(x))
+
+
+def _number(x: Tensor) -> int:
+    return x.device.index or 0
+
+
+def _why_not_such(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    state: TCNState | None,
+    normalise: Transform | None,
+    drop: Transform | None,
+) -> str | None:
+    """Why no machine's kernels could run the call."""
+    if x.device.type != "cuda":
+        return f"x: got one on {x.device}, allowed is a CUDA device"
+    if normalise is not None or drop is not None:
+        return "normalise, drop: got one, allowed is None"
+    parameters = [weight] if bias is None else [weight, bias]
+    buffers = [] if state is None else [*state.buffers]
+    others = [*parameters, *buffers, *([] if lengths is None else [lengths])]
+    if any(tensor.device != x.device for tensor in others):
+        return f"tensors: got some on another device, allowed is {x.device}, where x is"
+    if any(tensor.dtype not in DTYPE_NAMES for tensor in [x, *parameters, *buffers]):
+        return "dtype: got another, allowed are " + ", ".join(DTYPE_NAMES.values())
+    if not autocasts(x.device) and any(parameter.dtype != x.dtype for parameter in parameters):
+        return f"weight, bias: got another dtype, allowed is {x.dtype}, that of x, except under autocast"
+    if weight.shape[-1] > LARGEST_KERNEL:
+        return f"kernel_size: got {weight.shape[-1]}, allowed is {LARGEST_KERNEL} or less"
+    if x.shape[0] > MOST_ROWS:
+        return f"batch: got {x.shape[0]}, allowed is {MOST_ROWS} or less"
+    if state is not None:
+        if x.shape[1] == 1:
+            return "time: got one token after a state, allowed are more; a kernel would not be worth its start"
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in [x, *parameters, *buffers]):
+            return "state: got one where gradients are wanted, allowed is None; its kernel has no gradient"
+    return None
