@@ -123,7 +123,9 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
 
 
 def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
-    one = run(tmp_path, recipe("updates=1000000", "warmup=100000", "evaluation.every=0", "log_every=1"), budget=3.0)
+    # Three per cent of so short a time is less than one checkpoint takes on a busy machine.
+    wanted = recipe("updates=1000000", "warmup=100000", "evaluation.every=0", "checkpoint.every=0", "log_every=1")
+    one = run(tmp_path, wanted, budget=4.0)
     rates: list[float] = []
     update = one._update
 
@@ -133,9 +135,9 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
 
     one._update = noted  # type: ignore[method-assign]
     result = one.train()
-    assert result.seconds == pytest.approx(3.0, rel=0.03)
-    assert max(rates) > 0.9 * 0.003
-    assert rates[-1] < 0.05 * 0.003
+    assert result.seconds == pytest.approx(4.0, rel=0.03)
+    assert max(rates) > 0.9 * wanted.optimiser.learning_rate
+    assert rates[-1] < 0.05 * wanted.optimiser.learning_rate
 
 
 def test_a_budget_is_validated_to_its_end(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,6 +22,7 @@ from tcnca.data.show import save_pictures, shown
 from tcnca.data.store import MANIFEST, read_manifest
 from tcnca.data.tasks import known
 from tcnca.errors import TcncaError
+from tcnca.training.processes import cores
 
 app = typer.Typer(
     name="data", help="Data sets: EnWik8, Long-Range Arena, associative recall, and your own.", no_args_is_help=True
@@ -77,7 +77,7 @@ def prepare(
     `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
     """
     console = Console(emoji=False, highlight=False)
-    workers = workers or _cores()
+    workers = workers or cores()
     with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
         own = OwnOptions(
             kind=cast(Kind | None, kind),
@@ -114,11 +114,6 @@ def prepare(
         say(console, f"made {done:,} examples in {seconds:.1f} s, {rate}, workers: {workers}")
     _print_summary(console, prepared.data)
     say(console, f"ready in {prepared.folder}")
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @app.command("list")

@@ -108,13 +108,18 @@ _DECADES = 30
 def _loss(axis: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     steps, losses = series(lines, "loss")
     axis.set_title("training loss", loc="left", fontsize=9)
-    if min(losses, default=0) > 0 and max(losses) > _DECADES * min(losses):
+    known = losses[np.isfinite(losses)]
+    logarithmic = len(known) > 0 and known.min() > 0 and known.max() > _DECADES * known.min()
+    if logarithmic:
         axis.set_yscale("log")
     if len(steps) < _LINES_TO_SMOOTH:
         axis.plot(steps, losses, color=_INK, linewidth=1.2)
         return
     axis.plot(steps, losses, color=_FAINT, linewidth=0.7)
-    axis.plot(steps, smoothed(losses, max(len(steps) // 50, 1)), color=_INK, linewidth=1.4)
+    # Means of what the axis shows: on a logarithmic one, the mean of losses would draw every peak as a table.
+    shown = np.log(losses) if logarithmic else losses
+    means = smoothed(shown, max(len(steps) // 50, 1))
+    axis.plot(steps, np.exp(means) if logarithmic else means, color=_INK, linewidth=1.4)
 
 
 def _validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better: bool) -> None:

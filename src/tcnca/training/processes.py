@@ -56,6 +56,11 @@ class Processes:
         return values
 
 
+def cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def check_device(device: str | None) -> None:
     """Raise a ConfigError unless `device` is one that is there, or None."""
     there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

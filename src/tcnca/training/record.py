@@ -20,7 +20,7 @@ import torch
 
 from tcnca.errors import TrainingError
 from tcnca.training.files import write_whole
-from tcnca.training.processes import Processes
+from tcnca.training.processes import Processes, cores
 from tcnca.version import __version__
 
 RECORD = "record.json"
@@ -113,7 +113,7 @@ def hardware(group: Processes) -> dict[str, Any]:
         facts = torch.cuda.get_device_properties(group.device)
         memory = round(facts.total_memory / 2**30, 1)
         return {"device": "cuda", "name": facts.name, "count": group.world, "memory_gib": memory}
-    return {"device": group.device.type, "name": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
+    return {"device": group.device.type, "name": _processor(), "cores": cores(), "threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:
@@ -162,8 +162,3 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -164,21 +164,21 @@ class Run:
         following = ahead.submit(self._batches, self.progress.step)
         while True:
             seconds = before + time.monotonic() - begun
-            # Agreed by all: when to stop, and, with a budget, how much of it is spent.
-            agreed = self.group.greatest(torch.tensor([seconds, float(bool(caught))], dtype=torch.float64))
-            seconds, interrupted = float(agreed[0]), bool(agreed[1])
+            # Agreed by all: when to stop, when to save, and, with a budget, how much of it is spent.
+            mine = [seconds, float(bool(caught)), time.monotonic() - saved]
+            seconds, interrupted, unsaved = self.group.greatest(torch.tensor(mine, dtype=torch.float64)).tolist()
             step = self.progress.step
             done = self._done(seconds)
             over = done >= 1.0
             self.watch.advance(step, done)
             if interrupted:
                 self.watch.say("stopping: saving what is done (Ctrl-C once more to stop without)")
-            if over or interrupted or self._due(step, saved):
+            if over or interrupted or self._due(step, unsaved):
                 meter.check(self.recipe, self.checkpoints)
                 with meter.pause():
                     self._save(seconds, meter)
                 saved = time.monotonic()
-            if over and meter.updates:
+            if over:
                 self._log(seconds, done, meter)
             if over or interrupted:
                 return "" if over else (caught[0] if caught else "another process")
@@ -210,17 +210,17 @@ class Run:
         return learning_rate(done, self.recipe.optimiser.learning_rate, self.recipe.schedule)
 
     def _log(self, seconds: float, done: float, meter: Meter) -> None:
-        """Tell what is not told yet; also before a checkpoint, as a run that goes on from it begins a new line."""
+        """Tell what is not told yet."""
         if not meter.updates:
             return
         numbers = {"rate": self._rate(done), "seconds": seconds, "done": done, **meter.read()}
         self.watch.log({"step": self.progress.step, **numbers})
 
-    def _due(self, step: int, saved: float) -> bool:
+    def _due(self, step: int, unsaved: float) -> bool:
+        """Whether it is time for a checkpoint, the last one being `unsaved` seconds old."""
         config = self.recipe.checkpoint
         by_step = bool(config.every) and step > 0 and step % config.every == 0
-        late = self.group.greatest(torch.tensor(time.monotonic() - saved))
-        return by_step or bool(config.minutes and float(late) > 60 * config.minutes)
+        return by_step or bool(config.minutes and unsaved > 60 * config.minutes)
 
     def _validates(self, step: int) -> bool:
         """Whether the model is validated after so many updates; what comes at the end is not meant."""

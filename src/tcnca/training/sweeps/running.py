@@ -19,6 +19,7 @@ import torch
 from tcnca.data.store import explained
 from tcnca.errors import ConfigError
 from tcnca.training.files import alone_in
+from tcnca.training.processes import cores
 from tcnca.training.recipe import differences, load_recipe
 from tcnca.training.report import read_result
 from tcnca.training.run import RECIPE
@@ -152,6 +153,5 @@ def _slots(sweep: Sweep) -> list[dict[str, str]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         devices = visible.split(",")
         return [{"CUDA_VISIBLE_DEVICES": devices[job % len(devices)]} for job in jobs]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // sweep.jobs))
+    share = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // sweep.jobs))
     return [{"OMP_NUM_THREADS": share} for _ in jobs]
