@@ -13,6 +13,10 @@ from torch import Tensor
 
 from tcnca.errors import ConfigError
 
+_LAST: list[dist.Work] = []
+"""What a group did last. Were its thread the last to hold that, it would want Python's lock to let go of it, for which
+a model wrapped for several processes, holding the lock as it goes, waits for ever."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processes:
@@ -90,6 +94,9 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     try:
         yield Processes(rank=rank, world=world, device=place)
         # All together: who leaves while another still speaks may wait for it for ever.
-        dist.barrier()
+        last = dist.barrier(async_op=True)
+        if last is not None:
+            last.wait()
+            _LAST.append(last)
     finally:
         dist.destroy_process_group()
