@@ -25,8 +25,9 @@ STOREYS = {
     "models": {"errors", "ops", "layers", "models"},
     "data": {"errors", "version", "ops", "layers", "models", "data"},
     "training": {"errors", "version", "ops", "layers", "models", "data", "training"},
+    "bench": {"errors", "ops", "layers", "models", "data", "training", "bench"},
 }
-PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models", "tcnca.data", "tcnca.training"]
+PUBLIC = ["tcnca", "tcnca.ops", "tcnca.layers", "tcnca.models", "tcnca.data", "tcnca.training", "tcnca.bench"]
 
 
 def sources(storey: str = "") -> list[Path]:

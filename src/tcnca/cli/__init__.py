@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tcnca.cli.bench import app as bench_app
 from tcnca.cli.data import app as data_app
 from tcnca.cli.demo import demo
 from tcnca.cli.models import models
@@ -42,3 +43,4 @@ for command in (demo, models, recipes, train, sweep):
     app.command()(command)
 app.command("eval")(eval_)
 app.add_typer(data_app)
+app.add_typer(bench_app)

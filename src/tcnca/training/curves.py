@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CURVES = "curves.png"
 _INK, _FAINT, _GREY, _ACCENT = "#1f4e79", "#a9c4de", "#666666", "#c8553d"
-_STYLE = {
+STYLE = {
     "font.size": 9.0,
     "axes.edgecolor": "#999999",
     "axes.linewidth": 0.6,
@@ -53,7 +53,7 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # What people have set for their own plots is not for this one.
-    with matplotlib.style.context(["default", _STYLE]):
+    with matplotlib.style.context(["default", STYLE]):
         figure = Figure(figsize=(7.2, 4.8), dpi=200, layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06))
         figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
         axes = figure.subplots(2, 2, sharex=True)
