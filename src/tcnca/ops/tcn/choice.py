@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tcnca.errors import InputError, KernelError
 from tcnca.ops.checks import autocasts
+from tcnca.ops.tcn.cpu.run import run_on_cpu, runs_on_cpu
 from tcnca.ops.tcn.cuda.run import run_kernels
 from tcnca.ops.tcn.cuda.source import DTYPE_NAMES, LARGEST_KERNEL
 from tcnca.ops.tcn.plain import TCNState, Transform, check_tcn, plain_tcn
 
-Backend = Literal["auto", "plain", "cuda"]
+Backend = Literal["auto", "plain", "cuda", "cpu"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 MOST_ROWS = 65535  # of one launch
 
@@ -49,14 +50,19 @@ def tcn(
         normalise, drop: called with `[batch, time, channels]` and the number of the convolution, counted through
             all blocks; must not mix times if the TCN is to stay causal.
         causal, lengths, state, return_state, inplace: as in `dilated_conv`.
-        backend: "plain" is PyTorch's own operators, "cuda" kernels for NVIDIA GPUs, or an error where they cannot
-            run; "auto" takes the kernels where they can, unless the environment has TCNCA_KERNELS=plain. Kernels
-            take the padding's skip connection for zeros too, and under autocast compute and return its type.
+        backend: "plain" is PyTorch's own operators, "cuda" kernels for NVIDIA GPUs, "cpu" a fast path for the CPU,
+            or an error where they cannot run; "auto" takes them where they can and gain by it, unless the environment
+            has TCNCA_KERNELS=plain. CUDA's kernels take the padding's skip connection for zeros too, and under
+            autocast compute and return its type.
 
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
     check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
+    if backend in ("auto", "cpu") and runs_on_cpu(backend, x, weight, bias, lengths, state, normalise, drop):
+        return run_on_cpu(
+            x, weight, dilation_factor, bias, nonlinearity, residual, causal, lengths, return_state, inplace
+        )
     if _kernels_run(backend, x, weight, bias, lengths, state, normalise, drop):
         return run_kernels(
             x,

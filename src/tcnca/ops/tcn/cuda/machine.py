@@ -7,32 +7,21 @@ which is why this module is imported where a GPU is in use and not before.
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from tcnca.errors import ConfigError
 from tcnca.ops.tcn.cuda import compiled
+from tcnca.ops.tcn.setting import SETTING, wanted
 
-SETTING = "TCNCA_KERNELS"
-CHOICES = ("auto", "plain")
 OLDEST = (8, 0)  # asynchronous copies and tensor cores for bfloat16
 Answer = TypeVar("Answer", bound=Callable[..., object])
 
 
 def _constant(function: Answer) -> Answer:
     return torch.compiler.assume_constant_result(function)
-
-
-def wanted() -> bool:
-    """Whether the environment leaves the choice to the library."""
-    setting = os.environ.get(SETTING) or "auto"
-    if setting not in CHOICES:
-        raise ConfigError(f"{SETTING}: got {setting!r} in the environment, allowed are {', '.join(CHOICES)}")
-    return setting == "auto"
 
 
 @_constant
