@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tcnca.errors import ConfigError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
@@ -353,3 +354,28 @@ def test_large_scratch_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory._kept.memory is None
     tcn_cpu(torch.randn(1, 50, 16), torch.randn(2, 1, 16, 3))
     assert memory._kept.memory is not None
+
+
+def test_transforms_and_forward_derivatives_are_left_to_plain() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 600, 64), torch.randn(2, 1, 64, 3)
+    direction = torch.randn_like(x)
+
+    def fast(value: Tensor) -> Tensor:
+        return tcn(value, weight, 2)[0]
+
+    def plain(value: Tensor) -> Tensor:
+        return plain_tcn(value, weight, 2)[0]
+
+    for found, expected in zip(
+        torch.func.jvp(fast, (x,), (direction,)), torch.func.jvp(plain, (x,), (direction,)), strict=True
+    ):
+        assert_close(found, expected)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(fast(forward_ad.make_dual(x, direction))).tangent
+    assert_close(tangent, torch.func.jvp(plain, (x,), (direction,))[1])
+    assert_close(torch.func.grad(lambda value: fast(value).sum())(x), torch.func.grad(lambda v: plain(v).sum())(x))
+    batches = torch.stack([x, direction])
+    assert_close(torch.func.vmap(fast)(batches), torch.stack([plain(x), plain(direction)]))
+    with pytest.raises(KernelError, match=r"torch\.func: got one of its transforms"):
+        torch.func.vmap(lambda value: tcn(value, weight, 2, backend="cpu")[0])(batches)

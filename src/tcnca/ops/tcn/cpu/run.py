@@ -11,7 +11,7 @@ from tcnca.errors import KernelError
 from tcnca.ops.checks import autocasts
 from tcnca.ops.tcn.cpu.operator import tcn_cpu
 from tcnca.ops.tcn.plain import TCNState, Transform, next_state
-from tcnca.ops.tcn.setting import wanted
+from tcnca.ops.tcn.setting import transformed, wanted
 
 LEAST = 1 << 15  # numbers in x from which on the fast path gains
 # oneDNN's convolutions are what all this rests on; on other processors than these nobody has measured them.
@@ -41,6 +41,8 @@ def why_not_on_cpu(
         return f"dtype: got {x.dtype} and {weight.dtype}, allowed are {' or '.join(DTYPES.values())}, all the same"
     if autocasts(x.device):
         return "autocast: got it on, allowed is off"
+    if transformed():
+        return "torch.func: got one of its transforms, or derivatives forwards, allowed is torch.autograd's backward"
     return None
 
 
