@@ -90,12 +90,6 @@ def test_kernel_that_cannot_run_here_is_not_available() -> None:
     assert "allowed is a CUDA device" in result.reason
 
 
-def test_contestant_that_is_known_to_be_missing_is_not_tried() -> None:
-    entry = contestant(lambda x: pytest.fail("it was tried"), why_not="there is none yet")
-    result = measure(entry, clock(), FLOORS)
-    assert (result.status, result.reason) == ("not available", "there is none yet")
-
-
 def test_other_failures_are_told_in_one_line() -> None:
     def run(x: Tensor) -> Tensor:
         raise TypeError("first line\n" + "x" * 10_000)

@@ -27,14 +27,10 @@ def run(**changes: Any) -> Report:
 @pytest.mark.parametrize("suite", SUITES)
 def test_suite_runs_on_a_cpu(suite: str, tmp_path: Path) -> None:
     watch = Silent()
-    only = {"only": ("tcn", "fft-ema", "fft-ema-cached", "scan-ema", "attention-plain")} if suite == "ops" else {}
+    only = {"only": ("tcn", "fft-ema", "fft-ema-cached", "scan-ema", "attention")} if suite == "ops" else {}
     report = run_suite(suite, settings(**SMALL[suite], **only), f"tcnca bench {suite}", watch, FLOORS)
     assert [result.name for result in watch.results] == [result.name for result in report.entries] == watch.begun
     for result in report.entries:
-        if "scan" in result.name:
-            assert result.status == "not available"
-            assert result.reason
-            continue
         assert result.status == "timed", result.reason
         assert max(result.errors.values()) <= result.tolerance
         expected = {"inference", "step"} if suite == "lra" else {"step"} if suite == "model" else {"forward"}
@@ -138,10 +134,10 @@ def test_pictures_have_endings_that_say_their_format(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("only", ["tcn", "copy", "fft-ema-cached-bi", "attention-plain"])
+@pytest.mark.parametrize("only", ["tcn", "copy", "fft-ema-cached-bi", "attention"])
 def test_picture_of_one_contestant(only: str, tmp_path: Path) -> None:
     report = run_suite("ops", settings(**SMALL["ops"], only=(only,)), "tcnca bench ops", Silent(), FLOORS)
-    assert (save_plot(tmp_path / "picture.png", report) is None) == (only == "attention-plain")
+    assert (save_plot(tmp_path / "picture.png", report) is None) == (only == "attention")
 
 
 @pytest.mark.parametrize("only", ["tcnca", "mega-fft"])

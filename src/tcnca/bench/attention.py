@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,9 +39,8 @@ class Attention:
 
 
 def attention_entries(settings: Settings) -> Iterator[Entry]:
-    """The attention of three models, by every way that the library has."""
+    """The attention of three models."""
     on_gpu = settings.device.type == "cuda"
-    backends = ("plain", "auto") if "backend" in inspect.signature(chunked_attention).parameters else ("plain",)
     for model, size in _MODELS.items():
         config = preset(f"tcnca-{model}").model
         batch, length = size if on_gpu else _CPU_SIZE
@@ -50,24 +48,22 @@ def attention_entries(settings: Settings) -> Iterator[Entry]:
         chunk = config.attention.chunk if on_gpu else min(config.attention.chunk or _CPU_CHUNK, _CPU_CHUNK)
         attention = dataclasses.replace(config.attention, chunk=chunk)
         case = Attention(config=attention, causal=config.causal, batch=batch, length=length)
-        for backend in backends:
-            yield _entry(settings, model, case, backend)
+        yield _entry(settings, model, case)
 
 
-def _entry(settings: Settings, model: str, case: Attention, backend: str) -> Entry:
+def _entry(settings: Settings, model: str, case: Attention) -> Entry:
     small = dataclasses.replace(case, batch=1, length=min(case.length, _CHUNKS * case.chunk))
-    way = "in plain PyTorch" if backend == "plain" else "by the fastest way that the library has here"
     config = case.config
     return function_entry(
         suite="ops",
-        name="attention" if backend == "auto" else f"attention-{backend}",
-        label="chunked attention" if backend == "auto" else "chunked attention, plain",
+        name="attention",
+        label="chunked attention",
         about=f"chunks of {case.chunk}, keys {config.key_width} and values {config.value_width} wide, "
-        f"{config.function}, {'causal' if case.causal else 'bidirectional'}, {way}",
+        f"{config.function}, {'causal' if case.causal else 'bidirectional'}, in plain PyTorch",
         sizes={"of": model, "batch": case.batch, "length": case.length, "chunk": case.chunk},
         tokens=case.batch * case.length,
         inputs=lambda checking: _inputs(small if checking else case, settings),
-        run=lambda *parts: _attention(*parts, case=case, backend=backend),
+        run=lambda *parts: _attention(*parts, case=case),
         oracle=lambda *parts: dense_attention(*parts, case=case),
         work=_work(case, settings.dtype),
         tolerance=TOLERANCE[settings.dtype],
@@ -82,11 +78,8 @@ def _inputs(case: Attention, settings: Settings) -> Inputs:
     return Inputs((q, k, v, torch.randn(2 * case.chunk - 1, device=settings.device)))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: str) -> Tensor:
-    # A version without the choice has the plain way alone.
-    chosen = {"backend": backend} if "backend" in inspect.signature(chunked_attention).parameters else {}
-    how: dict[str, Any] = {"chunk": case.chunk, "causal": case.causal, "function": case.config.function, **chosen}
-    return chunked_attention(q, k, v, bias=bias, **how)[0]
+def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention) -> Tensor:
+    return chunked_attention(q, k, v, bias=bias, chunk=case.chunk, causal=case.causal, function=case.config.function)[0]
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention) -> Tensor:

@@ -82,7 +82,7 @@ def _label(height: float) -> str:
 def _with_speed(entry: Result, how: str) -> str:
     """The label of a contestant, with its speed and memory where it trains."""
     seconds = entry.seconds("step", how)
-    speed = f"\n{entry.tokens / seconds / 1e3:,.0f} k tokens/s" if seconds else ""
+    speed = f"\n{entry.tokens / seconds:,.0f} tokens/s" if seconds else ""
     memory = f", {entry.peak_bytes / 1e9:.3g} GB" if seconds and entry.peak_bytes else ""
     return entry.label + speed + memory
 

@@ -106,5 +106,3 @@ class Entry:
     """Whether gradients are compared as one vector, as of models, or one by one."""
     isolated: bool = True
     """Whether each part is timed by itself, from cold caches, or as steps of training that follow one another."""
-    why_not: str = ""
-    """Why it cannot run here, where that is known without trying."""

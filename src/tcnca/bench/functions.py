@@ -22,7 +22,6 @@ def function_entry(
     oracle: Callable[..., Tensor],
     work: Mapping[str, Work],
     tolerance: float,
-    why_not: str = "",
 ) -> Entry:
     """An entry for a function.
 
@@ -51,7 +50,6 @@ def function_entry(
         pair=pair,
         work=work,
         tolerance=tolerance,
-        why_not=why_not,
     )
 
 

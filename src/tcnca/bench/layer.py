@@ -58,7 +58,6 @@ def _entry(settings: Settings, variant: Variant, batch: int, length: int, compil
         },
         tolerance=DEEP_TOLERANCE[settings.dtype],
         together=True,
-        why_not=variant.why_not,
     )
 
 

@@ -67,5 +67,4 @@ def _entry(settings: Settings, task: str, variant: Variant, config: ModelConfig,
         tolerance=DEEP_TOLERANCE[settings.dtype],
         together=True,
         isolated=False,
-        why_not=variant.why_not,
     )

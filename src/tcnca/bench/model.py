@@ -51,7 +51,6 @@ def _entry(settings: Settings, variant: Variant, config: ModelConfig, batch: int
         tolerance=DEEP_TOLERANCE[settings.dtype],
         together=True,
         isolated=False,
-        why_not=variant.why_not,
     )
 
 

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from tcnca.bench.entry import Inputs, Work
 from tcnca.layers import EMA, EMAConfig
-from tcnca.ops import METHODS, ema, ema_kernel, tcn
+from tcnca.ops import ema, ema_kernel, tcn
 
 Function = Callable[..., Tensor]
 
-_FUSED: Any = "fused"
-"""A method of the EMA that not every version has."""
 _SHORT = 2048
 """Tokens up to which the states of an EMA are kept in float64 for every step."""
 
@@ -61,7 +59,6 @@ class Operator:
     work: Callable[[Case], dict[str, Work]]
     longest: int | None = None
     """Tokens up to which the oracle is cheap; None for any number."""
-    why_not: str = ""
 
 
 def operators() -> dict[str, Operator]:
@@ -150,17 +147,15 @@ def published_operator() -> Operator:
 
 
 def scan_operator(causal: bool, hidden: int = 8) -> Operator:
-    """The EMA as one fused scan; its oracle is the transform in float64, at any length."""
-    missing = "" if "fused" in METHODS else "this version's EMA has no method 'fused'"
+    """The EMA as a parallel scan; its oracle is the transform in float64, at any length."""
     return dataclasses.replace(
         fft_operator(causal, hidden),
         name=_named("scan-ema", causal, hidden),
         label=_labelled("scan-EMA", causal, hidden),
-        about="the library's EMA as a fused scan, no kernel ever made",
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, method=_FUSED)[0],
+        about="the library's EMA as a parallel scan in plain PyTorch, which keeps the states of all times",
+        run=lambda case: lambda x, *parameters: ema(x, *parameters, method="scan")[0],
         oracle=lambda case: lambda x, *parameters: ema(x, *parameters, method="fft")[0],
         longest=None,
-        why_not=missing,
     )
 
 

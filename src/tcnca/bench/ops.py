@@ -63,5 +63,4 @@ def _entry(operator: Operator, case: Case) -> Entry:
         oracle=operator.oracle(case),
         work=operator.work(case),
         tolerance=TOLERANCE[case.dtype],
-        why_not=operator.why_not,
     )

@@ -72,7 +72,6 @@ def _ops() -> Iterator[Comparison]:
             "scan-ema-16",
             [*_both(8, _SHORT, (3, 3), (8, 6)), *_both(8, _LONG, (3, 3), (8, 6))],
         ),
-        ("chunked attention over plain", "attention-plain", "attention", []),
     ]
     for title, slow, fast, goals in pairs:
         yield Comparison(suite="ops", title=title, slow=slow, fast=fast, goals=tuple(goals))

@@ -113,11 +113,9 @@ def measure(entry: Entry, clock: Clock, floors: Floors) -> Result:
         sizes=dict(entry.sizes),
         tokens=entry.tokens,
         status="not available",
-        reason=entry.why_not,
+        reason="",
         tolerance=entry.tolerance,
     )
-    if entry.why_not:
-        return blank
     try:
         return _measured(entry, clock, floors, blank)
     except TcncaError as error:

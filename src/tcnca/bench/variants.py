@@ -1,4 +1,4 @@
-"""The models that compete: TCNCA, and MEGA with its EMA by FFT or as a fused scan."""
+"""The models that compete: TCNCA, and MEGA with its EMA by FFT or by scan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tcnca.data.kinds.task import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
 from tcnca.models import ClassifierHead, ModelConfig, PairHead, SequenceModel, TokenInput, preset
-from tcnca.ops import METHODS
 from tcnca.training import EngineConfig, OptimiserConfig, Processes, build_optimiser, set_rate
 from tcnca.training.config import Precision
 from tcnca.training.evaluate import autocast
@@ -34,25 +33,20 @@ class Variant:
     label: str
     family: str
     changes: dict[str, Any]
-    why_not: str = ""
 
 
 def variants() -> tuple[Variant, ...]:
-    """All of them. The fused scan knows no truncation: MEGA's kernels are then as long as the sequence."""
-    missing = "" if "fused" in METHODS else "this version's EMA has no method 'fused'"
-    scan = {"method": "fused", "truncation": None}
+    """All of them."""
     return (
         Variant(name="tcnca", label="TCNCA", family="tcnca", changes={}),
         Variant(name="mega-fft", label="MEGA, EMA by FFT", family="mega", changes={"method": "fft"}),
-        Variant(name="mega-scan", label="MEGA, EMA by scan", family="mega", changes=scan, why_not=missing),
+        Variant(name="mega-scan", label="MEGA, EMA by scan", family="mega", changes={"method": "scan"}),
     )
 
 
 def config_of(variant: Variant, task: str, **changes: Any) -> ModelConfig:
     """The model of a task."""
-    # What this version cannot build is not timed either; its sizes are those of the other forms.
-    own = variant.changes if not variant.why_not else {}
-    return preset(f"{variant.family}-{task}").model.override(**own, **changes)
+    return preset(f"{variant.family}-{task}").model.override(**variant.changes, **changes)
 
 
 def precision_of(settings: Settings) -> Precision:
@@ -63,8 +57,10 @@ def precision_of(settings: Settings) -> Precision:
 
 
 def exact_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of a model's oracle: its EMA by the plain scan, whose states of all times take memory."""
-    return config.override(method="scan") if isinstance(config.mixer, EMAConfig) else config
+    """The configuration of a model's oracle: its EMA goes another way."""
+    if not isinstance(config.mixer, EMAConfig):
+        return config
+    return config.override(method="fft" if config.mixer.method == "scan" else "scan")
 
 
 def small_config(config: ModelConfig) -> ModelConfig:
