@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tcnca.errors import InputError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, receptive_field, tcn
 from tests.comparison import assert_close
 from tests.ops.properties import (
@@ -127,19 +129,20 @@ def test_every_nonlinearity_has_its_formula(nonlinearity: str) -> None:
 
 
 @pytest.mark.parametrize("convolutions", [1, 2])
-def test_normalise_and_drop_are_called_in_their_place(convolutions: int) -> None:
+def test_normalise_and_dropout_have_their_place(convolutions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 6, 2, dtype=torch.float64), torch.randn(3, convolutions, 2, 3, dtype=torch.float64)
-    called: list[tuple[str, int]] = []
+    called: list[tuple[str, float]] = []
 
     def normalise(h: Tensor, number: int) -> Tensor:
         called.append(("normalise", number))
         return h * (number + 2) + 1
 
-    def drop(h: Tensor, number: int) -> Tensor:
-        called.append(("drop", number))
-        return h / (number + 3)
+    def dropout(h: Tensor, probability: float) -> Tensor:
+        called.append(("dropout", probability))
+        return h / (len(called) // 2 + 2)
 
-    y, _ = tcn(x, weight, 2, normalise=normalise, drop=drop)
+    monkeypatch.setattr(F, "dropout", dropout)
+    y, _ = tcn(x, weight, 2, normalise=normalise, dropout=0.25)
     expected = naive_tcn(
         x,
         weight,
@@ -152,7 +155,13 @@ def test_normalise_and_drop_are_called_in_their_place(convolutions: int) -> None
         drop=lambda value, number: value / (number + 3),
     )
     assert_close(y, expected)
-    assert called == [(name, number) for number in range(3 * convolutions) for name in ("normalise", "drop")]
+    assert called == [pair for number in range(3 * convolutions) for pair in (("normalise", number), ("dropout", 0.25))]
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
+def test_dropout_is_a_probability(dropout: float) -> None:
+    with pytest.raises(InputError, match=r"dropout: got .*, allowed is a probability, 0 to 1"):
+        tcn(torch.randn(1, 4, 2), torch.randn(1, 1, 2, 3), 2, dropout=dropout)
 
 
 @given(

@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 
 from tcnca.errors import ConfigError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
-from tcnca.ops.tcn.cpu import fold, memory, run
+from tcnca.ops.tcn.cpu import fold, memory, refold, run
+from tcnca.ops.tcn.cpu.blocks import Blocks, blocks_of
 from tcnca.ops.tcn.cpu.operator import tcn_cpu
 from tcnca.ops.tcn.plain import plain_tcn
 from tests.comparison import assert_close
@@ -74,6 +75,7 @@ def _assert_right(case: Case) -> None:
     found, expected = case.results(leaves, "cpu"), case.results(exact, "plain")
     for number, (part, truth) in enumerate(zip(found, expected, strict=True)):
         assert_close(part, truth, f"part {number} of {case}")
+    assert_close(case.call(leaves, "cpu")[0].detach(), expected[0], f"output without a state of {case}")
 
 
 CASES = {
@@ -125,6 +127,49 @@ def test_any_pieces_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) ->
             lengths=tuple(draw.randint(0, shape[1]) for _ in range(shape[0])) if draw.random() < 0.5 else None,
         )
     )
+
+
+REFOLDED = {
+    "equal rows": Case(shape=(3, 96, 16), kernel_size=17, factor=2, bias=True),
+    "rows of several lengths": Case(shape=(2, 330, 16), kernel_size=17, factor=7),
+    "several slabs": Case(shape=(2, 1 << 12, 160), kernel_size=5, factor=8, depth=4),
+    "two convolutions": Case(shape=(2, 100, 16), convolutions=2, depth=2, bias=True, nonlinearity="gelu"),
+    "three convolutions, no skip": Case(shape=(2, 100, 16), convolutions=3, depth=2, residual=False),
+    "dilations beyond time": Case(shape=(2, 48, 16), kernel_size=17, factor=7, depth=4),
+}
+
+
+@pytest.mark.parametrize("name", REFOLDED)
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "strided"])
+def test_from_fold_to_fold(name: str, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = REFOLDED[name]
+    leaves = [leaf.detach() for leaf in case.leaves()]
+    if not dense:
+        leaves[0] = leaves[0].transpose(1, 2).contiguous().transpose(1, 2)
+    calls: list[torch.Size] = []
+    compute = refold.forward
+
+    def counted(blocks: Blocks, x: Tensor, y: Tensor, scratch: memory.Memory) -> None:
+        calls.append(x.shape)
+        scratch.inner.take(1 << 21).fill_(torch.nan)  # what was there before must not matter
+        compute(blocks, x, y, scratch)
+
+    monkeypatch.setattr(refold, "forward", counted)
+    y, _ = case.call(leaves, "cpu")
+    assert sum(shape.numel() for shape in calls) == y.numel()
+    assert_close(y, case.call([leaf.double() for leaf in leaves], "plain")[0], name)
+
+
+def test_few_tokens_more_than_rows_hold_are_not_made_many() -> None:
+    def refolded(time: int, causal: bool = True) -> bool:
+        kernels = torch.randn(2, 1, 16, 3)
+        blocks = blocks_of(kernels, None, None, 64, "silu", True, causal, time)
+        return refold.refolds(blocks, torch.randn(1, time, 16))
+
+    assert refolded(128)
+    assert refolded(120)
+    assert not refolded(129)
+    assert not refolded(128, causal=False)
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 7)], ids=["whole", "padded"])
@@ -234,6 +279,7 @@ def test_compiles_into_one_graph_for_all_lengths(backend: str) -> None:
         dynamic=True,
         backend=count,
     )
+    counts = set[int]()
     for time in (100, 31, 57, 5000):
         x = torch.randn(2, time, 16, requires_grad=True)
         (y, state), (expected, other) = (
@@ -249,7 +295,9 @@ def test_compiles_into_one_graph_for_all_lengths(backend: str) -> None:
         truths = torch.autograd.grad(expected.sum() + other.buffers[1].sum(), (x, *leaves[1:]))
         for part, truth in zip(found, truths, strict=True):
             assert_close(part, truth)
-    assert len(graphs) == 1
+        counts.add(len(graphs))
+    # Dynamo may begin anew once, before the first call; another length is no reason to.
+    assert len(counts) == 1
 
 
 def test_exports() -> None:
@@ -305,7 +353,7 @@ def test_small_and_unfit_calls_are_left_to_plain_pytorch(monkeypatch: pytest.Mon
     tcn(small, weight, 2)
     tcn(large.double(), weight.double(), 2)
     tcn(large.bfloat16(), weight.bfloat16(), 2)
-    tcn(large, weight, 2, drop=lambda h, number: h)
+    tcn(large, weight, 2, dropout=0.5)
     tcn(large, weight, 2, state=initial_tcn_state(1, 64, 3, 2, 2))
     with torch.autocast("cpu"):
         tcn(large, weight, 2)
@@ -324,7 +372,8 @@ def test_reasons_against_the_fast_path_are_named() -> None:
     x, weight = torch.randn(1, 9, 4), torch.randn(2, 1, 4, 3)
     state = initial_tcn_state(1, 4, 3, 2, 2)
     options: list[tuple[dict[str, Any], str]] = [
-        ({"normalise": lambda h, number: h}, "normalise, drop: got one"),
+        ({"normalise": lambda h, number: h}, "normalise: got one"),
+        ({"dropout": 0.5}, "dropout: got 0.5"),
         ({"state": state}, "state: got one"),
         ({"bias": torch.zeros(2, 1, 4, dtype=torch.float64)}, "dtype: got"),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
-import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tcnca
 from tcnca.errors import ConfigError, InputError, KernelError
-from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
+from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, kernels, tcn
 from tcnca.ops.tcn import why_not
-from tcnca.ops.tcn.cuda import compiled, run, tiles
+from tcnca.ops.tcn.cuda import compiled, operator, plan, run
 from tcnca.ops.tcn.cuda.source import (
     DTYPES,
     LARGEST_KERNEL,
@@ -28,11 +30,13 @@ from tcnca.ops.tcn.cuda.source import (
     RingForward,
     TileBackward,
     TileForward,
+    WholeBackward,
+    WholeForward,
 )
 from tcnca.ops.tcn.plain import plain_tcn
 from tests.comparison import assert_close
 
-Layout = TileForward | TileBackward | RingForward | RingBackward
+Layout = TileForward | TileBackward | RingForward | RingBackward | WholeForward | WholeBackward
 
 
 def _arguments(
@@ -73,15 +77,11 @@ def _fake(*shape: int, dtype: torch.dtype = torch.bfloat16, leaf: bool = False) 
 
 
 def test_reasons_against_kernels_are_named() -> None:
-    def keep(h: Tensor, number: int) -> Tensor:
-        return h
-
     with torch._subclasses.FakeTensorMode():
         x, weight, bias = _fake(2, 9, 8), _fake(3, 1, 8, 5), _fake(3, 1, 8)
         state = initial_tcn_state(2, 8, 5, 2, 3, device="cuda", dtype=torch.bfloat16)
         found = [
-            why_not(x, weight, normalise=keep),
-            why_not(x, weight, drop=keep),
+            why_not(x, weight, state=state, dropout=0.1),
             why_not(x, weight, lengths=torch.empty(2, dtype=torch.long)),
             why_not(x.double(), weight.double()),
             why_not(x, weight, bias.float()),
@@ -90,7 +90,7 @@ def test_reasons_against_kernels_are_named() -> None:
             why_not(x, _fake(3, 1, 8, 5, leaf=True), state=state),
             why_not(_fake(65536, 1, 8), weight),
         ]
-    words = ["normalise", "drop", "another device", "dtype", "except under autocast", "kernel_size: got 65"]
+    words = ["dropout", "another device", "dtype", "except under autocast", "kernel_size: got 65"]
     words += ["one token", "gradients are wanted", "batch"]
     for reason, word in zip(found, words, strict=True):
         assert reason is not None
@@ -104,7 +104,7 @@ def _machine() -> Any:
 def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = _machine()
     monkeypatch.setattr(machine, "_unable", lambda device: None)
-    monkeypatch.setattr(machine, "_warned", [])
+    kernels.warn.cache_clear()
     monkeypatch.setattr(compiled, "missing", lambda: "cuda.bindings: gone; `pip install cuda-bindings` installs it")
     with pytest.warns(RuntimeWarning, match="pip install cuda-bindings.*plain PyTorch"):
         assert not machine.worth_it(0)
@@ -150,6 +150,8 @@ def _blocks(
     **options: Any,
 ) -> Tensor:
     """`tcn_blocks` in plain PyTorch, in what it promises about padding too."""
+    weight = weight if weight.dim() == 3 else weight[:, 0]
+    bias = bias if bias is None or bias.dim() == 2 else bias[:, 0]
     for block in range(weight.shape[0]):
         x = tcnca.ops.zero_padding(x, lengths)
         taps = torch.zeros(*weight.shape[1:-1], (weight.shape[-1] - 1) * dilation * factor**block + 1).to(weight)
@@ -219,6 +221,27 @@ def test_what_surrounds_the_kernels_gives_outputs_states_and_gradients(
 
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("convolutions", [1, 2])
+@pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
+def test_what_surrounds_the_kernels_normalises_between_them(convolutions: int, return_state: bool) -> None:
+    x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
+
+    def normalise(h: Tensor, number: int) -> Tensor:
+        return F.layer_norm(h, (4,)) * (number + 1)
+
+    results = []
+    for by in (_by_kernels, plain_tcn):
+        torch.manual_seed(4)
+        arguments = (x, weight, bias, None, None) if by is _by_kernels else (x, weight, 2)
+        options: dict[str, Any] = {} if by is _by_kernels else {"bias": bias}
+        y, state = by(*arguments, normalise=normalise, dropout=0.3, return_state=return_state, **options)
+        out = [y, *(state.buffers if state is not None else ())]
+        results.append([*out, *torch.autograd.grad(y.square().sum(), (x, weight, bias))])
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_what_surrounds_the_kernels_goes_on_from_a_state(convolutions: int, inplace: bool) -> None:
     x, weight, bias = _arguments(convolutions, torch.float64)
@@ -236,12 +259,32 @@ def test_what_surrounds_the_kernels_goes_on_from_a_state(convolutions: int, inpl
 
 def test_operators_know_their_shapes_without_running() -> None:
     x, weight, bias = (part.to("meta", torch.bfloat16) for part in _arguments())
-    settings = (1, 2, "silu", True, True)
-    y, inner = torch.ops.tcnca.tcn_blocks(x, weight[:, 0].float(), bias[:, 0].float(), None, *settings, True)
-    assert (y.shape, y.dtype, inner.shape) == (x.shape, torch.bfloat16, (2, *x.shape))
-    parts = torch.ops.tcnca.tcn_blocks_backward(y, x, inner, weight[:, 0].float(), bias[:, 0], None, *settings)
-    assert [part.shape for part in parts] == [x.shape, weight[:, 0].shape, bias[:, 0].shape]
+    settings = (None, 1, 2, "silu", True, True, 0.0)
+    for taps, offset in ((weight, bias), (weight[:, 0], bias[:, 0])):
+        y, inner = torch.ops.tcnca.tcn_blocks(x, taps.float(), offset.float(), None, *settings, True)
+        assert (y.shape, y.dtype, inner.shape) == (x.shape, torch.bfloat16, (2, *x.shape))
+        parts = torch.ops.tcnca.tcn_blocks_backward(y, x, inner, taps.float(), offset, None, *settings)
+        assert [part.shape for part in parts] == [x.shape, taps.shape, offset.shape]
     assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_tensors_without_memory_are_not_asked_for_their_address(leaf: bool) -> None:
+    with FakeTensorMode():
+        x, weight, bias = (part[:, 0] if part.dim() == 4 else part for part in _arguments(leaf=leaf))
+        assert operator.tcn_blocks(x, weight, bias[:, 0]).shape == (2, 9, 4)
+
+
+def test_lengths_that_kernels_read_lie_in_the_row() -> None:
+    assert operator._whole(torch.tensor([-3, 0, 5, 99], dtype=torch.int32), 9).tolist() == [0, 0, 5, 9]
+
+
+def test_what_does_not_lie_in_pieces_is_copied() -> None:
+    whole = torch.randn(1, 9, 24)
+    assert operator._in_pieces(whole[..., 4:12]).data_ptr() == whole[..., 4:].data_ptr()
+    moved = operator._in_pieces(whole[..., 3:11])
+    assert torch.equal(moved, whole[..., 3:11])
+    assert plan.in_pieces(plan.lies(moved))
 
 
 def _sources() -> list[tuple[Layout, Block]]:
@@ -249,13 +292,21 @@ def _sources() -> list[tuple[Layout, Block]]:
     found: list[tuple[Layout, Block]] = []
     sizes = [(1, True), (2, False), (5, True), (17, True), (17, False), (33, True), (64, False)]
     for number, ((size, causal), dtype) in enumerate(itertools.product(sizes, DTYPES)):
-        flags = {"bias": number % 2 == 0, "residual": number % 3 != 0, "lengths": number % 4 < 2}
+        flags = {
+            "bias": number % 2 == 0,
+            "residual": number % 3 != 0,
+            "lengths": number % 4 < 2,
+            "dropout": number % 5 < 2,
+        }
         activation = ACTIVATIONS[number % len(ACTIVATIONS)]
         block = Block(kernel_size=size, dtype=dtype, nonlinearity=activation, causal=causal, **flags)
         past = (None, "float32", dtype)[number % 3]
         found += [(RingForward(vector=1 + number % 2, past=past), block), (RingBackward(vector=1), block)]
+        if size <= 17:
+            found += [(WholeForward(), block), (WholeBackward(), block)]
         if dtype != "float32" and size <= 17:
             found += [(TileForward(), block), (TileBackward(), block), (RingBackward(vector=2), block)]
+            found += [(TileForward(unrolled=True), block), (TileBackward(unrolled=True), block)] if size == 17 else []
     return found
 
 
@@ -264,9 +315,8 @@ def test_sources_come_with_the_package_and_are_written_for_every_configuration()
     assert len(set(texts)) == len(texts)
     for text, (layout, block) in zip(texts, _sources(), strict=True):
         assert f"#define K {block.kernel_size}\n" in text
-        kind = "tile" if isinstance(layout, TileForward | TileBackward) else "ring"
-        way = "forward" if isinstance(layout, TileForward | RingForward) else "backward"
-        assert f"{kind}_{way}(const Job job)" in text
+        kind, way = re.findall("[A-Z][a-z]+", type(layout).__name__)
+        assert f"{kind.lower()}_{way.lower()}(const Job job)" in text
 
 
 @pytest.mark.slow
@@ -285,14 +335,3 @@ def test_sources_that_do_not_compile_say_why() -> None:
         pytest.skip("needs cuda.bindings and NVRTC")
     with pytest.raises(KernelError, match=r"(?s)sm_90.*TCNCA_KERNELS=plain.*nonsense"):
         compiled._compile("nonsense;", "sm_90")
-
-
-@pytest.mark.parametrize("time", [1, 7, 8, 129, 8192])
-@pytest.mark.parametrize("dilation", [1, 3, 20, 8000])
-def test_cuts_cover_all_of_time(time: int, dilation: int) -> None:
-    step = min(dilation, time)
-    steps = tiles.tile_steps(time, step, 1, 264, 2)
-    assert steps % 8 == 0
-    chains = step * math.ceil(math.ceil(time / step) / steps)  # (segment, phase) pairs, 16 to a tile
-    assert 16 * tiles.tiles_in_row(time, step, steps) >= chains
-    assert chains * steps >= time

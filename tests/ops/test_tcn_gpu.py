@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
+from tcnca.ops.capture import capturing
 from tests.comparison import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +95,17 @@ CASES = {
     "float32, gelu_tanh": Case(dtype=FULL, nonlinearity="gelu_tanh", convolutions=2),
     "float32, relu": Case(dtype=FULL, nonlinearity="relu"),
     "more blocks than one launch takes": Case(depth=14, factor=1),
+    "short chains of unequal lengths": Case(shape=(2, 1700, 72), kernel_size=17, factor=100, depth=2, bias=True),
+    "many groups of channels": Case(shape=(3, 170, 136), kernel_size=17, factor=10, lengths=(170, 3, 99)),
+    "in shared memory": Case(shape=(1, 4099, 64), kernel_size=17, factor=8, depth=4),
+    "in shared memory, bidirectional": Case(
+        shape=(1, 301, 16), kernel_size=4, causal=False, bias=True, lengths=(200,), dtype=HALF
+    ),
+    "in shared memory, float32": Case(
+        shape=(1, 700, 8), kernel_size=17, factor=600, depth=2, dtype=FULL, nonlinearity="gelu", strided=True
+    ),
+    "in shared memory, no skip": Case(shape=(1, 50, 24), kernel_size=24, residual=False, bias=True, dtype=FULL),
+    "in shared memory, one token": Case(shape=(1, 1, 8), kernel_size=1, bias=True),
 }
 
 
@@ -110,12 +123,115 @@ def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
         assert_close(part, truth, f"part {number}")
 
 
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def _mask(seed: int, layer: int, shape: tuple[int, int, int], dropout: float) -> Tensor:
+    """What a block's values are multiplied by: 32-bit arithmetic in 64 bits, on whole tensors."""
+    batch, time, channels = shape
+    low, high = torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32)
+    rows = _mixed(torch.arange(batch) + 0x85EBCA6B & 0xFFFFFFFF)
+    first = _mixed(low ^ _mixed(layer * 0x9E3779B9 + rows & 0xFFFFFFFF))[:, None, None]
+    second = _mixed(high + _mixed(first ^ 0xC2B2AE35) & 0xFFFFFFFF)
+    channel = torch.arange(channels)
+    x = torch.arange(time)[:, None] * ((channels + 3) // 4) + channel // 4 + first & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D + second & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    x = x ^ x >> 16
+    y = x * 0x9E3779B1 & 0xFFFFFFFF
+    x = torch.where(channel % 4 < 2, x, y ^ y >> 16)
+    dropped = round(dropout * 65536)
+    kept = torch.where(channel % 2 == 1, x >> 16, x & 0xFFFF) >= dropped
+    return kept.double().cuda() * (65536 / (65536 - dropped))
+
+
+DROPPING = {
+    "tensor cores": Case(shape=(2, 1001, 72), kernel_size=17, factor=5, bias=True),
+    "tensor cores, bidirectional": Case(shape=(3, 170, 136), kernel_size=9, causal=False, dtype=HALF),
+    "rings": Case(shape=(2, 300, 7), bias=True),
+    "rings, float32": Case(dtype=FULL, kernel_size=17, causal=False),
+    "tensor cores and rings": Case(kernel_size=33, depth=2),
+    "shared memory": Case(shape=(1, 1001, 16), kernel_size=17, factor=5, bias=True),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_drops_the_same_forwards_and_backwards(name: str) -> None:
+    case, dropout, seed = DROPPING[name], 0.3, 0x123456789ABCDEF
+    leaves = case.leaves()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    seeds = torch.tensor([seed], device="cuda")
+    settings = (1, case.factor, "silu", True, case.causal, dropout, True)
+    bias = leaves[2] if case.bias else None
+    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, *settings)
+    truth = exact[0]
+    for layer in range(case.depth):
+        taps = torch.zeros(1, 1, case.shape[2], (case.kernel_size - 1) * case.factor**layer + 1).to(truth)
+        taps[..., :: case.factor**layer] = exact[1][layer]
+        offset = exact[2][layer, None] if case.bias else None
+        added, _ = tcn(truth, taps, 1, bias=offset, causal=case.causal, residual=False, backend="plain")
+        truth = truth + added * _mask(seed, layer, case.shape, dropout)
+    assert_close(y, truth)
+    slope = torch.randn(case.shape, device="cuda").to(case.dtype)
+    ours, theirs = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(truth, exact, slope.double())
+    for number, (part, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_close(part, other, f"part {number}")
+
+
+@pytest.mark.parametrize("convolutions", [1, 2])
+def test_dropout_follows_pytorchs_seed(convolutions: int) -> None:
+    case = Case(shape=(2, 999, 64), kernel_size=17, convolutions=convolutions, residual=False)
+    x, weight = case.leaves()
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        y, _ = tcn(x, weight, 3, residual=False, dropout=0.25, backend="cuda")
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), (x, weight))])
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+    assert not torch.equal(results[0][0], results[2][0])
+    # Where taps still stand before the first token, the others may find nothing but what was dropped before; all 17 of
+    # them never do.
+    begin = (case.kernel_size - 1) * case.factor ** (case.depth - 1)
+    zeros, others = (results[place][0][:, begin:] == 0 for place in (0, 2))
+    for found, share in ((zeros, 0.25), (zeros & others, 0.25**2)):
+        assert abs(float(found.double().mean()) - share) < 5 * (share * (1 - share) / found.numel()) ** 0.5
+
+
+def test_norms_between_convolutions() -> None:
+    case = Case(shape=(2, 500, 64), bias=True, dtype=FULL, convolutions=2, lengths=(500, 77))
+    leaves = case.leaves()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    results = []
+    for (x, weight, bias), backend in ((leaves, "cuda"), (exact, "plain")):
+        y, _ = tcn(
+            x,
+            weight,
+            3,
+            bias=bias,
+            normalise=lambda h, number: F.layer_norm(h, (64,)) * (number + 1),
+            lengths=case.real(),
+            backend=backend,  # type: ignore[arg-type]
+        )
+        y = zero_padding(y, case.real())
+        results.append([y, *torch.autograd.grad(y.square().mean(), (x, weight, bias))])
+    for ours, truth in zip(*results, strict=True):
+        assert_close(ours, truth)
+
+
 def test_slopes_of_any_layout() -> None:
-    case = Case()
+    for case in (Case(), Case(shape=(1, 300, 16))):
+        _check_slopes(case)
+
+
+def _check_slopes(case: Case) -> None:
     leaves = case.leaves()
     row = torch.randn(case.shape[0], 1, case.shape[2], device="cuda").to(case.dtype)
-    turned = torch.randn(2, 16, 300, device="cuda").to(case.dtype).transpose(1, 2)
-    for slope in (row.expand(case.shape), turned, row[:, :, :1].expand(case.shape)):
+    turned = torch.randn(case.shape[0], 16, 300, device="cuda").to(case.dtype).transpose(1, 2)
+    shifted = torch.randn(case.shape[0], 300, 17, device="cuda").to(case.dtype)[..., 1:]
+    for slope in (row.expand(case.shape), turned, row[:, :, :1].expand(case.shape), shifted):
         for part, other in zip(
             case.run(leaves, slope, "cuda"), case.run(leaves, slope.contiguous(), "cuda"), strict=True
         ):
@@ -206,9 +322,27 @@ def test_gradients_of_gradients_are_refused() -> None:
 def test_operators_keep_pytorchs_rules() -> None:
     case = Case(bias=True, lengths=(300, 41))
     x, weight, bias = case.leaves()
-    settings = (1, 3, "silu", True, True, True)
-    arguments = (x, weight[:, 0].detach().requires_grad_(), bias[:, 0].detach().requires_grad_(), case.real())
-    torch.library.opcheck(torch.ops.tcnca.tcn_blocks.default, (*arguments, *settings))
+    seed = torch.tensor([7], device="cuda")
+    for dropout, seeds in ((0.0, None), (0.3, seed)):
+        settings = (1, 3, "silu", True, True, dropout, True)
+        torch.library.opcheck(torch.ops.tcnca.tcn_blocks.default, (x, weight, bias, case.real(), seeds, *settings))
+
+
+def test_compiled_calls_are_whole_graphs_and_draw_anew() -> None:
+    x, weight = Case(shape=(1, 300, 16)).leaves()
+
+    def call(x: Tensor, weight: Tensor, dropout: float) -> Tensor:
+        return tcn(x, weight, 3, dropout=dropout, backend="cuda")[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True)
+    ours, eager = compiled(x, weight, 0.0), call(x, weight, 0.0)
+    slope = torch.randn_like(ours)
+    grads = (torch.autograd.grad(y, (x, weight), slope) for y in (ours, eager))
+    assert_close(ours, eager)
+    for part, other in zip(*grads, strict=True):
+        assert_close(part, other)
+    assert not torch.equal(compiled(x, weight, 0.5), compiled(x, weight, 0.5))
 
 
 def test_a_new_thread_can_start_kernels() -> None:
@@ -225,8 +359,7 @@ def test_graphs_replay_to_the_bit() -> None:
     x, weight = (leaf.detach() for leaf in Case().leaves())
     expected, _ = tcn(x, weight, 3, backend="cuda")
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         y, _ = tcn(x, weight, 3, backend="cuda")
     for _ in range(2):
         y.fill_(float("nan"))

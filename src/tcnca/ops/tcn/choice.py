@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, KernelError
 from tcnca.ops.checks import autocasts
+from tcnca.ops.kernels import transformed
 from tcnca.ops.tcn.cpu.run import run_on_cpu, runs_on_cpu
 from tcnca.ops.tcn.cuda.run import run_kernels
 from tcnca.ops.tcn.cuda.source import DTYPE_NAMES, LARGEST_KERNEL
@@ -28,7 +29,7 @@ def tcn(
     nonlinearity: str = "silu",
     residual: bool = True,
     normalise: Transform | None = None,
-    drop: Transform | None = None,
+    dropout: float = 0.0,
     causal: bool = True,
     lengths: Tensor | None = None,
     state: TCNState | None = None,
@@ -38,7 +39,7 @@ def tcn(
 ) -> tuple[Tensor, TCNState | None]:
     """`depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
 
-    One block: `h = x`, then for each of its convolutions `h = drop(nonlinearity(normalise(conv(h))))`, then `x + h`.
+    One block: `h = x`, then for each of its convolutions `h = dropout(nonlinearity(normalise(conv(h))))`, then `x + h`.
 
     Args:
         x: `[batch, time, channels]`.
@@ -47,8 +48,10 @@ def tcn(
         bias: `[depth, convolutions, channels]`.
         nonlinearity: one of `tcnca.ops.ACTIVATIONS`.
         residual: whether blocks have their skip connection.
-        normalise, drop: called with `[batch, time, channels]` and the number of the convolution, counted through
-            all blocks; must not mix times if the TCN is to stay causal.
+        normalise: called with `[batch, time, channels]` and the number of the convolution, counted through all
+            blocks; must not mix times if the TCN is to stay causal. Kernels then run one convolution after the other.
+        dropout: the probability with which a value is set to zero, the others growing so that their mean stays; what
+            is dropped follows from PyTorch's seed, but differs between backends.
         causal, lengths, state, return_state, inplace: as in `dilated_conv`.
         backend: "plain" is PyTorch's own operators, "cuda" kernels for NVIDIA GPUs, "cpu" a fast path for the CPU,
             or an error where they cannot run; "auto" takes them where they can and gain by it, unless the environment
@@ -58,12 +61,12 @@ def tcn(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state)
-    if backend in ("auto", "cpu") and runs_on_cpu(backend, x, weight, bias, lengths, state, normalise, drop):
+    check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state, dropout)
+    if backend in ("auto", "cpu") and runs_on_cpu(backend, x, weight, bias, lengths, state, normalise, dropout):
         return run_on_cpu(
             x, weight, dilation_factor, bias, nonlinearity, residual, causal, lengths, return_state, inplace
         )
-    if _kernels_run(backend, x, weight, bias, lengths, state, normalise, drop):
+    if _kernels_run(backend, x, weight, bias, lengths, state, dropout):
         return run_kernels(
             x,
             weight,
@@ -76,6 +79,8 @@ def tcn(
             state,
             return_state,
             inplace,
+            normalise,
+            dropout,
         )
     return plain_tcn(
         x,
@@ -85,7 +90,7 @@ def tcn(
         nonlinearity=nonlinearity,
         residual=residual,
         normalise=normalise,
-        drop=drop,
+        dropout=dropout,
         causal=causal,
         lengths=lengths,
         state=state,
@@ -100,11 +105,10 @@ def why_not(
     bias: Tensor | None = None,
     lengths: Tensor | None = None,
     state: TCNState | None = None,
-    normalise: Transform | None = None,
-    drop: Transform | None = None,
+    dropout: float = 0.0,
 ) -> str | None:
     """Why the kernels cannot run such a call of `tcn`; None if they can."""
-    return _why_not_such(x, weight, bias, lengths, state, normalise, drop) or _why_not_here(x)
+    return _why_not_such(x, weight, bias, lengths, state, dropout) or _why_not_here(x)
 
 
 def _kernels_run(
@@ -114,19 +118,18 @@ def _kernels_run(
     bias: Tensor | None,
     lengths: Tensor | None,
     state: TCNState | None,
-    normalise: Transform | None,
-    drop: Transform | None,
+    dropout: float,
 ) -> bool:
     if backend not in BACKENDS:
         raise InputError(f"backend: got {backend!r}, allowed are {', '.join(BACKENDS)}")
     if backend == "plain":
         return False
     if backend == "cuda":
-        reason = why_not(x, weight, bias, lengths, state, normalise, drop)
+        reason = why_not(x, weight, bias, lengths, state, dropout)
         if reason is not None:
             raise KernelError(f"backend: got 'cuda', which cannot run this; {reason}. Take 'auto' or 'plain'")
         return True
-    if _why_not_such(x, weight, bias, lengths, state, normalise, drop) is not None:
+    if _why_not_such(x, weight, bias, lengths, state, dropout) is not None:
         return False
     from tcnca.ops.tcn.cuda import machine
 
@@ -149,30 +152,31 @@ def _why_not_such(
     bias: Tensor | None,
     lengths: Tensor | None,
     state: TCNState | None,
-    normalise: Transform | None,
-    drop: Transform | None,
+    dropout: float,
 ) -> str | None:
     """Why no machine's kernels could run the call."""
     if x.device.type != "cuda":
         return f"x: got one on {x.device}, allowed is a CUDA device"
-    if normalise is not None or drop is not None:
-        return "normalise, drop: got one, allowed is None"
-    parameters = [weight] if bias is None else [weight, bias]
-    buffers = [] if state is None else [*state.buffers]
-    others = [*parameters, *buffers, *([] if lengths is None else [lengths])]
-    if any(tensor.device != x.device for tensor in others):
-        return f"tensors: got some on another device, allowed is {x.device}, where x is"
-    if any(tensor.dtype not in DTYPE_NAMES for tensor in [x, *parameters, *buffers]):
-        return "dtype: got another, allowed are " + ", ".join(DTYPE_NAMES.values())
-    if not autocasts(x.device) and any(parameter.dtype != x.dtype for parameter in parameters):
-        return f"weight, bias: got another dtype, allowed is {x.dtype}, that of x, except under autocast"
+    parameters = (weight,) if bias is None else (weight, bias)
+    buffers = () if state is None else state.buffers
+    for tensor in (*parameters, *buffers) if lengths is None else (*parameters, *buffers, lengths):
+        if tensor.device != x.device:
+            return f"tensors: got some on another device, allowed is {x.device}, where x is"
+    for tensor in (x, *parameters, *buffers):
+        if tensor.dtype not in DTYPE_NAMES:
+            return "dtype: got another, allowed are " + ", ".join(DTYPE_NAMES.values())
+    for tensor in parameters:
+        if tensor.dtype != x.dtype and not autocasts(x.device):
+            return f"weight, bias: got another dtype, allowed is {x.dtype}, that of x, except under autocast"
     if weight.shape[-1] > LARGEST_KERNEL:
         return f"kernel_size: got {weight.shape[-1]}, allowed is {LARGEST_KERNEL} or less"
     if x.shape[0] > MOST_ROWS:
         return f"batch: got {x.shape[0]}, allowed is {MOST_ROWS} or less"
     if state is not None:
+        if dropout > 0.0:
+            return "dropout: got one after a state, allowed is 0; its kernel has none"
         if x.shape[1] == 1:
             return "time: got one token after a state, allowed are more; a kernel would not be worth its start"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in [x, *parameters, *buffers]):
             return "state: got one where gradients are wanted, allowed is None; its kernel has no gradient"
-    return None
+    return transformed()

@@ -12,6 +12,7 @@ from tcnca.errors import InputError, StateError
 from tcnca.ops.activations import ACTIVATIONS, activation
 from tcnca.ops.checks import check_lengths
 from tcnca.ops.dilated_conv import conv_with_buffer
+from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import advance
 from tcnca.ops.ring import push_ring
 from tcnca.ops.state import State
@@ -64,7 +65,7 @@ def plain_tcn(
     nonlinearity: str = "silu",
     residual: bool = True,
     normalise: Transform | None = None,
-    drop: Transform | None = None,
+    dropout: float = 0.0,
     causal: bool = True,
     lengths: Tensor | None = None,
     state: TCNState | None = None,
@@ -92,7 +93,7 @@ def plain_tcn(
             inputs += [seen] if return_state else []
             h = h if normalise is None else normalise(h, number)
             h = function(h)
-            h = h if drop is None else drop(h, number)
+            h = drop(h, dropout) if dropout > 0.0 else h
         x = x + h if residual else h
     if not return_state:
         return x, None
@@ -128,6 +129,7 @@ def check_tcn(
     lengths: Tensor | None,
     state: TCNState | None,
     return_state: bool,
+    dropout: float = 0.0,
 ) -> None:
     """Raise an error that names what is wrong with the arguments of `tcn`."""
     if x.dim() != 3 or x.shape[1] < 1:
@@ -145,6 +147,8 @@ def check_tcn(
         raise InputError(
             f"bias: got shape {list(bias.shape)}, allowed is {list(weight.shape[:3])}, [depth, convolutions, channels]"
         )
+    if not 0.0 <= dropout <= 1.0:
+        raise InputError(f"dropout: got {dropout}, allowed is a probability, 0 to 1")
     check_lengths(lengths, x.shape[0], x.shape[1])
     if not causal and (state is not None or return_state):
         raise StateError("state: asked of a bidirectional TCN, allowed is None; only causal ones stream")

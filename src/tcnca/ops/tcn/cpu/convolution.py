@@ -67,13 +67,13 @@ def taps_of(kernel: Tensor, bias: Tensor | None, dilation: int, time: int, causa
     return Taps(kernel, bias, dilation if past + future else 1, used, past, future)
 
 
-def correlate(rows: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows `[…, tokens, channels]` to `[…, tokens - taps + 1, channels]`."""
+def correlate(rows: Tensor, kernel: Tensor, bias: Tensor | None, zeros: int = 0) -> Tensor:
+    """Rows `[…, tokens, channels]`, with `zeros` more at both ends, to `[…, tokens - taps + 1, channels]`."""
     several, phases, tokens, channels = rows.shape
     taps = kernel.shape[1]
     image = rows.view(several * phases, 1, tokens, channels).permute(0, 3, 1, 2)
-    y = torch.conv2d(image, kernel.reshape(channels, 1, 1, taps), bias, groups=channels)
-    return y.permute(0, 2, 3, 1).reshape(several, phases, tokens - taps + 1, channels)
+    y = torch.conv2d(image, kernel.reshape(channels, 1, 1, taps), bias, padding=(0, zeros), groups=channels)
+    return y.permute(0, 2, 3, 1).reshape(several, phases, tokens + 2 * zeros - taps + 1, channels)
 
 
 def weight_gradient(dh: Tensor, rows: Tensor, kernel: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import KernelError
-from tcnca.ops.tcn.cpu import blocks
+from tcnca.ops.tcn.cpu import blocks, refold
 from tcnca.ops.tcn.cpu.blocks import Blocks
 from tcnca.ops.tcn.cpu.fold import slabs
 from tcnca.ops.tcn.cpu.memory import borrowed
@@ -67,6 +67,9 @@ def _forward(
     with borrowed(x) as memory, _own_types():
         for slab, plan in _slabs(x, weight, bias, lengths, *settings):
             part = x[slab]
+            if not keep and refold.refolds(plan, part):
+                refold.forward(plan, part, y[slab], memory)
+                continue
             between = inner[:, *slab] if keep else blocks.between(plan, part, memory, in_turns=True)
             blocks.forward(plan, part, [*between, y[slab]], memory)
     return y, inner

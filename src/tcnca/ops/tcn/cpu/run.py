@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tcnca.errors import KernelError
 from tcnca.ops.checks import autocasts
+from tcnca.ops.kernels import transformed, wanted
 from tcnca.ops.tcn.cpu.operator import tcn_cpu
 from tcnca.ops.tcn.plain import TCNState, Transform, next_state
-from tcnca.ops.tcn.setting import transformed, wanted
 
 LEAST = 1 << 15  # numbers in x from which on the fast path gains
 # oneDNN's convolutions are what all this rests on; on other processors than these nobody has measured them.
@@ -26,24 +26,24 @@ def why_not_on_cpu(
     lengths: Tensor | None = None,
     state: TCNState | None = None,
     normalise: Transform | None = None,
-    drop: Transform | None = None,
+    dropout: float = 0.0,
 ) -> str | None:
     """Why the CPU's fast path cannot run such a call of `tcn`; None if it can."""
     parameters = [weight] if bias is None else [weight, bias]
     others = parameters if lengths is None else [*parameters, lengths]
     if any(tensor.device.type != "cpu" for tensor in [x, *others]):
         return f"tensors: got some on another device, allowed is the CPU; x is on {x.device}"
-    if normalise is not None or drop is not None:
-        return "normalise, drop: got one, allowed is None"
+    if normalise is not None:
+        return "normalise: got one, allowed is None"
+    if dropout > 0.0:
+        return f"dropout: got {dropout}, allowed is 0"
     if state is not None:
         return "state: got one, allowed is None; few tokens after a state would gain nothing"
     if x.dtype not in DTYPES or any(parameter.dtype != x.dtype for parameter in parameters):
         return f"dtype: got {x.dtype} and {weight.dtype}, allowed are {' or '.join(DTYPES.values())}, all the same"
     if autocasts(x.device):
         return "autocast: got it on, allowed is off"
-    if transformed():
-        return "torch.func: got one of its transforms, or derivatives forwards, allowed is torch.autograd's backward"
-    return None
+    return transformed()
 
 
 def runs_on_cpu(
@@ -54,12 +54,12 @@ def runs_on_cpu(
     lengths: Tensor | None,
     state: TCNState | None,
     normalise: Transform | None,
-    drop: Transform | None,
+    dropout: float,
 ) -> bool:
     """Whether the fast path takes a call; an error if it is asked for by name and cannot."""
     if backend == "auto" and not (x.device.type == "cpu" and wanted()):
         return False
-    reason = why_not_on_cpu(x, weight, bias, lengths, state, normalise, drop)
+    reason = why_not_on_cpu(x, weight, bias, lengths, state, normalise, dropout)
     if backend == "cpu":
         if reason is not None:
             raise KernelError(f"backend: got 'cpu', which cannot run this; {reason}. Take 'auto' or 'plain'")

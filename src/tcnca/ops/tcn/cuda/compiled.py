@@ -9,19 +9,20 @@ import ctypes
 import functools
 import hashlib
 import os
+import struct
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from tcnca.errors import KernelError
+from tcnca.ops.kernels import ADVICE
 
 OPTIONS = ("--std=c++17",)
-ADVICE = "TCNCA_KERNELS=plain in the environment does without kernels"
 Grid = tuple[int, int, int]
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Layout(Protocol):
@@ -55,20 +56,53 @@ class Kernel:
         (value,) = _check(driver.cuFuncGetAttribute(getattr(driver.CUfunction_attribute, name), self._function))
         return int(value)
 
-    def launch(self, stream: int, grid: Grid, block: Grid, job: Sequence[int], together: bool = False) -> None:
-        """Start the kernel; `together` makes sure that all of its blocks run at once."""
-        values = (ctypes.c_int64 * len(job))(*job)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        address = ctypes.addressof(pointers)
-        if together:
-            _check(self._launch_together(self._function, *grid, *block, self._memory, stream, address))
-        else:
-            _check(self._launch(self._function, *grid, *block, self._memory, stream, address, 0))
+    def prepare(
+        self,
+        grid: Grid,
+        block: Grid,
+        addresses: int,
+        rest: bytes,
+        together: bool = False,
+        memory: int | None = None,
+    ) -> Launch:
+        """A launch whose argument is so many addresses, given when it starts, and then `rest`.
+
+        `together` makes sure that all of its blocks run at once; `memory` takes less than the kernel may have.
+        """
+        memory = self._memory if memory is None else memory
+        start = self._launch_together if together else self._launch
+        extra = () if together else (0,)
+        return Launch(start, (self._function, *grid, *block, memory), addresses, rest, extra)
 
 
-def stream_of(x: torch.Tensor) -> int:
-    """The stream that work on `x` goes to now."""
-    return torch.cuda.current_stream(x.device).cuda_stream
+class Launch:
+    """A kernel with all that does not change from call to call. Any number of threads may start it at once."""
+
+    def __init__(self, start: Any, fixed: tuple[Any, ...], addresses: int, rest: bytes, extra: tuple[int, ...]) -> None:
+        self._start, self._fixed, self._rest, self._extra = start, fixed, rest, extra
+        self._pack = struct.Struct(f"{addresses}q").pack
+        self._copy = (ctypes.c_char * (8 * addresses + len(rest))).from_buffer_copy
+
+    def start(self, stream: int, *addresses: int) -> None:
+        """Start the kernel on a stream."""
+        # A copy for each call: the driver reads it while other threads prepare theirs.
+        argument = self._copy(self._pack(*addresses) + self._rest)
+        pointer = ctypes.c_void_p(ctypes.addressof(argument))
+        _check(self._start(*self._fixed, stream, ctypes.addressof(pointer), *self._extra))
+
+
+def packed(*values: float) -> bytes:
+    """Whole numbers and fractions as a kernel's argument holds them, 8 bytes each."""
+    return b"".join(struct.pack("d" if isinstance(value, float) else "q", value) for value in values)
+
+
+# PyTorch's own compiler asks in this way: it makes no object of a stream.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def stream_of(device: int) -> int:
+    """The stream that a device's work goes to now."""
+    return torch.cuda.current_stream(device).cuda_stream if _raw_stream is None else _raw_stream(device)
 
 
 def most_memory(device: int) -> int:
@@ -107,7 +141,12 @@ def _load(text: str, name: str, threads: int, memory: int, device: int) -> Kerne
     driver = _bindings()[0]
     properties = torch.cuda.get_device_properties(device)
     image = cubin(text, f"sm_{properties.major}{properties.minor}")
-    (module,) = _check(driver.cuModuleLoadData(image))
+    # The driver forbids a thread to load while it captures a graph, of which a first call may be part.
+    (mode,) = _check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(_RELAXED)))
+    try:
+        (module,) = _check(driver.cuModuleLoadData(image))
+    finally:
+        _check(driver.cuThreadExchangeStreamCaptureMode(mode))
     (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
     return Kernel(function, memory, threads, properties.multi_processor_count)
 

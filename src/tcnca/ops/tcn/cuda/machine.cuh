@@ -78,6 +78,13 @@ __device__ __forceinline__ word lows(word a, word b) { return __byte_perm(a, b, 
 __device__ __forceinline__ word highs(word a, word b) { return __byte_perm(a, b, 0x7632); }
 #endif
 
+// The same number, of which the compiler does not know that: what follows from it is computed where it is needed, and
+// takes no registers before.
+__device__ __forceinline__ int veiled(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 struct Four {
     word part[4];
 };

@@ -1,95 +1,134 @@
-"""Which kernels run a TCN's blocks."""
+"""Which kernels run a TCN's blocks: found once for all calls of a kind, and kept."""
 
 from __future__ import annotations
 
+import functools
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
-from tcnca.ops.tcn.cuda import rings, tiles
+from tcnca.ops.tcn.cuda import rings, tiles, wholes
+from tcnca.ops.tcn.cuda.call import Call, Strides
 from tcnca.ops.tcn.cuda.source import DTYPE_NAMES, Block
 
+KINDS = 1024  # of calls whose plans are kept
+Lies = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+Settings = tuple[int, int, str, bool, bool, float]  # dilation, factor, nonlinearity, residual, causal, dropout
 
-def block_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    nonlinearity: str,
-    residual: bool,
-    causal: bool,
-) -> Block:
-    """What is fixed when compiling."""
-    return Block(
-        kernel_size=weight.shape[-1],
-        dtype=DTYPE_NAMES[x.dtype],
-        bias=bias is not None,
+
+class Forward(Protocol):
+    """Kernels ready to start. `inner` has every block's output but the last.
+
+    Without gradients to come it is a tensor of x's size that takes turns with the output, if `scratch` asks for one.
+    """
+
+    scratch: bool
+
+    def run(self, stream: int, x: int, weight: int, bias: int, lengths: int, seed: int, y: int, inner: int) -> None:
+        """Start them on a stream, given addresses, 0 for what is not there."""
+        ...
+
+
+class Backward(Protocol):
+    """Kernels ready to start, which need so many bytes of scratch."""
+
+    scratch: int
+
+    def run(
+        self,
+        stream: int,
+        dy: int,
+        x: int,
+        inner: int,
+        weight: int,
+        bias: int,
+        lengths: int,
+        seed: int,
+        dx: int,
+        dweight: int,
+        dbias: int,
+        scratch: int,
+    ) -> None:
+        """Start them on a stream, given addresses, 0 for what is not there."""
+        ...
+
+
+@functools.lru_cache(KINDS)
+def forward_plan(
+    x: Lies, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings, keep: bool
+) -> Forward:
+    """The kernels for `tcn_blocks`, given the shape of `weight`, and whether there are biases and lengths."""
+    call = _call(x, weight, bias, lengths, settings, keep)
+    if wholes.forward_fits(call):
+        return wholes.WholesForward(call)
+    return tiles.TilesForward(call) if tiles.forward_fits(call) else rings.RingsForward(call)
+
+
+@functools.lru_cache(KINDS)
+def backward_plan(
+    x: Lies, dy: Lies, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings
+) -> Backward:
+    """The kernels for `tcn_blocks_backward`."""
+    call, slopes = _call(x, weight, bias, lengths, settings, True), _strides(dy)
+    if wholes.backward_fits(call) and in_pieces(dy):
+        return wholes.WholesBackward(call, slopes)
+    return tiles.TilesBackward(call, slopes) if tiles.backward_fits(call, slopes) else rings.RingsBackward(call, slopes)
+
+
+@functools.lru_cache(KINDS)
+def recomputes(x: Lies, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings) -> bool:
+    """Whether the gradients need nothing of the blocks' outputs, as long as `dy` is in pieces of 16 bytes."""
+    return wholes.backward_fits(_call(x, weight, bias, lengths, settings, True))
+
+
+@functools.lru_cache(KINDS)
+def in_pieces(x: Lies) -> bool:
+    """Whether a tensor lies in pieces of 16 bytes."""
+    return _strides(x).in_pieces(16 // x[2].itemsize)
+
+
+@functools.lru_cache(KINDS)
+def state_plan(
+    x: Lies, past: torch.dtype, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings
+) -> rings.RingForwardLaunch:
+    """The kernel for `tcn_block_from_state`."""
+    return rings.RingForwardLaunch(_call(x, weight, bias, lengths, settings, False), 0, DTYPE_NAMES[past])
+
+
+def lies(x: Tensor) -> Lies:
+    """How a tensor lies in memory."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device.index
+
+
+def _call(x: Lies, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings, keep: bool) -> Call:
+    (batch, time, channels), _, dtype, _, device = x
+    dilation, factor, nonlinearity, residual, causal, dropout = settings
+    block = Block(
+        kernel_size=weight[-1],
+        dtype=DTYPE_NAMES[dtype],
+        bias=bias,
         nonlinearity=nonlinearity,
         residual=residual,
         causal=causal,
-        lengths=lengths is not None,
+        lengths=lengths,
+        dropout=dropout > 0.0,
+    )
+    return Call(
+        device=device,
+        block=block,
+        batch=batch,
+        time=time,
+        channels=channels,
+        x=_strides(x),
+        depth=weight[0],
+        dilation=dilation,
+        factor=factor,
+        dropout=dropout,
+        keep=keep,
     )
 
 
-def run_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    block: Block,
-    dilation: int,
-    factor: int,
-    y: Tensor,
-    inner: Tensor,
-) -> None:
-    """All blocks: `y` is the last one's output, `inner` (`[slots, *x.shape]`) takes the others' in turn."""
-    if tiles.forward_fits(block, weight.shape[0], x, y):
-        tiles.tile_forward(x, weight, bias, lengths, block, dilation, factor, y, inner)
-        return
-    depth, time = weight.shape[0], x.shape[1]
-    for layer in range(depth):
-        out = y if layer + 1 == depth else inner[layer % inner.shape[0]]
-        step = _step(dilation, factor, layer, time)
-        rings.ring_forward(x, weight[layer], None if bias is None else bias[layer], lengths, block, step, out)
-        x = out
-
-
-def run_backward(
-    dy: Tensor,
-    x: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    block: Block,
-    dilation: int,
-    factor: int,
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-) -> None:
-    """Gradients of all blocks; `inner` holds the inputs of all but the first."""
-    depth = weight.shape[0]
-    flow = x.new_empty(min(depth - 1, 2), *x.shape)
-    if tiles.backward_fits(block, depth, x, dy):
-        tiles.tile_backward(dy, x, inner, weight, bias, lengths, block, dilation, factor, dx, dweight, dbias, flow)
-        return
-    for layer in reversed(range(depth)):
-        below = x if layer == 0 else inner[layer - 1]
-        out = dx if layer == 0 else flow[(depth - 1 - layer) % 2]
-        rings.ring_backward(
-            dy,
-            below,
-            weight[layer],
-            None if bias is None else bias[layer],
-            lengths,
-            block,
-            _step(dilation, factor, layer, x.shape[1]),
-            out,
-            dweight[layer],
-            dbias[layer] if bias is not None else dbias,
-        )
-        dy = out
-
-
-def _step(dilation: int, factor: int, layer: int, time: int) -> int:
-    """A layer's dilation. One beyond the end of time does what one as long as time does, and fits a machine's word."""
-    return min(dilation * factor**layer, time)
+def _strides(x: Lies) -> Strides:
+    _, strides, dtype, offset, _ = x
+    return Strides(strides[1], strides[0], offset, dtype.itemsize)

@@ -7,8 +7,11 @@ struct Job {
     const number* dy;
     number* dx;
     const long long* lengths;
+    const long long* seed;
     float* partial;
     long long time, channels, dilation, x_time, x_batch, dy_time, dy_batch, dx_time, dx_batch, phases, segments, steps;
+    long long layer, dropped;
+    double scale;
 };
 
 struct SumJob {
@@ -92,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(128) ring_backward(const Job job) {
         }
         const long long dx_hop = job.dilation * job.dx_time;
         number* target = job.dx + row * job.dx_batch + channel + phase * job.dx_time + begin * dx_hop;
+        const Dropout dropout = dropout_of(job.seed, job.layer, row, job.channels, job.dropped, job.scale);
         const int from = begin - AHEAD;
         for (int m = from; m < last; m += UNROLL) {
 #pragma unroll
@@ -101,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(128) ring_backward(const Job job) {
                 const bool own = m + u >= begin && m + u < end;
                 const int done = m + u + AHEAD - (K - 1);
                 Vector out;
+                const Draw drawn = draw_at(dropout, phase + (m + u) * job.dilation, channel);
 #pragma unroll
                 for (int v = 0; v < VECTOR; ++v) {
                     ring[newest][v] = widen(coming[u].part[v]);
@@ -111,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(128) ring_backward(const Job job) {
                         float& sum = j % 2 ? odd : even;
                         sum = fmaf(WEIGHT(v, j), ring[(newest - j + SLOTS) % SLOTS][v], sum);
                     }
-                    const float dz = dy * slope(even + odd);
+                    float dz = dy * slope(even + odd);
+                    if (DROPOUT) dz = stays(dropout, drawn, static_cast<int>(channel) + v) ? dz * dropout.scale : 0.0f;
                     const float counted = own ? dz : 0.0f;
                     if (BIAS) dbias[v] += counted;
                     dx[newest][v] = 0.0f;

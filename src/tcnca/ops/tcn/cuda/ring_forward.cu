@@ -14,9 +14,11 @@ struct Job {
     const float* bias;
     number* y;
     const long long* lengths;
+    const long long* seed;
     const kept* past;
     const long long* position;
-    long long time, channels, dilation, x_time, x_batch, y_time, y_batch, phases, segments, steps;
+    long long time, channels, dilation, x_time, x_batch, y_time, y_batch, phases, segments, steps, layer, dropped;
+    double scale;
 };
 
 extern "C" __global__ void __launch_bounds__(128) ring_forward(const Job job) {
@@ -74,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(128) ring_forward(const Job job) {
     }
     const long long y_hop = job.dilation * job.y_time;
     number* target = job.y + row * job.y_batch + channel + phase * job.y_time + begin * y_hop;
+    const Dropout dropout = dropout_of(job.seed, job.layer, row, job.channels, job.dropped, job.scale);
     for (int m = begin; m < end; m += K) {
 #pragma unroll
         for (int u = 0; u < K; ++u) {
@@ -86,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(128) ring_forward(const Job job) {
             ++n;
             source += hop;
             Vector out;
+            const Draw drawn = draw_at(dropout, phase + (m + u) * job.dilation, channel);
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 // Two sums, so that half of the additions need not wait for the other half.
@@ -96,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(128) ring_forward(const Job job) {
                     sum = fmaf(weight[v][j], ring[(newest - j + K) % K][v], sum);
                 }
                 float y = activate(even + odd);
+                if (DROPOUT) y = stays(dropout, drawn, static_cast<int>(channel) + v) ? y * dropout.scale : 0.0f;
                 if (RESIDUAL) y += ring[(newest - AHEAD + K) % K][v];
                 out.part[v] = narrow(y);
             }

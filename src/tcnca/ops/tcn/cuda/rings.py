@@ -2,129 +2,167 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from tcnca.ops.tcn.cuda import compiled
-from tcnca.ops.tcn.cuda.source import DTYPE_NAMES, Block, RingBackward, RingForward
+from tcnca.ops.tcn.cuda.call import Call, Strides
+from tcnca.ops.tcn.cuda.source import RingBackward, RingForward
 
 # The largest kernels for which a thread can own two channels; backwards of 16-bit numbers only.
 WIDEST_FORWARD, WIDEST_BACKWARD = 32, 17
 
 
-def ring_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    block: Block,
-    dilation: int,
-    y: Tensor,
-    past: Tensor | None = None,
-    position: Tensor | None = None,
-) -> None:
-    """One block. `past` and `position` are a state's ring buffer and the tokens it has seen."""
-    _, time, channels = x.shape
-    vector = 2 if block.kernel_size <= WIDEST_FORWARD and _even(x, y) else 1
-    layout = RingForward(vector=vector, past=None if past is None else DTYPE_NAMES[past.dtype])
-    kernel = compiled.load(layout, block, "ring_forward", 128, 0, x.device.index)
-    grid, threads, steps, phases, segments = _ring_grid(x, dilation, vector, kernel, block.kernel_size)
-    job = (
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
-        0 if past is None else past.data_ptr(),
-        0 if position is None else position.data_ptr(),
-        time,
-        channels,
-        dilation,
-        x.stride(1),
-        x.stride(0),
-        y.stride(1),
-        y.stride(0),
-        phases,
-        segments,
-        steps,
-    )
-    kernel.launch(compiled.stream_of(x), grid, threads, job)
+class RingForwardLaunch:
+    """One block of a call. `past` is the type of a state's ring buffer."""
+
+    def __init__(self, call: Call, layer: int, past: str | None = None) -> None:
+        block, x, y = call.block, call.x if layer == 0 else call.packed, call.packed
+        vector = 2 if block.kernel_size <= WIDEST_FORWARD and _even(call, x, y) else 1
+        layout = RingForward(vector=vector, past=past)
+        kernel = compiled.load(layout, block, "ring_forward", 128, 0, call.device)
+        grid, threads, cut = _ring_grid(call, layer, vector, kernel, block.kernel_size)
+        # A state's ring is as long as the dilation asks, however short the sequence.
+        dilation = call.dilations[layer] if past is None else call.dilation
+        rest = (call.time, call.channels, dilation, *x.steps, *y.steps, *cut, layer, *call.dropping)
+        self._launch = kernel.prepare(grid, threads, 8, compiled.packed(*rest))
+
+    def run(
+        self,
+        stream: int,
+        x: int,
+        weight: int,
+        bias: int,
+        lengths: int,
+        seed: int,
+        y: int,
+        past: int = 0,
+        position: int = 0,
+    ) -> None:
+        """Start the kernel, given addresses."""
+        self._launch.start(stream, x, weight, bias, y, lengths, seed, past, position)
 
 
-def ring_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    block: Block,
-    dilation: int,
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-) -> None:
-    """Gradients of one block."""
-    _, time, channels = x.shape
-    wide = block.dtype != "float32" and block.kernel_size <= WIDEST_BACKWARD
-    vector = 2 if wide and _even(x, dy, dx) else 1
-    layout, device = RingBackward(vector=vector), x.device.index
-    kernel = compiled.load(layout, block, "ring_backward", 128, 0, device)
-    add_up = compiled.load(layout, block, "add_up", 1024, 0, device)
-    grid, threads, steps, phases, segments = _ring_grid(x, dilation, vector, kernel, 2 * block.kernel_size)
-    parts = grid[0] * grid[2]
-    columns = channels * (block.kernel_size + 1)
-    partial = torch.empty(parts * columns, dtype=torch.float32, device=x.device)
-    job = (
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        dy.data_ptr(),
-        dx.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
-        partial.data_ptr(),
-        time,
-        channels,
-        dilation,
-        x.stride(1),
-        x.stride(0),
-        dy.stride(1),
-        dy.stride(0),
-        dx.stride(1),
-        dx.stride(0),
-        phases,
-        segments,
-        steps,
-    )
-    stream = compiled.stream_of(x)
-    kernel.launch(stream, grid, threads, job)
-    sums = (partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), parts, channels)
-    add_up.launch(stream, (-(-columns // 32), 1, 1), (32, 32, 1), sums)
+class RingsForward:
+    """All blocks, a launch each."""
+
+    def __init__(self, call: Call) -> None:
+        self._launches = [RingForwardLaunch(call, layer) for layer in range(call.depth)]
+        self.scratch = call.depth > 1
+        self._keep, self._tensor = call.keep, call.batch * call.time * call.channels * call.x.item
+        self._weights, self._biases = 4 * call.channels * call.block.kernel_size, 4 * call.channels
+
+    def run(self, stream: int, x: int, weight: int, bias: int, lengths: int, seed: int, y: int, inner: int) -> None:
+        """Start the kernels, given addresses."""
+        for layer, launch in enumerate(self._launches):
+            later = len(self._launches) - 1 - layer
+            elsewhere = later > 0 if self._keep else later % 2 == 1
+            out = inner + (layer * self._tensor if self._keep else 0) if elsewhere else y
+            launch.run(stream, x, weight + layer * self._weights, bias + layer * self._biases, lengths, seed, out)
+            x = out
+
+
+class RingBackwardLaunch:
+    """Gradients of one block of a call."""
+
+    def __init__(self, call: Call, layer: int, dy: Strides) -> None:
+        block, x, dx = call.block, call.x if layer == 0 else call.packed, call.packed
+        wide = block.dtype != "float32" and block.kernel_size <= WIDEST_BACKWARD
+        vector = 2 if wide and _even(call, x, dy, dx) else 1
+        layout = RingBackward(vector=vector)
+        kernel = compiled.load(layout, block, "ring_backward", 128, 0, call.device)
+        add_up = compiled.load(layout, block, "add_up", 1024, 0, call.device)
+        grid, threads, cut = _ring_grid(call, layer, vector, kernel, 2 * block.kernel_size)
+        parts, columns = grid[0] * grid[2], call.channels * (block.kernel_size + 1)
+        rest = (call.time, call.channels, call.dilations[layer], *x.steps, *dy.steps, *dx.steps, *cut)
+        self._launch = kernel.prepare(grid, threads, 8, compiled.packed(*rest, layer, *call.dropping))
+        sums = compiled.packed(parts, call.channels)
+        self._add_up = add_up.prepare((-(-columns // 32), 1, 1), (32, 32, 1), 3, sums)
+        self.partial = 4 * parts * columns
+
+    def run(
+        self,
+        stream: int,
+        dy: int,
+        x: int,
+        weight: int,
+        bias: int,
+        lengths: int,
+        seed: int,
+        dx: int,
+        dweight: int,
+        dbias: int,
+        partial: int,
+    ) -> None:
+        """Start the kernels, given addresses."""
+        self._launch.start(stream, x, weight, bias, dy, dx, lengths, seed, partial)
+        self._add_up.start(stream, partial, dweight, dbias)
+
+
+class RingsBackward:
+    """Gradients of all blocks, two launches each."""
+
+    def __init__(self, call: Call, dy: Strides) -> None:
+        top = call.depth - 1
+        self._launches = [
+            RingBackwardLaunch(call, layer, dy if layer == top else call.packed) for layer in range(call.depth)
+        ]
+        self._tensor = call.batch * call.time * call.channels * call.x.item
+        self._flow = call.tensor_bytes if call.depth > 1 else 0
+        self._weights, self._biases = 4 * call.channels * call.block.kernel_size, 4 * call.channels
+        self.scratch = self._flow + max(launch.partial for launch in self._launches)
+
+    def run(
+        self,
+        stream: int,
+        dy: int,
+        x: int,
+        inner: int,
+        weight: int,
+        bias: int,
+        lengths: int,
+        seed: int,
+        dx: int,
+        dweight: int,
+        dbias: int,
+        scratch: int,
+    ) -> None:
+        """Start the kernels, given addresses."""
+        for layer, launch in reversed(list(enumerate(self._launches))):
+            below = inner + (layer - 1) * self._tensor if layer else x
+            out = scratch if layer % 2 else dx
+            weights, biases = layer * self._weights, layer * self._biases
+            launch.run(
+                stream,
+                dy,
+                below,
+                weight + weights,
+                bias + biases,
+                lengths,
+                seed,
+                out,
+                dweight + weights,
+                dbias + biases,
+                scratch + self._flow,
+            )
+            dy = out
 
 
 def _ring_grid(
-    x: Tensor, dilation: int, vector: int, kernel: compiled.Kernel, least: int
-) -> tuple[compiled.Grid, compiled.Grid, int, int, int]:
-    """Grid, block, steps of a segment, phases and segments."""
-    batch, time, channels = x.shape
-    groups = channels // vector
+    call: Call, layer: int, vector: int, kernel: compiled.Kernel, least: int
+) -> tuple[compiled.Grid, compiled.Grid, tuple[int, int, int]]:
+    """Grid, block, and the cut of time: phases, segments and steps of a segment."""
+    groups = call.channels // vector
     lanes = min(32, 1 << (groups - 1).bit_length())
     chains = 128 // lanes
-    phases, chain = min(dilation, time), -(-time // dilation)
-    rows = batch * -(-groups // lanes)
+    phases = call.dilations[layer]
+    chain = -(-call.time // phases)
+    rows = call.batch * -(-groups // lanes)
     # Twice what the chip holds at once, so that late blocks can fill the gaps of early ones.
     wanted = max(2 * kernel.slots // rows, 1) * chains
     steps = max(-(-chain // max(wanted // phases, 1)), least)
     segments = -(-chain // steps)
-    grid = (-(-phases * segments // chains), -(-groups // lanes), batch)
-    return grid, (lanes, chains, 1), steps, phases, segments
+    grid = (-(-phases * segments // chains), -(-groups // lanes), call.batch)
+    return grid, (lanes, chains, 1), (phases, segments, steps)
 
 
-def _even(*tensors: Tensor) -> bool:
+def _even(call: Call, *tensors: Strides) -> bool:
     """Whether two neighbouring channels can be moved as one."""
-    return all(
-        tensor.shape[-1] % 2 == 0
-        and tensor.stride(-2) % 2 == 0
-        and tensor.stride(-3) % 2 == 0
-        and tensor.data_ptr() % (2 * tensor.element_size()) == 0
-        for tensor in tensors
-    )
+    return call.channels % 2 == 0 and all(each.in_pieces(2) for each in tensors)

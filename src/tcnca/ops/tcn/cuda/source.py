@@ -12,6 +12,7 @@ DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 NONLINEARITIES = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 LARGEST_KERNEL = 64
 MOST_LAYERS = 12  # blocks of one launch
+LAYER_BYTES = 256  # what the backward kernel on the tensor cores notes about a block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Block:
     residual: bool = True
     causal: bool = True
     lengths: bool = False
+    dropout: bool = False
 
     @property
     def ahead(self) -> int:
@@ -59,6 +61,7 @@ class Block:
             "RESIDUAL": int(self.residual),
             "AHEAD": self.ahead,
             "LENGTHS": int(self.lengths),
+            "DROPOUT": int(self.dropout),
         }
 
 
@@ -102,11 +105,14 @@ class TileForward:
     warps: of a block, each with eight channels.
     stages: blocks of eight steps in shared memory, one in use and the others on their way.
     resident: blocks that a multiprocessor should hold; bounds the registers.
+    unrolled: whether a turn of the loop is as many steps as there are blocks in registers, which then need not move, or
+        one, which takes less code.
     """
 
     warps: int = 8
     stages: int = 3
     resident: int = 2
+    unrolled: bool = False
 
     def memory(self, block: Block) -> int:
         """Bytes of shared memory."""
@@ -119,6 +125,7 @@ class TileForward:
             "WARPS": self.warps,
             "STAGES": self.stages,
             "RESIDENT": self.resident,
+            "TURNS": block.blocks if self.unrolled else 1,
         }
         return _compose(defines, "machine.cuh", "pointwise.cuh", "tile.cuh", "tile_forward.cu")
 
@@ -128,17 +135,20 @@ class TileBackward:
     """How the backward kernel on the tensor cores is laid out.
 
     deep: blocks of eight steps on their way to shared memory.
-    warps, resident: as in `TileForward`.
+    warps, resident, unrolled: as in `TileForward`.
     """
 
     warps: int = 8
-    deep: int = 2
+    deep: int = 3
     resident: int = 1
+    unrolled: bool = False
 
     def memory(self, block: Block) -> int:
         """Bytes of shared memory."""
         rings = (2 * self.deep + block.before + 2) * _block_bytes(self.warps)
-        return rings + 2 * self.warps * block.blocks * 2 * 32 * 16 + 32 * self.warps
+        tables = self.warps * 2 * (2 * block.blocks + block.residual) * 32 * 16
+        kernels = 32 * self.warps * (block.kernel_size + 1)
+        return rings + tables + kernels + LAYER_BYTES
 
     def text(self, block: Block) -> str:
         """The whole source: `tile_backward`."""
@@ -147,8 +157,44 @@ class TileBackward:
             "WARPS": self.warps,
             "DEEP": self.deep,
             "RESIDENT": self.resident,
+            "TURNS": block.blocks if self.unrolled else 1,
+            "LAYER_BYTES": LAYER_BYTES,
         }
-        return _compose(defines, "machine.cuh", "pointwise.cuh", "tile.cuh", "sums.cuh", "tile_backward.cu")
+        return _compose(
+            defines, "machine.cuh", "pointwise.cuh", "tile.cuh", "feeder.cuh", "sums.cuh", "tile_backward.cu"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeForward:
+    """How the forward kernel is laid out that has a whole sequence in shared memory."""
+
+    threads: int = 512
+
+    def memory(self, block: Block, time: int, depth: int) -> int:
+        """Bytes of shared memory."""
+        return 4 * (2 * time + depth * (block.kernel_size + 1))
+
+    def text(self, block: Block) -> str:
+        """The whole source: `whole_forward`."""
+        defines = block.defines() | {"THREADS": self.threads}
+        return _compose(defines, "machine.cuh", "pointwise.cuh", "cluster.cuh", "whole.cuh", "whole_forward.cu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeBackward:
+    """How the backward kernel is laid out that has a whole sequence in shared memory."""
+
+    threads: int = 512
+
+    def memory(self, block: Block, time: int, depth: int) -> int:
+        """Bytes of shared memory."""
+        return 4 * ((depth + 2) * time + (depth + self.threads // 32) * (block.kernel_size + 1))
+
+    def text(self, block: Block) -> str:
+        """The whole source: `whole_backward`."""
+        defines = block.defines() | {"THREADS": self.threads}
+        return _compose(defines, "machine.cuh", "pointwise.cuh", "cluster.cuh", "whole.cuh", "whole_backward.cu")
 
 
 def ring_depth(kernel_size: int) -> tuple[int, int]:

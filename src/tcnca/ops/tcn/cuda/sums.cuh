@@ -1,39 +1,37 @@
-// The gradients of kernels and bias: partial sums a tile, and their sum in an order that never changes.
+// The gradients of kernels and bias: a partial sum for all tiles that a block of the grid walks, and the sum of these in
+// an order that never changes.
 
 #define PAIRS ((BLOCKS + BIAS + 1) / 2)
+
+static_assert(K + BIAS <= 32, "a lane for each number");
 
 // Add the matrices of products (step of x, step of dz) along their diagonals: one number a tap, and one for the bias.
 __device__ __forceinline__ void write_partial(char* scratch, const float (&products)[PAIRS][PART][4], float* partial,
                                               long long channel, long long channels) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     float* square = reinterpret_cast<float*>(scratch);
+    int from[SPAN];
+#pragma unroll
+    for (int n = 0; n < SPAN; ++n) {
+        // The step of x that this lane's tap carries to step n.
+        const int x = n - lane + AHEAD;
+        from[n] = (BIAS && lane == K ? BLOCKS * SPAN : (AFTER - (x >> 3)) * SPAN + (x & 7)) * SPAN + n;
+    }
 #pragma unroll
     for (int c = 0; c < PART; ++c) {
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float* to = square + ((2 * p + h) * SPAN + g) * SPAN + 2 * q;
-                to[0] = products[p][c][2 * h];
-                to[1] = products[p][c][2 * h + 1];
-            }
+            for (int h = 0; h < 2; ++h)
+                *reinterpret_cast<float2*>(square + ((2 * p + h) * SPAN + g) * SPAN + 2 * q) =
+                    make_float2(products[p][c][2 * h], products[p][c][2 * h + 1]);
         __syncwarp();
-        if (channel + c < channels)
-            for (int j = lane; j < K + BIAS; j += 32) {
-                float sum = 0.0f;
-                if (j == K) {
-                    for (int n = 0; n < SPAN; ++n) sum += square[BLOCKS * SPAN * SPAN + n];
-                } else {
+        if (channel + c < channels && lane < K + BIAS) {
+            float sum = 0.0f;
 #pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-                        for (int k = 0; k < SPAN; ++k) {
-                            const int n = j - AHEAD - SPAN * (i - AFTER) + k;
-                            if (n >= 0 && n < SPAN) sum += square[(i * SPAN + k) * SPAN + n];
-                        }
-                }
-                partial[(channel + c) * (K + BIAS) + j] = sum;
-            }
+            for (int n = 0; n < SPAN; ++n) sum += square[from[n]];
+            partial[(channel + c) * (K + BIAS) + lane] = sum;
+        }
         __syncwarp();
     }
 }
@@ -48,7 +46,7 @@ __device__ __forceinline__ void add_up(char* shared, const Job& job) {
     long long dilation = job.dilation;
     for (int layer = 0; layer < job.depth; ++layer) {
         const Cut cut = cut_time(job.time, dilation, job.steps[layer]);
-        const int parts = static_cast<int>(cut.tiles_in_row * job.rows);
+        const int parts = min(static_cast<int>(cut.tiles_in_row * job.rows), static_cast<int>(gridDim.x));
         // Layers start at different blocks, so that all of the grid has something to add.
         const long long turn = (layer * strips + gridDim.x - blockIdx.x) % gridDim.x;
         for (long long strip = turn == 0 ? 0 : gridDim.x - turn; strip < strips; strip += gridDim.x) {

@@ -6,6 +6,9 @@
 // times 2q and 2q + 1 of chains g and g + 8 (g = lane / 4, q = lane % 4): this is at once how the tensor cores want
 // the left operand, and how they return the result. The convolution is that matrix, and those of the blocks around
 // it, times 8 × 8 Toeplitz matrices: `tap` says which tap belongs where.
+//
+// TURNS steps are written out one after the other: as many as there are blocks in registers, which then need not move,
+// or one, whose code takes less of the instruction cache.
 
 #define CHAINS 16
 #define SPAN 8
@@ -54,20 +57,61 @@ __device__ __forceinline__ int steps_before(long long end, int phase, word dilat
     return end <= phase ? 0 : static_cast<int>((static_cast<word>(end - phase) + dilation - 1) / dilation);
 }
 
+// Which segments a tile's chains belong to, and the blocks of steps that the longest of them has.
+struct Extent {
+    int first, last, blocks;
+};
+
+__device__ __forceinline__ Extent extent_of(const Cut& cut, long long time, int tile_in_row) {
+    Extent extent;
+    const word item = tile_in_row * CHAINS;
+    extent.first = static_cast<int>(item / cut.dilation);
+    extent.last = static_cast<int>((item + CHAINS - 1) / cut.dilation);
+    const int steps = static_cast<int>(cut.steps);
+    // Later phases have no longer chains.
+    const int chain = extent.first == extent.last
+                          ? steps_before(time, static_cast<int>(item - extent.first * cut.dilation), cut.dilation)
+                          : static_cast<int>(cut.chain);
+    const int left = chain - extent.first * steps;
+    extent.blocks = left <= 0 ? 0 : ((left < steps ? left : steps) + SPAN - 1) / SPAN;
+    return extent;
+}
+
+// The draws of a lane: `index` is that of the first block's step 2q of chain g, and of chain g + 8.
+struct Draws {
+    word index[2], hop;
+};
+
+__device__ __forceinline__ Draws draws_for(const Cut& cut, const Dropout& dropout, int tile_in_row, long long channel) {
+    Draws draws;
+    draws.hop = cut.dilation * dropout.fours;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const word item = tile_in_row * CHAINS + threadIdx.x % 32 / 4 + 8 * h, segment = item / cut.dilation;
+        const word step = segment * cut.steps + 2 * (threadIdx.x % 4);
+        draws.index[h] = (item - segment * cut.dilation + step * cut.dilation) * dropout.fours +
+                         static_cast<word>(channel / 4);
+    }
+    return draws;
+}
+
 // One thread's share of moving blocks between device and shared memory: 16 bytes of every other step of one chain.
 struct Mover {
-    int base;   // where the first of them lies in a block
-    int begin;  // its step in the chain, in block 0 of the tile
+    int begin;  // the first one's step in the chain, in block 0 of the tile
     int limit;  // steps in the chain
     int phase;
     int channel;  // of the tile's
 };
 
+// Where the first of them lies in a block.
+__device__ __forceinline__ int base_of_mover() {
+    return place(threadIdx.x / (WARPS * CHAINS), threadIdx.x / WARPS % CHAINS, threadIdx.x % WARPS);
+}
+
 __device__ __forceinline__ Mover mover_for(const Cut& cut, long long time, int tile_in_row, long long left) {
     Mover mover;
     const int part = threadIdx.x % WARPS, chain = threadIdx.x / WARPS % CHAINS, step = threadIdx.x / (WARPS * CHAINS);
     const word item = tile_in_row * CHAINS + chain, segment = item / cut.dilation;
-    mover.base = place(step, chain, part);
     mover.phase = static_cast<int>(item - segment * cut.dilation);
     mover.begin = static_cast<int>(segment * cut.steps) + step;
     mover.channel = part * PART;
@@ -102,13 +146,41 @@ __device__ __forceinline__ void put(const char* block, number* target, long long
     }
 }
 
-// sum of matrices[u - i] · table[i], the newest matrix in slot u.
-__device__ __forceinline__ void convolve(float (&sum)[4], const word (&matrices)[BLOCKS][PART][2],
-                                         const word (&table)[BLOCKS][PART], int u, int own) {
+// A lane's share of a block: of each channel the times 2q and 2q + 1 of chains g and g + 8.
+__device__ __forceinline__ void read_block(word (&matrix)[PART][2], const char* block, int mine) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-        const int slot = (u - i + BLOCKS) % BLOCKS;
-        multiply8(sum, matrices[slot][own][0], matrices[slot][own][1], table[i][own]);
+    for (int h = 0; h < 2; ++h) {
+        const Four even = read_four(block + beside(mine, 0, h));
+        const Four odd = read_four(block + beside(mine, 1, h));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            matrix[2 * j][h] = lows(even.part[j], odd.part[j]);
+            matrix[2 * j + 1][h] = highs(even.part[j], odd.part[j]);
+        }
+    }
+}
+
+// Free the slot of the newest matrix, where there is but one for it.
+__device__ __forceinline__ void grow_older(word (&matrices)[BLOCKS][PART][2]) {
+#pragma unroll
+    for (int i = 1; TURNS == 1 && i < BLOCKS; ++i)
+#pragma unroll
+        for (int c = 0; c < PART; ++c)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) matrices[i][c][h] = matrices[(i + 1) % BLOCKS][c][h];
+}
+
+// sum += matrices[u - i] · table[i], the newest matrix in slot u, and rest · table[BLOCKS] where the table has that.
+// Two matrices make one instruction.
+template <int SIZE>
+__device__ __forceinline__ void convolve(float (&sum)[4], const word (&matrices)[BLOCKS][PART][2],
+                                         const word (&rest)[PART][2], const word (&table)[SIZE][PART], int u, int own) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i += 2) {
+        const word(&a)[2] = i < BLOCKS ? matrices[(u - i + 2 * BLOCKS) % BLOCKS][own] : rest[own];
+        const word(&b)[2] = i + 1 < BLOCKS ? matrices[(u - i - 1 + 2 * BLOCKS) % BLOCKS][own] : rest[own];
+        if (i + 1 < SIZE) multiply16(sum, a[0], a[1], b[0], b[1], table[i][own], table[(i + 1) % SIZE][own]);
+        else multiply8(sum, a[0], a[1], table[i][own]);
     }
 }
 

@@ -7,24 +7,43 @@ struct Job {
     number* y;
     number* inner;
     const long long* lengths;
+    const long long* seed;
     word* counter;
-    long long rows, time, channels, x_time, x_batch, dilation, factor, depth, slots, steps[LAYERS];
+    long long rows, time, channels, x_time, x_batch, dilation, factor, depth, keep, dropped;
+    double scale;
+    long long steps[LAYERS];
 };
 
+// The biases of a warp's channels to shared memory, and the Toeplitz matrices of their kernels to registers.
+__device__ __forceinline__ void read_kernels(word (&toeplitz)[BLOCKS][PART], char* offsets, const float* weight,
+                                             const float* bias, long long channel, long long channels) {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    write_bias(offsets, bias, channel, channels);
+#pragma unroll
+    for (int c = 0; c < PART; ++c) {
+        const bool real = channel + c < channels;
+        const float* kernel = weight + (real ? channel + c : 0) * K;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i)
+            toeplitz[i][c] = real ? pack(OF_Z * tap(kernel, i, g, 2 * q), OF_Z * tap(kernel, i, g, 2 * q + 1)) : 0;
+    }
+}
+
 __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int tile_in_row, long long row_number,
-                                             long long channel, const Job& job, const number* x, long long x_time,
+                                             int group, const Job& job, const number* x, long long x_time,
                                              long long x_batch, const float* weight, const float* bias, number* y,
-                                             word (&toeplitz)[BLOCKS][PART], bool& known) {
+                                             int layer, word (&toeplitz)[BLOCKS][PART], int& known) {
+    const Extent extent = extent_of(cut, job.time, tile_in_row);
+    const int blocks = extent.blocks;
+    if (blocks == 0) return;
+    const long long channel = static_cast<long long>(group) * PART * WARPS;
     const Mover mover = mover_for(cut, job.time, tile_in_row, job.channels - channel);
     const int length = LENGTHS ? min(mover.limit, steps_before(job.lengths[row_number], mover.phase, cut.dilation))
                                : mover.limit;
+    const int moved = base_of_mover();
     const long long hop = cut.dilation * x_time, y_hop = cut.dilation * job.channels;
-    const int first_segment = static_cast<int>(tile_in_row * CHAINS / cut.dilation);
-    const int last_segment = static_cast<int>((tile_in_row * CHAINS + CHAINS - 1) / cut.dilation);
-    const int steps = static_cast<int>(cut.steps), left = static_cast<int>(cut.chain) - first_segment * steps;
-    const int blocks = ((left < steps ? left : steps) + SPAN - 1) / SPAN;
     // At the start of the sequence nothing lies before the tile.
-    const int start = last_segment == 0 ? 0 : -BEFORE;
+    const int start = extent.last == 0 ? 0 : -BEFORE;
     const int end = blocks + AFTER;
 
     const number* source = x + row_number * x_batch + channel + offset_of(mover, cut, x_time, start);
@@ -32,7 +51,7 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
     int asked = mover.begin + start * SPAN, written = mover.begin;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (start + i < end) ask(shared + i * BLOCK_BYTES, source, hop, mover.base, asked, length);
+        if (start + i < end) ask(shared + i * BLOCK_BYTES, source, hop, moved, asked, length);
         source += SPAN * hop;
         asked += SPAN;
         close_group();
@@ -40,19 +59,10 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     const int mine = place(2 * q, g, warp);
     char* offsets = shared + STAGES * BLOCK_BYTES + warp * PART * 4;
-    if (!known) {
-        known = true;
-        write_bias(offsets, bias, channel + warp * PART, job.channels);
-#pragma unroll
-        for (int c = 0; c < PART; ++c) {
-            const long long own = channel + warp * PART + c;
-            const bool real = own < job.channels;
-            const float* kernel = weight + (real ? own : 0) * K;
-#pragma unroll
-            for (int i = 0; i < BLOCKS; ++i)
-                toeplitz[i][c] = real ? pack(tap(kernel, i, g, 2 * q), tap(kernel, i, g, 2 * q + 1)) : 0;
-        }
-    }
+    if (known != group) read_kernels(toeplitz, offsets, weight, bias, channel + warp * PART, job.channels);
+    known = group;
+    const Dropout dropout = dropout_of(job.seed, layer, row_number, job.channels, job.dropped, job.scale);
+    Draws draws = draws_for(cut, dropout, tile_in_row, channel + warp * PART);
     word seen[BLOCKS][PART][2];
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i)
@@ -60,52 +70,54 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
         for (int c = 0; c < PART; ++c) seen[i][c][0] = seen[i][c][1] = 0;
 
     int stage = 0;
-    for (int base = start; base < end; base += BLOCKS) {
+#pragma unroll 1
+    for (int base = start; base < end; base += TURNS) {
 #pragma unroll
-        for (int u = 0; u < BLOCKS; ++u) {
+        for (int u = 0; u < TURNS; ++u) {
             const int s = base + u;
             if (s >= end) break;
             arrived<STAGES - 2>();
             __syncthreads();
+            // The output of the last step lies where the next input will, and this thread empties what it fills.
+            char* last = shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES;
+            const int base_now = veiled(moved);
+            if (s > AFTER) {
+                put(last, target, y_hop, base_now, written, mover.limit, mover.limit);
+                target += SPAN * y_hop;
+                written += SPAN;
+            }
             if (s + STAGES - 1 < end) {
-                const int next = stage == 0 ? STAGES - 1 : stage - 1;
-                ask(shared + next * BLOCK_BYTES, source, hop, mover.base, asked, length);
+                ask(last, source, hop, base_now, asked, length);
                 source += SPAN * hop;
                 asked += SPAN;
             }
             close_group();
             char* block = shared + stage * BLOCK_BYTES;
             stage = stage == STAGES - 1 ? 0 : stage + 1;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const Four even = read_four(block + beside(mine, 0, h));
-                const Four odd = read_four(block + beside(mine, 1, h));
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    seen[u][2 * j][h] = lows(even.part[j], odd.part[j]);
-                    seen[u][2 * j + 1][h] = highs(even.part[j], odd.part[j]);
-                }
-            }
+            grow_older(seen);
+            read_block(seen[u], block, mine);
             if (s < AFTER) continue;
             Four out[2][2];
+            Draw drawn[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float y_pair[2][4];
 #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (DROPOUT && j % 2 == 0) drawn[i] = draw(dropout, draws.index[i / 2] + i % 2 * draws.hop + j / 2);
+#pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const int own = 2 * j + c;
-                    const float offset = read_bias(offsets, own);
+                    const float offset = OF_Z * read_bias(offsets, own);
                     float z[4] = {offset, offset, offset, offset};
-                    convolve(z, seen, toeplitz, u, own);
+                    convolve(z, seen, seen[u], toeplitz, u, own);
                     const int centre = (u - AFTER + BLOCKS) % BLOCKS;
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        y_pair[c][2 * h] = activate(z[2 * h]);
-                        y_pair[c][2 * h + 1] = activate(z[2 * h + 1]);
-                        if (RESIDUAL) {
-                            y_pair[c][2 * h] += first(seen[centre][own][h]);
-                            y_pair[c][2 * h + 1] += second(seen[centre][own][h]);
-                        }
+                    for (int i = 0; i < 4; ++i) {
+                        const word pair = seen[centre][own][i / 2];
+                        const float skip = RESIDUAL ? (i % 2 ? second(pair) : first(pair)) : 0.0f;
+                        y_pair[c][i] = activate_of(z[i], DROPOUT ? dropout.scale : 1.0f) + skip;
+                        if (DROPOUT && !stays(dropout, drawn[i], own)) y_pair[c][i] = skip;
                     }
                 }
 #pragma unroll
@@ -119,13 +131,13 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd)
                     write_four(block + beside(mine, odd, h), out[odd][h]);
-            __syncthreads();
-            put(block, target, y_hop, mover.base, written, mover.limit, mover.limit);
-            target += SPAN * y_hop;
-            written += SPAN;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) draws.index[h] += SPAN * draws.hop;
         }
     }
     __syncthreads();
+    put(shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES, target, y_hop, moved, written, mover.limit,
+        mover.limit);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tile_forward(const Job job) {
@@ -134,29 +146,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tile_forward(con
     long long x_time = job.x_time, x_batch = job.x_batch, dilation = job.dilation;
     const int groups = static_cast<int>((job.channels + PART * WARPS - 1) / (PART * WARPS));
     const long long tensor = job.rows * job.time * job.channels;
+    const int warp = threadIdx.x / 32;
+    char* offsets = shared + STAGES * BLOCK_BYTES + warp * PART * 4;
+    word toeplitz[BLOCKS][PART];
+    int known = -1;  // the group of channels whose kernels are there
     for (int layer = 0; layer < job.depth; ++layer) {
-        number* y = layer + 1 == job.depth ? job.y : job.inner + layer % job.slots * tensor;
+        const int later = static_cast<int>(job.depth) - 1 - layer;
+        // Without gradients to come, one tensor takes turns with the output.
+        number* y = later == 0 || (!job.keep && later % 2 == 0) ? job.y : job.inner + (job.keep ? layer : 0) * tensor;
         const Cut cut = cut_time(job.time, dilation, job.steps[layer]);
         const float* weight = job.weight + layer * job.channels * K;
         const float* bias = job.bias + layer * job.channels;
-        word toeplitz[BLOCKS][PART];
-        bool known = false;
-        int group_known = -1;
-        const int tiles_in_group = static_cast<int>(cut.tiles_in_row * job.rows);
+        const int tiles_in_row = static_cast<int>(cut.tiles_in_row);
+        const int tiles_in_group = tiles_in_row * static_cast<int>(job.rows);
         for (int tile = blockIdx.x; tile < tiles_in_group * groups; tile += gridDim.x) {
             const int group = tile / tiles_in_group, in_group = tile % tiles_in_group;
-            known = known && group == group_known;
-            group_known = group;
-            forward_tile(shared, cut, in_group % static_cast<int>(cut.tiles_in_row),
-                         in_group / static_cast<int>(cut.tiles_in_row),
-                         static_cast<long long>(group) * PART * WARPS, job, x, x_time, x_batch, weight, bias, y,
-                         toeplitz, known);
+            forward_tile(shared, cut, in_group % tiles_in_row, in_group / tiles_in_row, group, job, x, x_time, x_batch,
+                         weight, bias, y, layer, toeplitz, known);
         }
-        if (layer + 1 < job.depth) meet(job.counter, static_cast<word>(layer + 1) * gridDim.x);
         x = y;
         x_time = job.channels;
         x_batch = job.time * job.channels;
         dilation = min(dilation * job.factor, job.time);
+        if (later == 0) break;
+        // What the next layer starts with can be read while waiting for the last tiles of this one.
+        const Cut next = cut_time(job.time, dilation, job.steps[layer + 1]);
+        known = static_cast<int>(blockIdx.x / (next.tiles_in_row * static_cast<word>(job.rows)));
+        if (known < groups)
+            read_kernels(toeplitz, offsets, weight + job.channels * K, bias + job.channels,
+                         (static_cast<long long>(known) * WARPS + warp) * PART, job.channels);
+        meet(job.counter, static_cast<word>(layer + 1) * gridDim.x);
     }
     if (job.depth > 1) leave(job.counter);
 }
