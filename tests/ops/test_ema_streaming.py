@@ -10,10 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca.ops import METHODS, EMAState, Method, ema, ema_kernel, initial_ema_state
+from tcnca.ops import EMAState, Method, ema, ema_kernel, initial_ema_state
 from tests.comparison import assert_close
 from tests.ops.properties import (
     EXTRA,
+    PLAIN,
     SIZES,
     THOROUGH,
     WAITING,
@@ -35,7 +36,7 @@ BATCH, CHANNELS = 3, 2
 # From the second lag on alpha matters; a truncation of one is tested apart.
 TRUNCATIONS = st.none() | st.integers(2, 12)
 
-every_method = pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize("method", PLAIN)
 
 
 def ema_case(

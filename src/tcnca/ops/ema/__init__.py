@@ -1,4 +1,4 @@
-"""Multi-dimensional damped exponential moving average, MEGA's mixer, in three equal forms."""
+"""Multi-dimensional damped exponential moving average, MEGA's mixer, in three equal forms and a fused one."""
 
 from tcnca.ops.ema.kernel import EMACoefficients, ema_coefficients, ema_kernel
 from tcnca.ops.ema.plain import METHODS, EMAState, Method, ema, initial_ema_state

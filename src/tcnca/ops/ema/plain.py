@@ -1,4 +1,4 @@
-"""Multi-dimensional damped EMA in plain PyTorch, with state in and out."""
+"""Multi-dimensional damped EMA, with state in and out: in plain PyTorch, or by the fused scan."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from tcnca.errors import InputError, StateError
+from tcnca.errors import InputError, KernelError, StateError
 from tcnca.ops.checks import autocasts, check_lengths
 from tcnca.ops.ema.forms import ema_fft, ema_scan, ema_steps
 from tcnca.ops.ema.kernel import decay_powers, ema_coefficients, ema_kernel
+from tcnca.ops.ema.scan import fused_scan, why_not_here, why_not_such, worth_it
 from tcnca.ops.padding import advance, take_time, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
-Method = Literal["fft", "steps", "scan"]
+Method = Literal["fft", "steps", "scan", "fused", "auto"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -68,7 +69,7 @@ def ema(
     beta: Tensor,
     gamma: Tensor,
     *,
-    method: Method = "fft",
+    method: Method = "auto",
     truncation: int | None = None,
     kernel: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -85,7 +86,10 @@ def ema(
         x: `[batch, time, channels]`.
         delta, alpha, beta, gamma: `[directions, channels, hidden]`. One direction is causal; with two, the second
             looks into the future and both see the present.
-        method: `fft` (a convolution in the frequency domain), `steps` (token by token) or `scan` (parallel scan).
+        method: `fft` (a convolution in the frequency domain), `steps` (token by token), `scan` (parallel scan),
+            `fused` (a scan by kernels for NVIDIA GPUs, or an error where they cannot run: no truncation, no float64,
+            first derivatives only) or `auto` (`fused` where it can run and no `kernel` is given, unless the
+            environment has TCNCA_KERNELS=plain; else `fft`).
         truncation: number of lags after which the kernel is cut off.
         kernel: what `ema_kernel` gives for these parameters with at least `time` lags (or `truncation`, if less):
             spares `fft` the making of it.
@@ -99,6 +103,10 @@ def ema(
     """
     check_ema(x, delta, alpha, beta, gamma, method, truncation, kernel, lengths, state, return_state)
     parameters = (delta, alpha, beta, gamma)
+    if method in ("fused", "auto"):
+        method = _resolved(method, x, parameters, truncation, kernel, lengths, state)
+    if method == "fused" and (state is None or x.shape[1] > 1):
+        return _fused(x, parameters, lengths, state, return_state, inplace)
     x = zero_padding(x, lengths)
     # Autocast would make the kernel in half precision.
     with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
@@ -120,6 +128,48 @@ def ema(
             batch, _, channels = x.shape
             state = initial_ema_state(batch, channels, delta.shape[2], truncation, x.device, x.dtype)
         return y, _advanced(x, parameters, lengths, state, hidden, inplace)
+
+
+def _resolved(
+    method: Method,
+    x: Tensor,
+    parameters: Parameters,
+    truncation: int | None,
+    kernel: Tensor | None,
+    lengths: Tensor | None,
+    state: EMAState | None,
+) -> Method:
+    """`auto` decided, and an error where `fused` cannot run."""
+    hidden = None if state is None else state.hidden
+    if method == "fused":
+        reason = why_not_such(x, parameters, hidden, lengths, truncation) or why_not_here(x)
+        if reason is not None:
+            raise KernelError(f"method: got 'fused', which cannot run this; {reason}. Take 'auto' or 'fft'")
+        return method
+    # Whoever makes a kernel beforehand may also want its gradients.
+    if kernel is None and worth_it(x) and why_not_such(x, parameters, hidden, lengths, truncation) is None:
+        return "fused"
+    return "fft"
+
+
+def _fused(
+    x: Tensor,
+    parameters: Parameters,
+    lengths: Tensor | None,
+    state: EMAState | None,
+    return_state: bool,
+    inplace: bool,
+) -> tuple[Tensor, EMAState | None]:
+    """Outputs and the state after them, or None, from one scan."""
+    start = None if state is None else state.hidden
+    y, hidden = fused_scan(x, parameters, start, lengths, return_state)
+    if hidden is None:
+        return y, None
+    if state is None:
+        position = advance(torch.zeros(x.shape[0], dtype=torch.long, device=x.device), x.shape[1], lengths)
+    else:
+        position = advance(state.position, x.shape[1], lengths, inplace)
+    return y, EMAState(hidden, None, position)
 
 
 def _whole(x: Tensor, parameters: Parameters, method: Method, truncation: int | None, kernel: Tensor | None) -> Tensor:

@@ -1,0 +1,212 @@
+"""Calls of the EMA's fused scan and what they should give, for the tests in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tcnca.ops import EMAState, Method, ema
+from tests.comparison import TOLERANCE, relative_error
+
+PARAMETERS = ("delta", "alpha", "beta", "gamma")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of the operator."""
+
+    batch: int
+    time: int
+    channels: int
+    hidden: int
+    directions: int = 1
+    lengths: bool = False
+    state: bool = False
+    final: bool = False
+    dtype: torch.dtype = torch.float32
+    strided: bool = False
+    expanded: bool = False
+    slow: bool = False
+
+    def __str__(self) -> str:
+        flags = ("lengths", "state", "final", "strided", "expanded", "slow")
+        sizes = (self.batch, self.time, self.channels, self.hidden, self.directions)
+        kind = str(self.dtype).removeprefix("torch.")
+        return "-".join([*map(str, sizes), kind, *(name for name in flags if getattr(self, name))])
+
+    def leaves(self, device: str) -> dict[str, Tensor]:
+        """Inputs, parameters and, if there is one, the state's hidden states; the same in every call."""
+        draw = torch.Generator().manual_seed(self.time)
+        found = {"x": torch.randn(self.batch, self.time, self.channels, generator=draw)}
+        for name in PARAMETERS:
+            found[name] = torch.randn(self.directions, self.channels, self.hidden, generator=draw)
+            found[name] *= 0.2 if self.slow else 1.5
+            if self.slow and name in ("delta", "alpha"):
+                # Around -4 both sigmoids leave a decay of 0.9997: thousands of tokens are remembered.
+                found[name] -= 4.0
+        if self.slow:
+            found["alpha"] = off_ties(found["delta"], found["alpha"])
+        if self.state:
+            found["hidden"] = torch.randn(self.batch, self.channels, self.hidden, generator=draw)
+        found["x"] = found["x"].to(self.dtype)
+        found = {name: value.to(device) for name, value in found.items()}
+        if self.strided:
+            found = {name: spread(value) for name, value in found.items()}
+        return {name: value.detach().requires_grad_() for name, value in found.items()}
+
+    def real(self, device: str) -> Tensor | None:
+        """Rows full, empty and in between."""
+        if not self.lengths:
+            return None
+        return torch.tensor([self.time, 0, self.time // 2 + 1][: self.batch], device=device)
+
+    def slopes(self, device: str) -> tuple[Tensor, Tensor]:
+        """The gradients that come in for the output and for the final hidden states."""
+        draw = torch.Generator().manual_seed(1)
+        shape = (self.batch, 1, 1) if self.expanded else (self.batch, self.time, self.channels)
+        g = torch.randn(shape, generator=draw).to(self.dtype).to(device)
+        g = g.expand(self.batch, self.time, self.channels)
+        return g, torch.randn(self.batch, self.channels, self.hidden, generator=draw).to(device)
+
+    def results(self, given: dict[str, Tensor], method: Method) -> dict[str, Tensor]:
+        """Output, final hidden states if asked for, and every gradient."""
+        device = str(given["x"].device)
+        lengths, start, (g, to_final) = self.real(device), None, self.slopes(device)
+        if self.state:
+            start = EMAState(given["hidden"], None, torch.full((self.batch,), 5, device=device))
+        y, state = ema(
+            given["x"],
+            *(given[name] for name in PARAMETERS),
+            method=method,
+            lengths=lengths,
+            state=start,
+            return_state=self.final,
+        )
+        found, pulls = {"y": y}, [g.to(y.dtype)]
+        if state is not None:
+            found["hidden"] = state.hidden
+            pulls.append(to_final.to(state.hidden))
+            seen = self.time if lengths is None else lengths
+            assert torch.equal(state.position, torch.full_like(state.position, 5 * self.state) + seen)
+        # Plain forms do not use a decay where there is but one token; the fused scan answers for all of its inputs.
+        gradients = torch.autograd.grad(
+            list(found.values()), list(given.values()), pulls, materialize_grads=method != "fused"
+        )
+        return found | {f"to {name}": value for name, value in zip(given, gradients, strict=True)}
+
+
+def off_ties(delta: Tensor, alpha: Tensor) -> Tensor:
+    """`alpha`, moved where the last digits of a sigmoid would decide which way float32 rounds a decay near 1."""
+    while True:
+        damped = torch.sigmoid(delta.double()) * torch.sigmoid(alpha.double())
+        # Decays from 0.5 to 1 are multiples of 2⁻²⁴; sigmoids in float32 have errors of a few 1e-7.
+        apart = ((damped * 2**24) % 1 - 0.5).abs() / 2**24
+        tied = apart < 2e-6 * damped
+        if not tied.any():
+            return alpha
+        alpha = torch.where(tied, alpha + 0.01, alpha)
+
+
+def spread(value: Tensor) -> Tensor:
+    """The same numbers with gaps between them, the last dimension not the innermost."""
+    wide = value.new_full((*value.shape[:-2], 2 * value.shape[-1] + 1, value.shape[-2] + 3), float("nan"))
+    wide.transpose(-1, -2)[..., 2:-1, 1::2] = value
+    return wide.transpose(-1, -2)[..., 2:-1, 1::2]
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Whatever is allocated without values holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def rounded_coefficients() -> Iterator[None]:
+    """Plain forms in float64 go on from coefficients that float32 can hold, as all forms in float32 do.
+
+    How far a decay is from 1, float32 does not say well: for 0.9997 it is off by up to a ten-thousandth, and with it
+    all that remembers as long. Forms that keep decays in float32 share that error, and none may add to it.
+    """
+    modules = [importlib.import_module(f"tcnca.ops.ema.{name}") for name in ("kernel", "plain")]
+    kernel: Any = modules[0]
+    exactly = kernel.ema_coefficients
+
+    def rounded(*parameters: Tensor) -> Any:
+        exact = exactly(*parameters)
+        held = exactly(*(part.detach().float() for part in parameters))
+        return kernel.EMACoefficients(*(one + (other - one).detach() for one, other in zip(exact, held, strict=True)))
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "ema_coefficients", rounded))
+        yield
+
+
+def cancellation(exact: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """How much larger the two parts of δ's gradient are, that by the drive and that by the decay, than their sum.
+
+    Of an output that settles they cancel: δ only decides how soon. The parts are the gradients of β and α but for
+    factors: `p β` and `p σ(α)` are what δ, as `p`, has a share in.
+    """
+    p, damping = torch.sigmoid(exact["delta"]), torch.sigmoid(exact["alpha"])
+    parts = (exact["beta"] * expected["to beta"], expected["to alpha"] / (1.0 - damping))
+    sizes = [float(((1.0 - p) * part).detach().norm()) for part in parts]
+    return max(sum(sizes) / max(float(expected["to delta"].norm()), 1e-30), 1.0)
+
+
+def assert_right(case: Case, device: str, method: Method = "fused") -> None:
+    """A form against the plain ones in float64, in memory that held NaN; and the same bits twice."""
+    given = case.leaves(device)
+    exact = {name: value.detach().double().requires_grad_() for name, value in given.items()}
+    with rounded_coefficients():
+        expected = case.results(exact, "scan" if case.time <= 1000 else "fft")
+    with poisoned():
+        actual = case.results(given, method)
+    # A CPU could not but repeat itself.
+    again = actual if device == "cpu" else case.results(given, method)
+    assert actual.keys() == expected.keys()
+    wrong = []
+    for name, value in actual.items():
+        # All but the outputs and the gradient of the inputs is float32, whatever these are.
+        allowed = TOLERANCE[case.dtype if name in ("y", "to x") else torch.float32]
+        allowed *= cancellation(exact, expected) if name == "to delta" else 1.0
+        wrong += [f"{name}: {fault}" for fault in faults(value, expected[name], allowed)]
+        if not torch.equal(again[name], value):
+            wrong.append(f"{name}: other bits in a second run, {relative_error(again[name], value):.1e} away")
+    assert not wrong, f"case {case} on {device}: " + "; ".join(wrong)
+
+
+def faults(actual: Tensor, expected: Tensor, allowed: float) -> list[str]:
+    """What is wrong with a tensor, with where it is first seen."""
+    if actual.shape != expected.shape:
+        return [f"shape {list(actual.shape)}, expected is {list(expected.shape)}"]
+    bad = ~torch.isfinite(actual)
+    if bad.any():
+        return [f"{int(bad.sum())} of {bad.numel()} not finite, the first at {bad.nonzero()[0].tolist()}"]
+    # Where all of it should be zero there is no relative error.
+    zeros = not bool(expected.abs().max() > 0)
+    error = float(actual.detach().abs().max()) if zeros else relative_error(actual, expected)
+    if error <= allowed:
+        return []
+    difference = (actual.detach().double() - expected.detach().double()).abs()
+    worst = [int(place) for place in torch.unravel_index(difference.argmax(), difference.shape)]
+    ours, theirs = (float(part.detach()[tuple(worst)]) for part in (actual, expected))
+    return [f"relative error {error:.1e}, allowed {allowed:.0e}; worst at {worst}: {ours:.6g}, expected {theirs:.6g}"]
+
+
+def some(device: str, *sizes: tuple[int, ...], **options: Any) -> list[Tensor]:
+    """Random tensors of these sizes."""
+    return [torch.randn(size, device=device, **options) for size in sizes]
