@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.ops.activations import laplace, relu2
+from tcnca.ops.dropout import dropout as drop
 
 AttentionFunction = Literal["softmax", "relu2", "laplace"]
 ATTENTION_FUNCTIONS: tuple[str, ...] = get_args(AttentionFunction)
@@ -49,7 +50,7 @@ def attend(
         weights = relu2(scores) if function == "relu2" else laplace(scores)
         weights = weights if mask is None else weights * mask
     if dropout > 0.0:
-        weights = F.dropout(weights, dropout)
+        weights = drop(weights, dropout)
     return weights.to(v.dtype) @ v
 
 

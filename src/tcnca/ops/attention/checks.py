@@ -22,6 +22,7 @@ def check_attention(
     lengths: Tensor | None,
     state: AttentionState | None,
     return_state: bool,
+    dropout: float,
 ) -> None:
     """Raise an error that names what is wrong with the arguments of `chunked_attention`."""
     if q.dim() != 3 or q.shape[1] < 1:
@@ -34,6 +35,8 @@ def check_attention(
         raise InputError(f"chunk: got {chunk}, allowed is 1 or more, or None for full attention")
     if function not in ATTENTION_FUNCTIONS:
         raise InputError(f"function: got {function!r}, allowed are {', '.join(ATTENTION_FUNCTIONS)}")
+    if not 0.0 <= dropout < 1.0:
+        raise InputError(f"dropout: got {dropout}, allowed is a number from 0 up to, not including, 1")
     check_lengths(lengths, q.shape[0], q.shape[1])
     if state is not None or return_state:
         if not causal:

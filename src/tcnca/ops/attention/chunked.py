@@ -1,4 +1,4 @@
-"""Chunked attention in plain PyTorch: queries see the keys of their own chunk `[0, C), [C, 2C), …` and no other."""
+"""Chunked attention: queries see the keys of their own chunk `[0, C), [C, 2C), …` and no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from torch import Tensor
 
 from tcnca.ops.attention.attend import attend
 from tcnca.ops.attention.checks import check_attention
+from tcnca.ops.attention.choice import Backend, kernels_run
 from tcnca.ops.attention.position import chunk_bias
 from tcnca.ops.attention.streaming import AttentionState, begin_attention_state, continue_attention
+from tcnca.ops.attention.triton.operator import fused_attention
+from tcnca.ops.checks import autocasts
 from tcnca.ops.padding import length_mask, zero_padding
 
 
@@ -27,6 +30,7 @@ def chunked_attention(
     state: AttentionState | None = None,
     return_state: bool = False,
     inplace: bool = False,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, AttentionState | None]:
     """Attention of one head inside chunks that do not overlap.
 
@@ -37,27 +41,52 @@ def chunked_attention(
         causal: whether a query sees only keys that are not later than itself.
         function: `softmax`, `relu2` or `laplace` (see `attend`).
         bias: `[2 · reach - 1]` by key minus query (see `tcnca.ops.attention.position`), reach at least the chunk.
-        dropout: probability of dropping an attention weight.
+        dropout: probability of dropping an attention weight, less than 1.
         lengths: `[batch]`, real tokens in each row; padding is seen by nobody.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
         inplace: the given state's memory may be reused; do not use that state again.
+        backend: "plain" is PyTorch's own operators, "triton" kernels for NVIDIA GPUs that keep no matrix of weights
+            in memory, or an error where they cannot run; "auto" takes the kernels where they can and pay, unless the
+            environment has TCNCA_KERNELS=plain. They draw other numbers for dropout.
 
     Returns:
-        `[batch, time, value_width]`, and the new state or None.
+        `[batch, time, value_width]`, arbitrary in the padding, and the new state or None.
     """
-    check_attention(q, k, v, chunk, causal, function, bias, lengths, state, return_state)
+    check_attention(q, k, v, chunk, causal, function, bias, lengths, state, return_state, dropout)
+    kernels = kernels_run(backend, q, k, v, bias, lengths, state)
+    if kernels:
+        out = _by_kernels(q, k, v, chunk, causal, function, bias, dropout, lengths)
+        if not return_state:
+            return out, None
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
     if state is not None:
         out, new = continue_attention(q, k, v, chunk, function, bias, dropout, lengths, state, inplace)
         return out, new if return_state else None
-    size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
-    out = _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths)
+    if not kernels:
+        size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
+        out = _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths)
     if not return_state:
         return out, None
     # One type for both: under autocast values may be narrower than queries and keys.
     return out, begin_attention_state(k.to(q.dtype), v.to(q.dtype), chunk, lengths)
+
+
+def _by_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: int | None,
+    causal: bool,
+    function: str,
+    bias: Tensor | None,
+    dropout: float,
+    lengths: Tensor | None,
+) -> Tensor:
+    if autocasts(q.device):
+        q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
+    return fused_attention(q, k, v, bias, lengths, chunk=chunk, causal=causal, function=function, dropout=dropout)
 
 
 def _by_chunks(
