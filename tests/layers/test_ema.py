@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from tcnca import EMAConfig
 from tcnca.layers import EMA
-from tcnca.ops import METHODS, Method
+from tcnca.ops import Method
 from tcnca.ops.ema import plain
 from tests.comparison import assert_close
 from tests.layers import formulas
+from tests.ops.properties import PLAIN
 
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
@@ -47,7 +47,7 @@ def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 1, 4, 50])
 def test_equals_the_formula(causal: bool, method: Method, truncation: int | None) -> None:
     module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method), causal).double()
@@ -71,7 +71,7 @@ def test_padding_is_silent() -> None:
     assert_close(padded[:, :6].detach(), module(x[:, :6])[0].detach())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*PLAIN, "auto"])
 def test_the_method_of_the_configuration_is_the_one_that_runs(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {"fft": "ema_fft", "steps": "ema_steps", "scan": "ema_scan"}
     ran = []
@@ -84,4 +84,4 @@ def test_the_method_of_the_configuration_is_the_one_that_runs(method: Method, mo
 
         monkeypatch.setattr(plain, form, spy)
     EMA(2, EMAConfig(hidden=2, method=method))(torch.randn(1, 5, 2))
-    assert ran == [method]
+    assert ran == ["fft" if method == "auto" else method]

@@ -74,3 +74,20 @@ def test_linear_maps_start_small_and_without_bias() -> None:
     assert abs(float(layer.weight.detach().std()) / 0.02 - 1) < 5 / math.sqrt(2 * layer.weight.numel())
     assert not layer.bias.any()
     assert Linear(3, 2, bias=False).bias is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parts_of_a_linear_map_are_the_same_with_gradients_and_without(bias: bool) -> None:
+    layer = Linear(7, 9, bias=bias).double()
+    scramble(layer)
+    x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    parts = layer.parts(x, (2, 3, 4))
+    with torch.no_grad():
+        whole = layer(x)
+        assert torch.equal(torch.cat(list(layer.parts(x, (2, 3, 4))), -1), whole)
+    assert_close(torch.cat(list(parts), -1), whole)
+    learned = [x, *layer.parameters()]
+    slope = torch.randn_like(whole)
+    ours = torch.autograd.grad(parts, learned, slope.split((2, 3, 4), -1))
+    for actual, expected in zip(ours, torch.autograd.grad(layer(x), learned, slope), strict=True):
+        assert_close(actual, expected)

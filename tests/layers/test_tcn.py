@@ -12,6 +12,8 @@ from torch import Tensor
 from tcnca import TCNConfig
 from tcnca.layers import TCN
 from tcnca.layers.config import TCNNorm
+from tcnca.layers.norm import fold
+from tcnca.ops import tcn
 from tests.comparison import TOLERANCE, assert_close
 from tests.layers import formulas
 
@@ -155,6 +157,30 @@ def test_batch_norm_in_training_does_not_see_padding() -> None:
         assert_close(module(other, lengths=lengths)[0][0, :4], y[0, :4])
     for name, buffer in module.named_buffers():
         assert_close(buffer.double(), after[name].double(), name)
+
+
+@pytest.mark.parametrize("kind", ["batch", "sync_batch"])
+@pytest.mark.parametrize("convolutions", [1, 2])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_batch_norm_in_evaluation_is_folded_into_the_kernels(kind: str, convolutions: int, bias: bool) -> None:
+    module, x, lengths = _tcn(norm=kind, convolutions=convolutions, bias=bias), _x(9), torch.tensor([4, 9])
+    assert fold(module.weight, module.bias, [*module.norms]) is not None
+    options: dict[str, Any] = {"bias": module.bias, "nonlinearity": "silu", "lengths": lengths}
+    separate, _ = tcn(x, module.weight, 2, normalise=lambda h, number: module.norms[number](h, lengths), **options)
+    folded, _ = module(x, lengths=lengths)
+    assert_close(folded, separate)
+    slope, leaves = torch.randn_like(x), [*module.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(y, leaves, slope) for y in (folded, separate)), strict=True):
+        assert_close(ours, theirs)
+
+
+def test_norms_that_look_at_their_input_are_not_folded() -> None:
+    for norm in ("rms", "layer"):
+        module = _tcn(norm=norm)
+        assert fold(module.weight, module.bias, [*module.norms]) is None
+    module = _tcn(norm="batch").train()
+    assert fold(module.weight, module.bias, [*module.norms]) is None
+    assert fold(module.weight, module.bias, []) is None
 
 
 def test_dropout_drops_what_a_block_adds_in_training_only() -> None:

@@ -60,7 +60,7 @@ FIELDS: list[tuple[Callable[..., Any], str, str]] = [
     (TCNConfig, "mixer.dropout", PROBABILITY),
     (EMAConfig, "mixer.hidden", WHOLE.format(1)),
     (EMAConfig, "mixer.truncation", WHOLE.format(1)),
-    (EMAConfig, "mixer.method", "allowed are fft, steps, scan"),
+    (EMAConfig, "mixer.method", "allowed are fft, steps, scan, fused, auto"),
     *[(AttentionConfig, f"attention.{name}", WHOLE.format(1)) for name in ("key_width", "value_width", "chunk")],
     (AttentionConfig, "attention.max_length", WHOLE.format(1)),
     (AttentionConfig, "attention.function", "allowed are softmax, relu2, laplace"),

@@ -31,7 +31,9 @@ def _model(gated: bool) -> SequenceModel:
     return tcnca.build(config).cuda()
 
 
-@pytest.mark.parametrize("fields", [{}, {"convolutions": 2, "bias": True}, {"norm": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"convolutions": 2, "bias": True}, {"norm": "none"}, {"norm": "batch", "bias": True}], ids=str
+)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_layer_is_that_of_plain_pytorch(
     fields: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -149,7 +150,7 @@ EMA: list[Row] = [
     (
         "method",
         lambda: ema(X, *PARAMETERS, method="loop"),  # type: ignore[arg-type]
-        ["method:", "'loop'", "fft, steps, scan"],
+        ["method:", "'loop'", "fft, steps, scan, fused, auto"],
     ),
     (
         "truncation",
@@ -231,6 +232,9 @@ ATTENTION: list[Row] = [
     ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "[2, 6, 3]", "[2, 5, value_width]"]),
     ("v-dimensions", lambda: attention(v=zeros(2, 5)), ["v:", "[2, 5]", "[2, 5, value_width]"]),
     ("chunk", lambda: attention(chunk=0), ["chunk:", "got 0", "1 or more, or None"]),
+    ("dropout-of-all", lambda: attention(dropout=1.0), ["dropout:", "got 1.0", "from 0 up to, not including, 1"]),
+    ("dropout-below-0", lambda: attention(dropout=-0.1), ["dropout:", "got -0.1", "from 0 up to, not including, 1"]),
+    ("dropout-nan", lambda: attention(dropout=math.nan), ["dropout:", "got nan", "from 0 up to, not including, 1"]),
     (
         "function",
         lambda: attention(function="linear"),

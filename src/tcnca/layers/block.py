@@ -96,7 +96,7 @@ class GatedMixing(nn.Module):
         normed = self.norm(x, lengths) if self.prenorm else x
         values = self.function(self.values(normed))
         mixed, mixer_state = _mix(self.mixer, normed, lengths, state, return_state, inplace)
-        u, zeta, r, h = self.gates(self.dropout(mixed)).split(self.widths, -1)
+        u, zeta, r, h = self.gates.parts(self.dropout(mixed), self.widths)
         u = torch.sigmoid(u)
         zeta, r = nn.functional.silu(zeta), nn.functional.silu(r)
         attended, attention_state = self.attention(
@@ -145,7 +145,7 @@ class PlainMixing(nn.Module):
             x = x if self.prenorm else self.mixer_norm(x, lengths)
         if self.attention is not None:
             normed = self.attention_norm(x, lengths) if self.prenorm else x
-            q, k, v = self.projection(normed).split(self.widths, -1)
+            q, k, v = self.projection.parts(normed, self.widths)
             attended, attention_state = self.attention(
                 q,
                 k,

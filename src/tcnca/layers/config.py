@@ -170,8 +170,9 @@ class EMAConfig(Config):
     """Hidden states of each channel (the paper's N)."""
     truncation: int | None = None
     """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
-    method: Method = "fft"
-    """How it is computed: `fft`, `scan` or `steps`. All give the same."""
+    method: Method = "auto"
+    """How it is computed: `fft`, `scan`, `steps`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
+    can run, else `fft`. All give the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,6 +180,11 @@ class EMAConfig(Config):
         if self.truncation is not None:
             check_at_least("mixer.truncation", self.truncation, 1)
         check_choice("mixer.method", self.method, METHODS)
+        if self.method == "fused" and self.truncation is not None:
+            raise ConfigError(
+                f"mixer.method: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
+                "'auto' takes 'fft' for a truncated kernel"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tcnca.ops import dropout
 
 
 class Dropout(nn.Module):
@@ -22,8 +23,8 @@ class Dropout(nn.Module):
         if not self.training or self.probability == 0.0:
             return x
         if self.feature:
-            return x * F.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.probability)
-        return F.dropout(x, self.probability)
+            return x * dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.probability)
+        return dropout(x, self.probability)
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""

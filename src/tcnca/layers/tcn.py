@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tcnca.layers.config import TCNConfig
 from tcnca.layers.dropout import Dropout
-from tcnca.layers.norm import make_norm, weight_norm
+from tcnca.layers.norm import fold, make_norm, weight_norm
 from tcnca.ops import TCNState, initial_tcn_state, tcn
 
 FAR_SCALE = 0.1
@@ -62,14 +62,18 @@ class TCN(nn.Module):
         inplace: bool = False,
     ) -> tuple[Tensor, TCNState | None]:
         """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.tcn`."""
+        weight = self.weight if self.scale is None else weight_norm(self.weight, self.scale)
+        folded = fold(weight, self.bias, [*self.norms])
+        weight, bias = (weight, self.bias) if folded is None else folded
+        separate = len(self.norms) > 0 and folded is None
         return tcn(
             x,
-            self.weight if self.scale is None else weight_norm(self.weight, self.scale),
+            weight,
             self.config.dilation_factor,
-            bias=self.bias,
+            bias=bias,
             nonlinearity=self.config.activation,
-            normalise=(lambda h, number: self.norms[number](h, lengths)) if len(self.norms) else None,
-            drop=(lambda h, number: self.dropout(h)) if self.dropout.training and self.config.dropout else None,
+            normalise=(lambda h, number: self.norms[number](h, lengths)) if separate else None,
+            dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
             lengths=lengths,
             state=state,

@@ -18,6 +18,7 @@ from tcnca.ops.attention import (
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
 from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
+from tcnca.ops.dropout import dropout
 from tcnca.ops.ema import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
@@ -44,6 +45,7 @@ __all__ = [
     "check_values",
     "chunked_attention",
     "dilated_conv",
+    "dropout",
     "ema",
     "ema_coefficients",
     "ema_kernel",
