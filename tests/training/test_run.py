@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -20,11 +21,13 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import CheckpointError, TrainingError
+from tcnca.errors import CheckpointError, ConfigError, TrainingError
 from tcnca.training import Processes, Recipe, Run, Watch, evaluate, load_recipe
 from tcnca.training.files import alone_in
 from tcnca.training.log import read_log
 from tcnca.training.meter import Meter
+from tcnca.training.parallel import made_ready
+from tests.examples import small_model
 from tests.training.tiny import MODEL, SMALL, arguments, assert_same, recipe, run, weights
 
 
@@ -76,6 +79,16 @@ def test_recomputing_changes_nothing(tmp_path: Path) -> None:
     plain.train()
     again.train()
     assert_same(weights(plain.model), weights(again.model))
+
+
+def test_cheap_recomputing_is_of_one_run_and_needs_compiled_layers() -> None:
+    group = Processes(device=torch.device("cpu"))
+    kept = dataclasses.replace(recipe().engine, compile=True)
+    for engine, share in ((kept, 1.0), (dataclasses.replace(kept, recompute="cheap"), 0.9), (kept, 1.0)):
+        made_ready(small_model(), engine, group)
+        assert torch._functorch.config.activation_memory_budget == share
+    with pytest.raises(ConfigError, match=r"engine.recompute: got 'cheap' without engine.compile"):
+        recipe("recompute=cheap")
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

@@ -185,8 +185,9 @@ class EngineConfig(Config):
     of C++ for it. Each length of rows costs half a minute once; rows of unequal lengths are padded to a few."""
     threads: int = 0
     """Threads of a CPU; 0 for PyTorch's own choice. Small models, and busy machines, are faster with one."""
-    recompute: bool = False
-    """Whether to compute layers again in the backward pass instead of keeping what they made: less memory."""
+    recompute: bool | Literal["cheap"] = False
+    """Whether to compute layers again in the backward pass instead of keeping what they made: less memory. `cheap`
+    does so with what costs next to nothing, in layers that are compiled; others keep all."""
     parallel: Parallel = "ddp"
     """What several processes share: the data (`ddp`), or weights, gradients and optimiser as well (`fsdp`)."""
     log_every: int = 50
@@ -198,7 +199,10 @@ class EngineConfig(Config):
         if self.compile != "gpu":
             check_flag("engine.compile", self.compile)
         check_at_least("engine.threads", self.threads, 0)
-        check_flag("engine.recompute", self.recompute)
+        if self.recompute != "cheap":
+            check_flag("engine.recompute", self.recompute)
+        elif self.compile is False:
+            raise ConfigError("engine.recompute: got 'cheap' without engine.compile, allowed is 'cheap' with it")
         check_choice("engine.parallel", self.parallel, get_args(Parallel))
         check_at_least("engine.log_every", self.log_every, 1)
 

@@ -19,6 +19,8 @@ from tcnca.training.processes import Processes
 
 _SHAPES = 64
 """For so many shapes a layer is compiled, and left as it is for others."""
+_CHEAP = 0.9
+"""The share of what PyTorch would keep for the backward pass that it may: only what is cheap is not kept then."""
 
 
 def compiles(engine: EngineConfig, device: torch.device) -> bool:
@@ -28,11 +30,13 @@ def compiles(engine: EngineConfig, device: torch.device) -> bool:
 
 def made_ready(model: SequenceModel, engine: EngineConfig, group: Processes) -> nn.Module:
     """What to call in training in place of `model`, whose parameters it trains."""
-    if engine.recompute:
+    if engine.recompute is True:
         for layer in model.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if compiles(engine, group.device):
         torch._dynamo.config.recompile_limit = _SHAPES
+        # Of the process, so a run before this one may have changed it.
+        torch._functorch.config.activation_memory_budget = _CHEAP if engine.recompute == "cheap" else 1.0
         # Layer by layer: they are alike, so the code of one serves all. For each shape anew: code for shapes left
         # open is slower, and some of it cannot be generated at all.
         for layer in model.layers:
