@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.graph import GraphedStep, records
 from tcnca.models import LanguageModelHead, Lengths, SequenceModel
 from tcnca.ops import check_tensor, take_time
 
@@ -82,13 +83,17 @@ def _stream(
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
     padding = getattr(model.config.input, "padding_index", None)
-    token = None
+    token, step = None, None
     for _ in range(tokens):
         # A decorator would leave gradients off for the caller between two tokens.
         with torch.no_grad():
             if token is None:
                 logits, state = model(prompt, lengths=lengths)
                 last = take_time(logits, _last_places(prompt, lengths, padding).unsqueeze(1))[:, 0]
+                if records(model, prompt.device, tokens):
+                    step = GraphedStep(model, state)
+            elif step is not None:
+                last = step(token)
             else:
                 logits, state = model(token.unsqueeze(1), state=state, inplace=True)
                 last = logits[:, -1]
