@@ -55,19 +55,22 @@ def test_operators_are_measured_written_and_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 5000
 
 
-def test_ctrl_c_writes_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (SystemExit(9), 9)], ids=["Ctrl-C", "death"])
+def test_what_was_measured_is_kept(
+    end: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = iter(range(100))
 
     def interrupted(pair: Pair, together: bool) -> dict[str, float]:
         if next(count) == 2:
-            raise KeyboardInterrupt
+            raise end
         return errors_of(pair, together)
 
     monkeypatch.setattr(running_module, "errors_of", interrupted)
     numbers = tmp_path / "ops.json"
     result = runner.invoke(app, ["bench", "ops", "--device", "cpu", *TINY, "--json", str(numbers)])
-    assert result.exit_code == 130
-    assert "stopped" in result.output
+    assert result.exit_code == code
+    assert ("stopped" in result.output) == (code == 130)
     values = json.loads(numbers.read_text(encoding="utf-8"))
     assert values["stopped"] is True
     assert [entry["name"] for entry in values["entries"]] == ["copy", "tcn"]

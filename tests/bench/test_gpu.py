@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tcnca.bench import SUITES, Clock, Floors, entries_of, measure
-from tcnca.bench.timing import parts_of
+from tcnca.bench.timing import captured, parts_of
 from tests.bench.small import contestant, settings
 from tests.bench.test_registry import SMALL
 
@@ -38,8 +38,6 @@ def test_suite_is_measured_as_called_and_as_a_graph(suite: str) -> None:
 
 @pytest.mark.gpu
 def test_graph_computes_what_the_call_computes() -> None:
-    from tcnca.bench.timing import captured
-
     device = torch.device("cuda")
     entry = next(entry for entry in entries_of("ops", settings(device=device, lengths=(300,))) if entry.name == "tcn")
     subject = entry.build()
@@ -55,6 +53,31 @@ def test_graph_computes_what_the_call_computes() -> None:
     replay()
     torch.cuda.synchronize()
     assert torch.equal(kept[0], expected)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    x, found = torch.randn(5, device="cuda"), torch.zeros(5, device="cuda")
+
+    def wait() -> None:
+        torch.rand(5, device="cuda")
+        torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError):
+        captured({"forward": wait})
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    x = torch.rand_like(x)
+    replay = captured({"forward": lambda: _do(found.copy_(x + torch.rand_like(x)))})["forward"]
+    drawn = []
+    for _ in range(2):
+        replay()
+        drawn.append(found.clone())
+    assert not torch.equal(*drawn)
+    assert bool((drawn[0] >= x).all())
+
+
+def _do(_: object) -> None:
+    """A part returns nothing."""
 
 
 class _Machine:
@@ -142,6 +165,8 @@ def test_graphs_are_replayed_in_their_order(machine: _Machine, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (SimpleNamespace(clone_state=lambda: None),))
     parts = {"forward": lambda: machine.run("forward", 9.0), "backward": lambda: machine.run("backward", 9.0)}
     found = gpu_clock(machine).graph(parts, isolated=True)
     assert recorded == [["forward"], ["backward"]]
@@ -162,6 +187,40 @@ def test_graph_that_cannot_be_captured_leaves_the_rest(machine: _Machine, monkey
     assert set(result.times["forward"]) == {"eager"}
     assert result.reason == "not captured as a graph: operation not permitted when stream is capturing"
     assert result.peak_bytes == 60
+
+
+def test_a_failed_capture_gives_back_stream_memory_and_generator(
+    machine: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def capture(graph: object, **_: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("capture was invalidated")
+
+    states: list[str] = []
+    generator = SimpleNamespace(clone_state=lambda: "what was drawn before", graphsafe_set_state=states.append)
+    before = SimpleNamespace(name="the stream before")
+    ended: list[tuple[int, int]] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    made: list[object] = []
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: before,
+        "stream": _entered,
+        "set_stream": made.append,
+        "current_device": lambda: 0,
+        "default_generators": (generator,),
+        "graph_pool_handle": lambda: 7,
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "graph": capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: ended.append(which), raising=False)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        captured({"forward": lambda: machine.run("forward", 1.0)})
+    assert made == [before]
+    assert ended == [(0, 7)]
+    assert states == ["what was drawn before"]
 
 
 def test_backward_frees_what_the_forward_pass_kept() -> None:

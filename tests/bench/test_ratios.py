@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_ratio_is_the_slower_time_over_the_faster() -> None:
     own = find(rows, "TCN over FFT-EMA, bidirectional", "forward")
     assert own["value"] == pytest.approx(10.0)
     assert reached(own, "goal") is None
-    kernel = find(rows, "FFT-EMA without over with making its kernel, bidirectional", "forward")
+    kernel = find(rows, "FFT-EMA, kernel made in the call over kernel kept, bidirectional", "forward")
     assert kernel["value"] == pytest.approx(1.25)
 
 
@@ -147,8 +148,8 @@ def test_picture_of_operators_names_what_it_shows() -> None:
     assert np.asarray(lines[0].get_ydata()).tolist() == [pytest.approx(45_000 / 2)]
 
 
-def shown(table: object) -> str:
-    console = Console(width=200)
+def shown(table: object, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(table)
     return captured.get()
@@ -165,6 +166,26 @@ def test_tables_show_times_shares_and_goals() -> None:
     for part in ("8 × 131072", "7.07 / 2.86", "40 / 25", "100 / 50", "45.0 / 20.0"):
         assert part in line
     assert ratio_table([]) is None
+
+
+def test_unsteady_times_are_marked() -> None:
+    made = REPORTS["ops"]()
+    assert "~" not in shown(entry_tables(made)[0])
+    ways = made.entries[0].times["forward"]
+    median = ways["eager"].median
+    ways["eager"] = dataclasses.replace(ways["eager"], low=0.5 * median, high=1.5 * median)
+    text = shown(entry_tables(made)[0])
+    assert text.count("~") == 1
+    assert f"~{short_time(median)}" in text
+
+
+def test_names_are_there_in_a_narrow_terminal() -> None:
+    for made in (REPORTS["ops"](), REPORTS["model"]()):
+        text = "".join(shown(table, 80) for table in entry_tables(made))
+        assert all(entry.label[:4] in text for entry in made.entries)
+        text = shown(ratio_table(made.ratios), 80)
+        assert any(str(row["title"]).split()[0] in text for row in made.ratios)
+        assert "…" not in text
 
 
 def test_times_for_people() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Attention:
 
 
 def attention_entries(settings: Settings) -> Iterator[Entry]:
-    """The attention of three models."""
+    """The attention of three models, as the library does it by itself and in plain PyTorch."""
     on_gpu = settings.device.type == "cuda"
     for model, size in _MODELS.items():
         config = preset(f"tcnca-{model}").model
@@ -48,22 +48,27 @@ def attention_entries(settings: Settings) -> Iterator[Entry]:
         chunk = config.attention.chunk if on_gpu else min(config.attention.chunk or _CPU_CHUNK, _CPU_CHUNK)
         attention = dataclasses.replace(config.attention, chunk=chunk)
         case = Attention(config=attention, causal=config.causal, batch=batch, length=length)
-        yield _entry(settings, model, case)
+        yield _entry(settings, model, case, "auto")
+        if on_gpu:
+            # On a CPU the library's choice is this one.
+            yield _entry(settings, model, case, "plain")
 
 
-def _entry(settings: Settings, model: str, case: Attention) -> Entry:
+def _entry(settings: Settings, model: str, case: Attention, backend: Literal["auto", "plain"]) -> Entry:
     small = dataclasses.replace(case, batch=1, length=min(case.length, _CHUNKS * case.chunk))
+    own = backend == "auto"
+    way = "as chosen by the library" if own else "in plain PyTorch"
     config = case.config
     return function_entry(
         suite="ops",
-        name="attention",
-        label="chunked attention",
+        name="attention" if own else "attention-plain",
+        label="chunked attention" if own else "chunked attention, plain",
         about=f"chunks of {case.chunk}, keys {config.key_width} and values {config.value_width} wide, "
-        f"{config.function}, {'causal' if case.causal else 'bidirectional'}, in plain PyTorch",
+        f"{config.function}, {'causal' if case.causal else 'bidirectional'}, {way}",
         sizes={"of": model, "batch": case.batch, "length": case.length, "chunk": case.chunk},
         tokens=case.batch * case.length,
         inputs=lambda checking: _inputs(small if checking else case, settings),
-        run=lambda *parts: _attention(*parts, case=case),
+        run=lambda *parts: _attention(*parts, case=case, backend=backend),
         oracle=lambda *parts: dense_attention(*parts, case=case),
         work=_work(case, settings.dtype),
         tolerance=TOLERANCE[settings.dtype],
@@ -78,8 +83,11 @@ def _inputs(case: Attention, settings: Settings) -> Inputs:
     return Inputs((q, k, v, torch.randn(2 * case.chunk - 1, device=settings.device)))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention) -> Tensor:
-    return chunked_attention(q, k, v, bias=bias, chunk=case.chunk, causal=case.causal, function=case.config.function)[0]
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: Literal["auto", "plain"]
+) -> Tensor:
+    how: dict[str, Any] = {"chunk": case.chunk, "causal": case.causal, "function": case.config.function}
+    return chunked_attention(q, k, v, bias=bias, backend=backend, **how)[0]
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention) -> Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _PARTS = {"layer": ("forward", "backward"), "model": ("forward", "backward", "update", "step")}
 _HOW = {EAGER: "as called", GRAPH: "replayed as a graph"}
-_BASE = "mega-fft"
+BASE = "mega-fft"
 _PANEL = 3.2
 """Inches."""
 
@@ -76,6 +76,8 @@ def _milliseconds(axes: Axes, suite: str, entries: Sequence[Result], how: str) -
 def _label(height: float) -> str:
     if not height:
         return ""
+    if height >= 1000:
+        return f"{height:,.0f}"
     return f"{height:.3g}" if height >= 10 else f"{height:.2g}" if height >= 1 else f"{height:.1g}"
 
 
@@ -96,16 +98,16 @@ def _speeds(axes: Axes, report: Report, timed: Sequence[Result], part: str, how:
         mine = {str(entry.sizes["task"]): entry for entry in timed if entry.name == name}
         spots, heights, texts = [], [], []
         for spot, task in enumerate(tasks):
-            base = _seconds(timed, _BASE, task, part, how)
+            base = _seconds(timed, BASE, task, part, how)
             own = mine[task].seconds(part, how) if task in mine else None
             if base and own:
                 spots.append(spot + (place - (len(names) - 1) / 2) * width)
                 heights.append(base / own)
                 # What is 1 by definition need not say so.
-                texts.append(short_time(own) if name == _BASE else f"{base / own:.2f}×\n{short_time(own)}")
+                texts.append(short_time(own) if name == BASE else f"{base / own:.2f}×\n{short_time(own)}")
         bars = axes.bar(spots, heights, 0.92 * width, color=colour_of(name), label=next(iter(mine.values())).label)
         # Its neighbours are taller as a rule, and leave room for a line of letters only.
-        upright: dict[str, Any] = {"rotation": 90, "padding": 3} if name == _BASE else {"padding": 1}
+        upright: dict[str, Any] = {"rotation": 90, "padding": 3} if name == BASE else {"padding": 1}
         axes.bar_label(bars, texts, fontsize=6.5, **upright)
         if name == "tcnca" and part == "inference":
             _paper(axes, report, tasks, (place - (len(names) - 1) / 2) * width)

@@ -29,7 +29,7 @@ def _entries(settings: Settings) -> Iterator[Entry]:
     batch, length = GPU_SIZE if settings.device.type == "cuda" else CPU_SIZE
     for rows in settings.batches or (batch,):
         for time in settings.lengths or (length,):
-            for variant in variants():
+            for variant in variants(settings.device):
                 for compiled in (False, True) if settings.compile else (False,):
                     yield _entry(settings, variant, rows, time, compiled)
 

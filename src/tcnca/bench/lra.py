@@ -36,7 +36,7 @@ def _entries(settings: Settings) -> Iterator[Entry]:
         rows = settings.batches[0] if settings.batches else (batch if on_gpu else CPU_ROWS)
         longest = settings.lengths[0] if settings.lengths else (length if on_gpu else CPU_LENGTH)
         time = min(length, longest)
-        for variant in variants():
+        for variant in variants(settings.device):
             config = config_of(variant, task)
             yield _entry(settings, task, variant, config.override(**_changes(settings, config)), rows, time)
 

@@ -27,7 +27,7 @@ def _entries(settings: Settings) -> Iterator[Entry]:
     layers = settings.layers or (None if on_gpu else CPU_LAYERS)
     for rows in settings.batches or (batch,):
         for time in settings.lengths or (length,):
-            for variant in variants():
+            for variant in variants(settings.device):
                 config = config_of(variant, "enwik8", **({} if layers is None else {"layers": layers}))
                 for compiled in (False, True) if settings.compile else (False,):
                     yield _entry(settings, variant, config, rows, time, compiled)

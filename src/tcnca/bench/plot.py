@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcnca.bench.bars import draw_bars
+from tcnca.bench.bars import BASE, draw_bars
 from tcnca.bench.lines import draw_lines, drawable
 from tcnca.bench.report import Report
 from tcnca.errors import ConfigError
@@ -31,6 +31,8 @@ def save_plot(path: Path, report: Report) -> Path | None:
     check_picture(path)
     timed = [result for result in report.entries if result.status == "timed"]
     if not (drawable(report) if report.suite == "ops" else timed):
+        return None
+    if report.suite == "lra" and all(result.name != BASE for result in timed):
         return None
     # Loading matplotlib takes a while, which nothing else should wait for.
     import matplotlib.style

@@ -72,13 +72,14 @@ def _ops() -> Iterator[Comparison]:
             "scan-ema-16",
             [*_both(8, _SHORT, (3, 3), (8, 6)), *_both(8, _LONG, (3, 3), (8, 6))],
         ),
+        ("chunked attention over plain", "attention-plain", "attention", []),
     ]
     for title, slow, fast, goals in pairs:
         yield Comparison(suite="ops", title=title, slow=slow, fast=fast, goals=tuple(goals))
     for direction, end in (("bidirectional", "-bi"), ("causal", "")):
         yield Comparison(
             suite="ops",
-            title=f"FFT-EMA without over with making its kernel, {direction}",
+            title=f"FFT-EMA, kernel made in the call over kernel kept, {direction}",
             slow=f"fft-ema{end}",
             fast=f"fft-ema-cached{end}",
             parts=("forward",),

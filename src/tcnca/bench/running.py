@@ -61,7 +61,14 @@ def _meant(part: str, entry: Entry, names: Sequence[str]) -> bool:
     return entry.name == part if part in names else part in entry.name
 
 
-def run_suite(suite: str, settings: Settings, command: str, watch: Watch, floors: Floors | None = None) -> Report:
+def run_suite(
+    suite: str,
+    settings: Settings,
+    command: str,
+    watch: Watch,
+    floors: Floors | None = None,
+    keep: Callable[[Report], None] | None = None,
+) -> Report:
     """Measure every entry. Ctrl-C ends it with what was measured until then.
 
     Args:
@@ -70,37 +77,45 @@ def run_suite(suite: str, settings: Settings, command: str, watch: Watch, floors
         command: what was typed.
         watch: is told how far it is.
         floors: what the machine can do at best; measured if it is not given.
+        keep: is given what there is so far, after every entry, so that nothing is lost whatever ends the process.
     """
     entries = entries_of(suite, settings)
     clock = Clock(settings.device, settings.seconds, settings.repeat)
-    begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    results: list[Result] = []
-    stopped = False
-    # What is there already stays, and need not be looked through each time a contestant is let go.
-    gc.freeze()
-    try:
-        floors = floors or measure_floors(clock, settings.dtype)
-        for done, entry in enumerate(entries):
-            watch.started(entry, done, len(entries))
-            results.append(measure(entry, clock, floors))
-            watch.ended(results[-1])
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        gc.unfreeze()
-    return Report(
+    so_far = Report(
         suite=suite,
         hardware=hardware(Processes(device=settings.device)),
         versions=versions(),
         commit=commit(),
-        begun=begun,
+        begun=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
         settings=_plain(settings),
-        floors={} if floors is None else dataclasses.asdict(floors),
-        entries=results,
-        ratios=ratios_of(results, goals=settings.device.type == "cuda"),
-        stopped=stopped,
+        floors={},
+        entries=[],
+        ratios=[],
+        stopped=True,
     )
+    # What is there already stays, and need not be looked through each time a contestant is let go.
+    gc.freeze()
+    try:
+        floors = floors or measure_floors(clock, settings.dtype)
+        so_far = dataclasses.replace(so_far, floors=dataclasses.asdict(floors))
+        for done, entry in enumerate(entries):
+            watch.started(entry, done, len(entries))
+            so_far = _with(so_far, measure(entry, clock, floors), settings)
+            watch.ended(so_far.entries[-1])
+            if keep is not None:
+                keep(so_far)
+        so_far = dataclasses.replace(so_far, stopped=False)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        gc.unfreeze()
+    return so_far
+
+
+def _with(report: Report, result: Result, settings: Settings) -> Report:
+    entries = [*report.entries, result]
+    return dataclasses.replace(report, entries=entries, ratios=ratios_of(entries, goals=settings.device.type == "cuda"))
 
 
 def measure(entry: Entry, clock: Clock, floors: Floors) -> Result:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tcnca.bench.entry import Subject
+from tcnca.ops.capture import capturing
 
 Part = Callable[[], None]
 Parts = Mapping[str, Part]
@@ -175,8 +176,7 @@ def captured(parts: Parts) -> dict[str, Part]:
     pool = torch.cuda.graph_pool_handle()
     replays: dict[str, Part] = {}
     for name, part in parts.items():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with capturing(stream, pool) as graph:
             part()
         replays[name] = graph.replay
     return replays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,15 +214,18 @@ def _compiles(settings: Settings, wanted: bool | None) -> bool:
 
 
 def _run(suite: str, settings: Settings, json: Path | None, plot: Path | None) -> None:
-    """Measure, print, write and draw, also what was measured until Ctrl-C."""
+    """Measure, print, write and draw, also what was measured until Ctrl-C, and write after every contestant."""
     console = Console(emoji=False, highlight=False)
     if plot is not None:
         check_picture(plot)
+    if json is not None and (json.is_dir() or not json.name):
+        raise ConfigError(f"--json: got the folder {json}, allowed is the name of a file")
+    keep = None if json is None else functools.partial(write_json, json)
     with _Bar(console) as bar:
-        report = run_suite(suite, settings, command(sys.argv[1:]), bar)
+        report = run_suite(suite, settings, command(sys.argv[1:]), bar, keep=keep)
     # Written first: a table that cannot be printed is not to cost the numbers.
-    if json is not None:
-        write_json(json, report)
+    if keep is not None:
+        keep(report)
     _tell_entries(console, report)
     _tell_ratios(console, [report])
     if json is not None:

@@ -13,7 +13,8 @@ from tcnca.bench import Report, Result
 from tcnca.bench.ratios import reached
 from tcnca.bench.report import EAGER, GRAPH, short_time
 
-_PARTS = ("inference", "forward", "backward", "update", "step")
+# The optimiser's update is next to nothing, and part of the step.
+_PARTS = ("inference", "forward", "backward", "step")
 _HOW = {GRAPH: "on the device", EAGER: "as called"}
 _WORDS = {"dilation_factor": "f"}
 
@@ -50,24 +51,35 @@ def _entry_table(sizes: dict[str, int | str], entries: Sequence[Result]) -> Tabl
     hows = (EAGER, GRAPH) if replayed else (EAGER,)
     held = any(entry.peak_bytes is not None for entry in entries)
     table = Table(title=sizes_text(sizes), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("contestant")
+    # Nothing is kept from wrapping: in a narrow terminal that would leave no room for the names.
+    table.add_column("contestant", overflow="fold")
     for part in parts:
         for how in hows:
-            table.add_column(f"{part}\n{_HOW[how]}" if replayed else part, justify="right", no_wrap=True)
-    table.add_column("of the floor, %" if not parts else f"% of floor\n{' / '.join(parts[-3:])}", justify="right")
+            table.add_column(f"{part}\n{_HOW[how]}" if replayed else part, justify="right")
+    table.add_column("of the floor, %" if not parts else f"% of floor\n{' / '.join(parts)}", justify="right")
     if held:
-        table.add_column("peak\nmemory", justify="right", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
+        table.add_column("peak\nmemory", justify="right")
+    table.add_column("error", justify="right")
     for entry in entries:
         if entry.status != "timed":
             table.add_row(Text(entry.label), Text(entry.status, style="yellow"))
             continue
-        times = [short_time(entry.seconds(part, how)) for part in parts for how in hows]
-        shares = " / ".join(_percent(entry.share(part)) for part in parts[-3:])
+        times = [_time(entry, part, how) for part in parts for how in hows]
+        shares = " / ".join(_percent(entry.share(part)) for part in parts)
         memory = [_bytes(entry.peak_bytes)] if held else []
         cells = [*times, shares, *memory, f"{max(entry.errors.values(), default=0):.0e}"]
         table.add_row(Text(entry.label), *cells)
     return table
+
+
+def _time(entry: Result, part: str, how: str) -> str:
+    return ("~" if unsteady(entry, part, how) else "") + short_time(entry.seconds(part, how))
+
+
+def unsteady(entry: Result, part: str, how: str) -> bool:
+    """Whether half of the runs were further apart than half of the median: something else was at work."""
+    times = entry.times.get(part, {}).get(how)
+    return times is not None and times.high - times.low > 0.5 * times.median
 
 
 def _percent(share: float | None) -> str:
@@ -93,19 +105,19 @@ def ratio_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     told = any(row["paper"] is not None for row in rows)
     hows = [how for how in (GRAPH, EAGER) if any(row["how"] == how for row in rows)]
     table = Table(title="Ratios", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("what")
-    table.add_column("size")
+    # Nothing is kept from wrapping: in a narrow terminal that would leave no room for what the numbers are of.
+    table.add_column("what", overflow="fold")
     table.add_column("part")
     for name in [*(["paper"] if told else []), *(["goal", "stretch"] if aimed else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for how in hows:
-        table.add_column(_HOW[how] if len(hows) > 1 else "measured", justify="right", no_wrap=True)
+        table.add_column(_HOW[how] if len(hows) > 1 else "measured", justify="right")
     for (title, size), members in groups.items():
         parts = list(dict.fromkeys(row["part"] for row in members))
         aims = [*(["paper"] if told else []), *(["goal", "stretch"] if aimed else [])]
         cells = [Text(_joined(members, parts, aim)) for aim in aims]
         cells += [_measured(members, parts, how) for how in hows]
-        table.add_row(Text(title), Text(size), Text(" / ".join(parts)), *cells)
+        table.add_row(Text(f"{title}, {size}"), Text(" / ".join(parts)), *cells)
     return table
 
 
@@ -137,7 +149,7 @@ def _joined(members: Sequence[Mapping[str, Any]], parts: Sequence[str], aim: str
     found = {row["part"]: row[aim] for row in members}
     if all(found.get(part) is None for part in parts):
         return ""
-    return " / ".join("–" if found.get(part) is None else f"{found[part]:,.10g}" for part in parts)
+    return " / ".join("–" if found.get(part) is None else _short(found[part]) for part in parts)
 
 
 def _measured(members: Sequence[Mapping[str, Any]], parts: Sequence[str], how: str) -> Text:
@@ -154,4 +166,9 @@ def _measured(members: Sequence[Mapping[str, Any]], parts: Sequence[str], how: s
 
 def _number(row: Mapping[str, Any]) -> str:
     value = float(row["value"])
-    return f"{value:,.0f}" if row["unit"] == "tokens/s" else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return _short(round(value)) if row["unit"] == "tokens/s" else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _short(value: float) -> str:
+    """Large numbers in thousands, which is as exact as they were measured."""
+    return f"{value / 1e3:,.0f} k" if value >= 1e5 else f"{value:,.10g}"
