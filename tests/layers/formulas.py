@@ -53,7 +53,7 @@ def convolved(x: Tensor, weight: Tensor, dilation: int, causal: bool) -> Tensor:
 
 
 def tcn(module: TCN, x: Tensor) -> Tensor:
-    """The residual blocks of `module`: convolution, norm, non-linearity, skip connection."""
+    """The blocks of `module`: convolution, norm, non-linearity and skip connection, or those of a chain."""
     config = module.config
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
@@ -61,6 +61,7 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
         "relu": F.relu,
         "none": lambda h: h,
     }
+    given = x
     for block in range(config.depth):
         h = x
         for inner in range(config.convolutions):
@@ -72,9 +73,13 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
                 h = h + module.bias[block, inner]
             if config.norm not in ("none", "weight"):
                 h = normalised(module.norms[block * config.convolutions + inner], config.norm, h)
-            h = functions[config.activation](h)
-        x = x + h
-    return x
+            bent = functions[config.activation](h)
+            if module.gain is not None:
+                h = h + module.gain[block, inner] * bent
+            elif module.omega is None:
+                h = bent
+        x = x + h if module.omega is None else h
+    return x if module.omega is None else functions[config.activation](x + module.omega * given)
 
 
 def ema(module: EMA, x: Tensor) -> Tensor:

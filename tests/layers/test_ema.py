@@ -39,6 +39,17 @@ def test_start(causal: bool) -> None:
     assert _is_normal(module.omega, 0, 1)
 
 
+@DIRECTIONS
+def test_spread_start(causal: bool) -> None:
+    module = EMA(256, EMAConfig(hidden=16, spread=True), causal)
+    decays = (1 - module.alpha.sigmoid() * module.delta.sigmoid()).detach().flatten()
+    assert float(decays.min()) > 0.4
+    assert float(decays.max()) < 1.0
+    # Those beyond what the damping can make are few, and end at its edge.
+    quartiles = decays.quantile(torch.tensor([0.25, 0.5, 0.75]))
+    assert torch.allclose(quartiles, torch.tensor([0.625, 0.75, 0.875]), atol=0.02)
+
+
 @pytest.mark.parametrize(("causal", "learned"), [(True, 32), (False, 64)], ids=["causal", "bidirectional"])
 def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
     module = EMA(10, EMAConfig(hidden=8), causal)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcnca import TCNConfig
 from tcnca.layers import TCN
-from tcnca.layers.config import TCNNorm
+from tcnca.layers.config import TCNBlock, TCNNorm
 from tcnca.layers.norm import fold
 from tcnca.ops import tcn
 from tests.comparison import TOLERANCE, assert_close
@@ -41,8 +41,9 @@ def _has_deviation(values: Tensor, deviation: float) -> bool:
 @pytest.mark.parametrize("norm", get_args(TCNNorm))
 @pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
-def test_equals_the_residual_blocks_written_as_loops(causal: bool, norm: str, convolutions: int, bias: bool) -> None:
-    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias)
+@pytest.mark.parametrize("block", get_args(TCNBlock))
+def test_equals_the_blocks_written_as_loops(causal: bool, norm: str, convolutions: int, bias: bool, block: str) -> None:
+    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias, block=block)
     x = _x()
     with torch.no_grad():
         assert_close(module(x)[0], formulas.tcn(module, x))
@@ -108,6 +109,47 @@ def test_decay_start_of_a_bidirectional_tcn_decays_to_both_sides() -> None:
     assert_close(kernels, kernels.flip(-1))
     energy = kernels.square().mean((0, 1))
     assert int(energy.argmax()) == 4
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(("kernel_size", "convolutions"), [(9, 1), (9, 2), (5, 1)])
+def test_series_start_is_one_decaying_exponential_a_channel(causal: bool, kernel_size: int, convolutions: int) -> None:
+    """As far as the digits of a lag reach: all of them if the kernel has as many taps to a side as the factor says."""
+    factor = 4 if causal or kernel_size > 7 else 3
+    config = TCNConfig(
+        kernel_size=kernel_size,
+        dilation_factor=factor,
+        depth=3,
+        convolutions=convolutions,
+        block="chain",
+        init="series",
+        norm="none",
+    )
+    module = TCN(WIDTH, config, causal).double()
+    module.reset_parameters()
+    reach = factor**3
+    impulse = torch.zeros(1, 2 * reach + 1, WIDTH, dtype=torch.float64)
+    impulse[:, reach] = 1.0
+    with torch.no_grad():
+        response, _ = tcn(impulse, module.weight, factor, nonlinearity="none", residual=False, causal=causal)
+    for channel in range(WIDTH):
+        forwards = causal or channel % 2 == 0
+        tail = response[0, reach:, channel] if forwards else response[0, : reach + 1, channel].flip(0)
+        other = response[0, :reach, channel] if forwards else response[0, reach + 1 :, channel]
+        decay = float(tail[1] / tail[0])
+        assert 0.5 <= decay < 1.0
+        assert_close(tail[:reach], tail[0] * decay ** torch.arange(reach, dtype=torch.float64))
+        assert not tail[reach:].any()
+        assert not other.any()
+
+
+def test_a_chain_begins_without_bends() -> None:
+    module = TCN(WIDTH, TCNConfig(block="chain", init="series"))
+    assert module.gain is not None
+    assert module.omega is not None
+    assert not module.gain.any()
+    assert module.omega.all()
+    assert TCN(WIDTH, TCNConfig()).gain is None
 
 
 @DIRECTIONS

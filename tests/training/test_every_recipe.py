@@ -154,7 +154,7 @@ def test_bytes_are_read_as_was_published(name: str) -> None:
     )
     options = wanted.data.task
     assert attention is None or attention.chunk == options["chunk"]
-    if name.endswith("small"):
+    if name.endswith(("small", "short")):
         return
     assert (options["chunk"], options["call"], options["carried"], wanted.evaluation.size) == (2048, 12_288, True, 50)
     assert wanted.evaluation.chunk == (None if attention is None else 4096)

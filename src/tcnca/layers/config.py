@@ -24,7 +24,8 @@ from tcnca.ops import (
 )
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
-TCNInit = Literal["decay", "normal"]
+TCNInit = Literal["decay", "normal", "series"]
+TCNBlock = Literal["residual", "chain", "linear"]
 Position = Literal["none", "simple", "rotary", "rope"]
 
 
@@ -120,9 +121,14 @@ class TCNConfig(Config):
     """Whether convolutions have a bias."""
     dropout: float = 0.0
     """Dropout inside the blocks."""
+    block: TCNBlock = "residual"
+    """`residual`: `x + activation(convolution(x))`. `chain`: `h = convolution(h)`, then `h + a · activation(h)` with a
+    learned `a` for each channel that begins at 0, and at the end of all `activation(h + ω · x)`. `linear`: a chain
+    without what is between the convolutions."""
     init: TCNInit = "decay"
     """`decay`: first block of random mixtures of decaying exponentials, the dilated blocks small.
-    `normal`: all kernels N(0, 1 / kernel_size)."""
+    `normal`: all kernels N(0, 1 / kernel_size). `series`: for chains, all together one decaying exponential a channel,
+    as far as `dilation_factor ^ depth` tokens, if the kernel has as many taps as the dilation factor says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,6 +137,7 @@ class TCNConfig(Config):
         check_choice("mixer.activation", self.activation, ACTIVATIONS)
         check_choice("mixer.norm", self.norm, get_args(TCNNorm))
         check_choice("mixer.init", self.init, get_args(TCNInit))
+        check_choice("mixer.block", self.block, get_args(TCNBlock))
         check_flag("mixer.bias", self.bias)
         check_probability("mixer.dropout", self.dropout)
 
@@ -173,6 +180,8 @@ class EMAConfig(Config):
     method: Method = "auto"
     """How it is computed: `fft`, `scan`, `steps`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
     can run, else `fft`. All give the same."""
+    spread: bool = False
+    """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +189,7 @@ class EMAConfig(Config):
         if self.truncation is not None:
             check_at_least("mixer.truncation", self.truncation, 1)
         check_choice("mixer.method", self.method, METHODS)
+        check_flag("mixer.spread", self.spread)
         if self.method == "fused" and self.truncation is not None:
             raise ConfigError(
                 f"mixer.method: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "

@@ -31,9 +31,13 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new parameters as MEGA does."""
+        """Draw new parameters as MEGA does, or with other decays (see `EMAConfig.spread`)."""
         nn.init.normal_(self.delta, std=0.2)
         nn.init.normal_(self.alpha, std=0.2)
+        if self.config.spread:
+            # The decay is 1 - σ(α) σ(δ), of which the first factor is near a half.
+            damping = 0.5 * torch.rand_like(self.delta) / self.alpha.sigmoid()
+            self.delta.copy_(damping.clamp(1e-6, 1.0 - 1e-6).logit())
         nn.init.normal_(self.beta, std=0.02)
         # Neighbouring hidden states start with opposite signs.
         self.beta[..., 0::2] += 1.0
