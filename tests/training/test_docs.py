@@ -30,6 +30,7 @@ from tcnca.models import (
 from tcnca.training import Recipe, load_recipe
 from tcnca.training.recipe import parsed
 from tcnca.training.sweeps.plan import parse_grid
+from tcnca.training.sweeps.variants import load_variants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 PARTS = ("data", "batch", "optimiser", "schedule", "evaluation", "checkpoint", "engine")
@@ -154,8 +155,8 @@ def accepted(recipe: Recipe, changes: list[str]) -> Recipe:
 
 @pytest.fixture
 def recipe_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (text,) = blocks("yaml")
-    (tmp_path / "reviews.yaml").write_text(text, encoding="utf-8")
+    for name, text in zip(("reviews.yaml", "shapes.yaml"), blocks("yaml"), strict=True):
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
 
@@ -168,6 +169,11 @@ def test_commands_are_accepted(arguments: list[str]) -> None:
         for key, values in parse_grid(changes).items():
             for value in values:
                 accepted(load_recipe(found["recipe"]), [f"{key}={value}"])
+        if found["variants"]:
+            variants = load_variants(found["variants"], found["only"].split(",") if found["only"] else [])
+            assert variants.recipe == found["recipe"]
+            for each in variants.changes.values():
+                accepted(load_recipe(found["recipe"]), each)
     elif name == "eval":
         # A run is called by the recipe that it was trained with.
         trained = load_recipe(Path(found["run"]).name)

@@ -52,14 +52,14 @@ def test_the_choice_is_by_validation_and_by_the_metric(tmp_path: Path) -> None:
     assert [row.point.values["layers"] for row in ranked(sweep, rows)] == ["3", "4", "1", "2"]
     best = best_row(sweep, rows)
     assert best is rows[2]
-    assert "greatest validation accuracy, 0.7000: layers=3. Its test accuracy is 0.2000" in chosen(sweep, best)
+    assert "greatest validation accuracy, 0.7000: layers=3. Its test accuracy is 0.2000" in chosen(sweep, rows)
     lower = dataclasses.replace(sweep, higher_is_better=False, metric="bits per byte")
     assert [row.point.values["layers"] for row in ranked(lower, rows)] == ["1", "4", "3", "2"]
     # Where there is nothing else, by the test split, and that is said.
     only = dataclasses.replace(sweep, split="test")
     rows = finished(only, [{"test": score} for score in test])
     assert best_row(only, rows) is rows[0]
-    assert "There is no validation split" in chosen(only, rows[0])
+    assert "There is no validation split" in chosen(only, rows)
     assert best_row(sweep, finished(sweep, [None] * 4)) is None
 
 
@@ -93,9 +93,7 @@ def test_the_picture_has_the_scores_along_the_first_numbers(
     sweep = planned(tmp_path, *changes)
     count = len(sweep.points)
     rows = finished(sweep, [{"validation": n / count, "test": n / count / 2} for n in range(count - 1)] + [None])
-    best = best_row(sweep, rows)
-    assert best is not None
-    axes = draw(sweep, rows, best).axes[0]
+    axes = draw(sweep, rows).axes[0]
     key = next(change.partition("=")[0] for change in changes if "linear" not in change)
     assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == (scale, key, "accuracy")
     drawn = [line for line in axes.get_lines() if line.get_linestyle() in ("-", "--")]
@@ -112,9 +110,8 @@ def test_pictures_of_words_and_of_nothing(tmp_path: Path) -> None:
     sweep = planned(tmp_path, "schedule.kind=linear,cosine,stable")
     sweep.folder.mkdir()
     rows = finished(sweep, [{"validation": 0.5}, {"validation": 0.6}, None])
-    best = best_row(sweep, rows)
-    assert best is rows[1]
-    axes = draw(sweep, rows, best).axes[0]
+    assert best_row(sweep, rows) is rows[1]
+    axes = draw(sweep, rows).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["linear", "cosine", "stable"]
     assert save_picture(sweep, rows) == sweep.folder / "sweep.png"
     assert save_picture(sweep, finished(sweep, [None] * 3)) is None

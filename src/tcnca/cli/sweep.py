@@ -1,8 +1,9 @@
-"""`tcnca sweep`: a recipe at every combination of some values."""
+"""`tcnca sweep`: a recipe at every combination of some values, and in some variants."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tcnca.cli.reporting import explained, say, seconds_of
+from tcnca.errors import ConfigError
+from tcnca.training.sweeps.curves import save_curves
 from tcnca.training.sweeps.picture import save_picture
 from tcnca.training.sweeps.plan import Point, Sweep, plan
 from tcnca.training.sweeps.running import LOG, outcome, run_sweep
@@ -23,15 +26,20 @@ from tcnca.training.sweeps.table import (
     HEADINGS,
     MARKDOWN,
     Row,
+    best_group,
     best_row,
     cells,
     chosen,
     count,
+    grouped,
     ranked,
     read_row,
     read_rows,
+    seed_cells,
+    seed_headings,
     write_tables,
 )
+from tcnca.training.sweeps.variants import VARIANT, Variants, load_variants
 
 
 def sweep(
@@ -40,6 +48,13 @@ def sweep(
         list[str] | None,
         typer.Argument(metavar="KEY=A,B,C", help="Keys and the values to try, such as learning_rate=1e-4,1e-3."),
     ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Variants to compare: a YAML file of yours, or a name, such as mixers."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Variants to run, of those in the file. (default: all)")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep. (default: sweeps/RECIPE)")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs side by side; GPUs or cores are shared out.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs where there are some)")] = None,
@@ -52,6 +67,10 @@ def sweep(
 
     tcnca sweep recall-64-10-tcnca-simple learning_rate=1e-5,1e-4,1e-3,1e-2,1e-1 dropout=0,0.1
 
+    Variants, each a set of changes with a name, with everything else equal, twice each:
+
+    tcnca sweep enwik8-short seed=0,1 --variants mixers --only ema,tcn
+
     A key with one value is changed in all runs. Each run has a folder, as `tcnca train` makes it.
 
     The same command again skips what is done, goes on with what was begun, and tries again what has failed.
@@ -59,7 +78,9 @@ def sweep(
     console = Console(emoji=False, highlight=False)
     with explained():
         seconds = seconds_of("budget", budget) if budget else None
-        wanted = plan(recipe, changes or [], out, budget=seconds, device=device, jobs=jobs)
+        wanted = plan(
+            recipe, changes or [], out, variants=_variants(variants, only), budget=seconds, device=device, jobs=jobs
+        )
         if dry_run:
             _show_plan(console, wanted)
             return
@@ -67,10 +88,9 @@ def sweep(
             stopped = run_sweep(wanted, bar)
         rows = read_rows(wanted)
         write_tables(wanted, rows)
-        picture = save_picture(wanted, rows)
+        drawn = [path.name for path in (save_picture(wanted, rows), save_curves(wanted)) if path]
         _show_table(console, wanted, rows)
-        drawn = f", {picture.name}" if picture else ""
-        say(console, f"The table is in {wanted.folder}: {CSV}, {MARKDOWN}{drawn}.")
+        say(console, f"The table is in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
         if others := wanted.others():
             say(console, f"There are {others} runs there that are not of this sweep.")
         if stopped:
@@ -79,6 +99,13 @@ def sweep(
         if any(row.state != "done" for row in rows):
             say(console, "The same command tries again what is not done.")
             raise typer.Exit(1)
+
+
+def _variants(name: str | None, only: str) -> Variants | None:
+    picked = [each.strip() for each in only.split(",")] if only else []
+    if name is None and picked:
+        raise ConfigError(f"only: got {only}, allowed is a choice of variants: give a file of them with --variants")
+    return None if name is None else load_variants(name, picked)
 
 
 class _Bar:
@@ -144,21 +171,31 @@ def _show_plan(console: Console, wanted: Sweep) -> None:
 
 
 def _show_table(console: Console, wanted: Sweep, rows: list[Row]) -> None:
-    best = best_row(wanted, rows)
-    title = Text(f"Sweep of {wanted.recipe}", style="bold")
+    best = best_group(wanted, rows)
+    runs = best.rows if best else []
     # Narrow, so that a terminal of 80 columns holds it; the speed is in the other tables.
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for heading in (*wanted.varied, *HEADINGS[:-1]):
-        left = heading == "state"
-        table.add_column(Text(heading), justify="left" if left else "right", overflow="fold")
+    table = _table(f"Sweep of {wanted.recipe}", [*wanted.varied, *HEADINGS[:-1]])
     for row in ranked(wanted, rows):
-        style = "bold green" if row is best else _STYLES[row.state]
+        style = "bold green" if row in runs else _STYLES[row.state]
         table.add_row(*map(Text, cells(wanted, row)[:-1]), style=style)
     console.print(table)
+    if wanted.seed:
+        table = _table("Over seeds", seed_headings(wanted))
+        for group in grouped(wanted, rows):
+            table.add_row(*map(Text, seed_cells(wanted, group)), style="bold green" if group == best else "")
+        console.print(table)
     for row in rows:
         if row.error:
             say(console, f"{row.point.folder.name} failed: {row.error}")
-    say(console, f"{count(rows)} {chosen(wanted, best) if best else ''}".strip())
+    say(console, f"{count(rows)} {chosen(wanted, rows)}".strip())
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for heading in headings:
+        left = heading in ("state", VARIANT)
+        table.add_column(Text(heading), justify="left" if left else "right", overflow="fold")
+    return table
 
 
 _STYLES = {"done": "", "failed": "red", "stopped": "yellow", "waiting": "dim"}

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVES = "curves.png"
-_INK, _FAINT, _GREY, _ACCENT = "#1f4e79", "#a9c4de", "#666666", "#c8553d"
+GREY = "#666666"
+_INK, _FAINT, _ACCENT = "#1f4e79", "#a9c4de", "#c8553d"
 STYLE = {
     "font.size": 9.0,
     "axes.edgecolor": "#999999",
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "axes.xmargin": 0.02,
@@ -62,10 +63,10 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
         _plain(axes[1, 0], lines, "rate", "learning rate")
         _plain(axes[1, 1], lines, "tokens_per_second", "tokens per second")
         for axis in axes.flat:
-            _ticks(axis)
+            ticks(axis)
         for axis in axes[1]:
             axis.set_xlim(0, 1.02 * lines[-1]["step"])
-            axis.set_xlabel("updates", color=_GREY)
+            axis.set_xlabel("updates", color=GREY)
         with beside(folder / CURVES) as draft:
             FigureCanvasAgg(figure).print_png(draft)
     return folder / CURVES
@@ -128,7 +129,7 @@ def _validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better
     best = best_of(lines, higher_is_better=higher_is_better)
     axis.set_title(f"validation {lines[0]['metric']}" if lines else "validation", loc="left", fontsize=9)
     if best is None:
-        axis.text(0.5, 0.5, "none yet", color=_GREY, ha="center", va="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "none yet", color=GREY, ha="center", va="center", transform=axis.transAxes)
         axis.set_yticks([])
         return
     axis.plot(steps, scores, color=_INK, linewidth=1.2, marker="o", markersize=1.8)
@@ -160,7 +161,8 @@ def _plain(axis: Axes, lines: Sequence[Mapping[str, Any]], name: str, title: str
         axis.set_ylim(0, 1.08 * np.nanmax(values))
 
 
-def _ticks(axis: Axes) -> None:
+def ticks(axis: Axes) -> None:
+    """Few and short numbers at an axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))

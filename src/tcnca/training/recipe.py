@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.resources
-import os
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,6 +22,7 @@ from tcnca.training.config import (
     OptimiserConfig,
     ScheduleConfig,
 )
+from tcnca.training.shipped import Loader, read_yaml, shipped
 
 _PARTS: dict[str, type[Config]] = {
     "data": DataConfig,
@@ -110,7 +107,7 @@ class Recipe:
             key, equals, text = change.partition("=")
             if not equals:
                 raise ConfigError(f"{change}: got no value, allowed is key=value, for example learning_rate=0.001")
-            path = _located(key.strip())
+            path = located(key.strip())
             inner = values
             for name in path[:-1]:
                 inner = inner.setdefault(name, {})
@@ -145,57 +142,24 @@ class Recipe:
 
 def recipes() -> dict[str, str]:
     """The recipes that come with the library, and what they are."""
-    folder = importlib.resources.files("tcnca.training") / "recipes"
-    files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return {name.removesuffix(".yaml"): load_recipe(name.removesuffix(".yaml")).about for name in files}
+    return {name: load_recipe(name).about for name in shipped("recipes")}
 
 
 def load_recipe(name: str) -> Recipe:
     """A recipe that comes with the library, by its name, or one of yours, by its path."""
-    own = name.endswith((".yaml", ".yml")) or os.sep in name
-    source = Path(name) if own else importlib.resources.files("tcnca.training") / "recipes" / f"{name}.yaml"
+    values = read_yaml(name, "recipes", "recipe")
     try:
-        text = source.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(_no_such_recipe(name, own)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: is not a recipe ({error.reason} at byte {error.start})") from error
-    try:
-        values = yaml.load(text, _Loader)
-        if not isinstance(values, dict):
-            raise ConfigError("holds no keys and values")
         return Recipe.from_dict(values)
-    except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ConfigError(f"{name}: is not YAML: {error.problem}{where}") from error
-    except (yaml.YAMLError, TypeError) as error:
+    except TypeError as error:
         raise ConfigError(f"{name}: is not a recipe ({error})") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _no_such_recipe(name: str, own: bool) -> str:
-    if own:
-        return f"recipe: there is no file {name}"
-    known = recipes()
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"recipe: got {name!r}, {hint}Allowed are a file that ends in .yaml, and {', '.join(known)}"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with numbers such as 1e-3, which YAML itself takes for words."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def parsed(text: str) -> Any:
     """A value of the command line."""
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text}: is no value ({error})") from error
 
@@ -218,8 +182,8 @@ def _keys() -> list[str]:
     return ["about", "model.preset", *(f"model.{name}" for name in [*_names(ModelConfig), *sorted(inner)]), *keys]
 
 
-def _located(key: str) -> list[str]:
-    """The way to a key."""
+def located(key: str) -> list[str]:
+    """The way to a key, which may be given by its last name alone."""
     if key in _ITSELF:
         return _ITSELF[key].split(".")
     if key in _keys() or key.startswith(tuple(f"{part}." for part in _OPEN)):
@@ -233,6 +197,13 @@ def _located(key: str) -> list[str]:
     if found:
         raise ConfigError(f"{key}: is the name of several keys, allowed are {', '.join(found)}")
     raise _no_such_key(key)
+
+
+def same_key(one: str, other: str) -> bool:
+    """Whether two names are of one key: `kernel_size` is `model.mixer.kernel_size`."""
+    short, full = sorted((".".join(located(key)) for key in (one, other)), key=len)
+    name = full.split(".")[-1]
+    return short == full or (full.startswith("model.") and short == f"model.{name}" and name not in _names(ModelConfig))
 
 
 def _no_such_key(key: str) -> ConfigError:

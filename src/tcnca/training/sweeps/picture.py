@@ -12,7 +12,7 @@ import numpy as np
 from tcnca.training.files import beside
 from tcnca.training.recipe import parsed
 from tcnca.training.sweeps.plan import Sweep, is_number
-from tcnca.training.sweeps.table import Row, best_row
+from tcnca.training.sweeps.table import Row, best_group, best_row
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PICTURE = "sweep.png"
 
-# Told apart by people who do not see all colours as well.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Told apart by people who do not see all colours as well."""
 _MARKERS = "osD^vPX*"
 _APART = 0.07
 """Least distance of two numbers that are written under the axis, of its length."""
@@ -46,30 +46,36 @@ _RING: dict[str, Any] = {
 
 def save_picture(sweep: Sweep, rows: Sequence[Row]) -> Path | None:
     """Draw the scores into the folder of a sweep; None, and no picture, while there are none."""
-    best = best_row(sweep, rows)
-    if best is None:
+    if best_row(sweep, rows) is None:
         return None
     path = sweep.folder / PICTURE
     with beside(path) as draft:
-        draw(sweep, rows, best).savefig(draft, dpi=150, format="png")
+        draw(sweep, rows).savefig(draft, dpi=150, format="png")
     return path
 
 
-def draw(sweep: Sweep, rows: Sequence[Row], best: Row) -> Figure:
-    """The scores of some runs, of which one is the best."""
+def draw(sweep: Sweep, rows: Sequence[Row]) -> Figure:
+    """The scores of some runs, of which those of the best point are marked."""
     # Slow to import, and of use only here.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    numeric = [key for key in sweep.varied if all(is_number(parsed(text)) for text in sweep.grid[key])]
-    lines = len(rows) // len(sweep.grid[numeric[0]]) if numeric else len(rows)
+    # A seed is no quantity: what it repeats has a place of its own, unless nothing else varies.
+    keys = sweep.compared or sweep.varied
+    numeric = [key for key in keys if all(is_number(parsed(text)) for text in sweep.grid[key])]
+    best = best_group(sweep, rows)
+    names = list(dict.fromkeys(_name(row, keys) for row in rows))
+    lines = len(rows) // len(sweep.grid[numeric[0]]) if numeric else len(names)
     figure = Figure(figsize=(8, max(4.5 if numeric else 2.5, 2 + 0.25 * lines)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if numeric:
-        _lines(axes, sweep, rows, best, numeric[0])
+        _lines(axes, sweep, rows, numeric[0])
     else:
-        _dots(axes, sweep, rows, best)
+        _dots(axes, sweep, rows, names)
+    for row in best.rows if best else []:
+        score = row.scores[sweep.split]
+        axes.plot(*((_number(row, numeric[0]), score) if numeric else (score, names.index(_name(row, keys)))), **_RING)
     axes.set_title(f"Sweep of {sweep.recipe}", loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -77,16 +83,16 @@ def draw(sweep: Sweep, rows: Sequence[Row], best: Row) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, sweep: Sweep, rows: Sequence[Row], best: Row, key: str) -> None:
+def _lines(axes: Axes, sweep: Sweep, rows: Sequence[Row], key: str) -> None:
     """A line for each combination of the other keys, along the numbers of one."""
     others = [other for other in sweep.varied if other != key]
     series: dict[str, list[Row]] = {}
     for row in rows:
-        series.setdefault(", ".join(row.point.values[other] for other in others), []).append(row)
+        series.setdefault(_name(row, others), []).append(row)
     named = []
     for place, (name, members) in enumerate(series.items()):
         members = sorted(members, key=lambda row: _number(row, key))
-        colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place // len(_COLOURS) % len(_MARKERS)]
+        colour, marker = COLOURS[place % len(COLOURS)], _MARKERS[place // len(COLOURS) % len(_MARKERS)]
         for split, style in _SPLITS.items():
             found = [(_number(row, key), row.scores[split]) for row in members if _drawable(row, split)]
             x, y = [number for number, _ in found], [score for _, score in found]
@@ -95,8 +101,7 @@ def _lines(axes: Axes, sweep: Sweep, rows: Sequence[Row], best: Row, key: str) -
         # One above the other, so that lines that fail at the same number are all seen.
         heights = [0.03 + 0.05 * (place % _ROWS)] * len(failed)
         axes.plot(failed, heights, "x", color=colour, transform=axes.get_xaxis_transform(), markeredgewidth=2)
-        named.append(_handle(name, color=colour, marker=marker, markersize=6))
-    axes.plot(_number(best, key), best.scores[sweep.split], **_RING)
+        named.append(handle(name, color=colour, marker=marker, markersize=6))
     if any(row.state == "failed" for row in rows):
         low, high = axes.get_ylim()
         axes.set_ylim(low - (high - low) * 0.06 * min(len(series), _ROWS), high)
@@ -109,20 +114,24 @@ def _lines(axes: Axes, sweep: Sweep, rows: Sequence[Row], best: Row, key: str) -
         )
 
 
-def _dots(axes: Axes, sweep: Sweep, rows: Sequence[Row], best: Row) -> None:
-    """A line for each run, where no key has numbers."""
-    for place, row in enumerate(rows):
+def _dots(axes: Axes, sweep: Sweep, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """A line for each point, with a dot for each seed, where no key has numbers."""
+    keys = sweep.compared or sweep.varied
+    for row in rows:
+        place = names.index(_name(row, keys))
         for split in _SPLITS:
             if _drawable(row, split):
-                axes.plot(row.scores[split], place, "o", color=_COLOURS[0], **_MARKS[split])
+                axes.plot(row.scores[split], place, "o", color=COLOURS[0], **_MARKS[split])
         if row.state == "failed":
-            axes.plot(0.02, place, "x", color=_COLOURS[0], transform=axes.get_yaxis_transform(), markeredgewidth=2)
-    axes.plot(best.scores[sweep.split], list(rows).index(best), **_RING)
-    names = [", ".join(row.point.values[key] for key in sweep.varied) for row in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+            axes.plot(0.02, place, "x", color=COLOURS[0], transform=axes.get_yaxis_transform(), markeredgewidth=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(sweep.metric)
-    axes.set_ylabel(", ".join(sweep.varied))
+    axes.set_ylabel(", ".join(keys))
+
+
+def _name(row: Row, keys: Sequence[str]) -> str:
+    return ", ".join(row.point.values[key] for key in keys)
 
 
 def _scale(axes: Axes, texts: Sequence[str]) -> None:
@@ -151,16 +160,17 @@ def _explanation(sweep: Sweep, rows: Sequence[Row], joined: bool) -> list[Artist
     """What the marks mean, of those that are there; `joined`, if lines go through them."""
     seen = [split for split in _SPLITS if any(_drawable(row, split) for row in rows)]
     handles = [
-        _handle(split, color="dimgrey", marker="o", linestyle=_SPLITS[split] if joined else "none", **_MARKS[split])
+        handle(split, color="dimgrey", marker="o", linestyle=_SPLITS[split] if joined else "none", **_MARKS[split])
         for split in seen
     ]
-    handles += [_handle(f"chosen by\n{sweep.split}", **_RING)]
+    handles += [handle(f"chosen by\n{sweep.split}", **_RING)]
     if any(row.state == "failed" for row in rows):
-        handles += [_handle("failed", color="dimgrey", marker="x", markeredgewidth=2, linestyle="none")]
+        handles += [handle("failed", color="dimgrey", marker="x", markeredgewidth=2, linestyle="none")]
     return handles
 
 
-def _handle(label: str, **style: Any) -> Artist:
+def handle(label: str, **style: Any) -> Artist:
+    """An entry of a legend."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **style)

@@ -1,4 +1,7 @@
-"""What a sweep is to run: every combination of some values of a recipe's keys, checked before anything runs."""
+"""What a sweep is to run: every combination of some values of a recipe's keys, checked before anything runs.
+
+Variants are values of a key of their own, `variant`, which comes first.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from typing import Any
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.training.processes import check_device
-from tcnca.training.recipe import Recipe, differences, load_recipe, parsed
+from tcnca.training.recipe import Recipe, differences, load_recipe, located, parsed, same_key
 from tcnca.training.record import read_record
 from tcnca.training.run import RECIPE
+from tcnca.training.sweeps.variants import VARIANT, Variants
 
 _LONGEST = 120
 """Letters of a folder's name; file systems allow 255 bytes."""
@@ -28,15 +32,12 @@ class Point:
 
     values: dict[str, str]
     """Keys, and the value of each as it was given."""
+    changes: list[str]
+    """What it changes of the recipe: these values, with the changes of a variant in place of its name."""
     recipe: Recipe
     """What it trains."""
     folder: Path
     """Where it does."""
-
-    @property
-    def changes(self) -> list[str]:
-        """What it changes of the recipe."""
-        return [f"{key}={text}" for key, text in self.values.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,18 +64,32 @@ class Sweep:
     """`cpu` or `cuda`; None for GPUs where there are some."""
     jobs: int = 1
     """Runs side by side."""
+    variants: Variants | None = None
+    """What the names of variants stand for; None where none are compared."""
 
     @property
     def varied(self) -> list[str]:
-        """Keys with several values; all of them if none has."""
+        """Keys with several values, and `variant`; all of them if there are none of these."""
         return _varied(self.grid)
+
+    @property
+    def seed(self) -> str | None:
+        """The key that only repeats runs, if it has several values."""
+        return next((key for key in self.varied if len(self.grid[key]) > 1 and _is_seed(key)), None)
+
+    @property
+    def compared(self) -> list[str]:
+        """The keys that vary, without the seed."""
+        return [key for key in self.varied if key != self.seed]
 
     @property
     def command(self) -> str:
         """What a user types for this sweep."""
-        changes = [f"{key}={','.join(texts)}" for key, texts in self.grid.items()]
+        changes = [f"{key}={','.join(texts)}" for key, texts in self.grid.items() if key != VARIANT]
+        variants = self.variants.arguments if self.variants else []
         jobs = ["--jobs", str(self.jobs)] if self.jobs > 1 else []
-        return shlex.join(["tcnca", "sweep", self.recipe, *changes, "--out", str(self.folder), *jobs, *self._options()])
+        options = [*variants, "--out", str(self.folder), *jobs, *self._options()]
+        return shlex.join(["tcnca", "sweep", self.recipe, *changes, *options])
 
     def train_command(self, point: Point, *more: str) -> list[str]:
         """The arguments of `tcnca` that run a point."""
@@ -95,6 +110,7 @@ def plan(
     changes: Iterable[str],
     folder: Path | None = None,
     *,
+    variants: Variants | None = None,
     budget: float | None = None,
     device: str | None = None,
     jobs: int = 1,
@@ -105,6 +121,7 @@ def plan(
         recipe: name or file of a recipe.
         changes: keys with their values, such as `learning_rate=1e-4,1e-3`.
         folder: where the runs go; None for `sweeps/` and the name of the recipe.
+        variants: sets of changes, each of which is combined with all values.
         budget: seconds of each run; None where the number of updates says when to end.
         device: `cpu` or `cuda`; None for GPUs where there are some.
         jobs: runs side by side.
@@ -113,10 +130,16 @@ def plan(
     grid = parse_grid(changes)
     folder = folder or Path("sweeps") / Path(recipe).stem
     base = load_recipe(recipe)
+    advice = variants.advice(recipe) if variants else ""
+    if variants is not None:
+        _check_variants(variants, grid, advice)
+        grid = {VARIANT: list(variants.changes), **grid}
+    if not grid:
+        raise ConfigError("got no key to sweep over, allowed is key=value,value, such as learning_rate=1e-4,1e-3")
     combinations = [dict(zip(grid, texts, strict=True)) for texts in itertools.product(*grid.values())]
-    wanted = [_checked(base, values) for values in combinations]
-    _check_different(base, grid)
-    tasks = _tasks(combinations, wanted)
+    wanted = [_blamed(base, values, variants, advice) for values in combinations]
+    _check_different(base, grid, variants)
+    tasks = _tasks(combinations, wanted, advice)
     metrics = sorted({task.metric for task in tasks})
     if len(metrics) > 1:
         raise ConfigError(f"data: its sets are measured by {' and '.join(metrics)}; sweep over them one by one")
@@ -127,7 +150,7 @@ def plan(
         grid=grid,
         folder=folder,
         points=[
-            Point(values=values, recipe=each, folder=place)
+            Point(values=values, changes=_changes(values, variants), recipe=each, folder=place)
             for values, each, place in zip(combinations, wanted, places, strict=True)
         ],
         metric=metrics[0],
@@ -136,6 +159,7 @@ def plan(
         budget=budget,
         device=device,
         jobs=jobs,
+        variants=variants,
     )
 
 
@@ -150,8 +174,6 @@ def parse_grid(changes: Iterable[str]) -> dict[str, list[str]]:
         if key in grid:
             raise ConfigError(f"{key}: is given twice; give all its values at once: {key}={','.join(grid[key])},{text}")
         grid[key] = _pieces(key, text)
-    if not grid:
-        raise ConfigError("got no key to sweep over, allowed is key=value,value, such as learning_rate=1e-4,1e-3")
     return grid
 
 
@@ -190,7 +212,12 @@ def folder_name(values: dict[str, str]) -> str:
 
 
 def _varied(grid: dict[str, list[str]]) -> list[str]:
-    return [key for key, texts in grid.items() if len(texts) > 1] or list(grid)
+    # A variant is named also where it is the only one, so that others may come into the same folder.
+    return [key for key, texts in grid.items() if key == VARIANT or len(texts) > 1] or list(grid)
+
+
+def _is_seed(key: str) -> bool:
+    return key != VARIANT and same_key(key, "batch.seed")
 
 
 def is_number(value: Any) -> bool:
@@ -202,38 +229,84 @@ def _label(values: dict[str, str]) -> str:
     return " ".join(f"{key}={text}" for key, text in values.items())
 
 
-def _checked(base: Recipe, values: dict[str, str]) -> Recipe:
-    changes = [f"{key}={text}" for key, text in values.items()]
+def _changes(values: dict[str, str], variants: Variants | None) -> list[str]:
+    """What some values change of a recipe."""
+    own = variants.changes[values[VARIANT]] if variants else []
+    return [*own, *(f"{key}={text}" for key, text in values.items() if key != VARIANT or not variants)]
+
+
+def _check_variants(variants: Variants, grid: dict[str, list[str]], advice: str) -> None:
+    """A ConfigError if a variant changes what has values of its own."""
+    if VARIANT in grid:
+        raise ConfigError(
+            f"{VARIANT}: got {','.join(grid[VARIANT])}, allowed are keys of a recipe; --only picks variants"
+        )
+    for key in grid:
+        # One that does not exist is no mistake of a variant.
+        located(key)
+    for variant, changes in variants.changes.items():
+        try:
+            twice = [(own, key) for own in _keys(changes) for key in grid if same_key(own, key)]
+        except ConfigError as error:
+            raise ConfigError(f"variant {variant}: {error}{advice}") from error
+        for own, key in twice:
+            raise ConfigError(f"variant {variant}: changes {own}, and {key} is given as well; leave one of them out")
+
+
+def _keys(changes: Iterable[str]) -> list[str]:
+    return [change.partition("=")[0].strip() for change in changes]
+
+
+def _checked(base: Recipe, values: dict[str, str], variants: Variants | None) -> Recipe:
+    changes = _changes(values, variants)
     recipe = base.override(changes)
-    for place, key in enumerate(values):
+    for place, key in enumerate(_keys(changes)):
         # A change that has another effect when it comes last is overwritten by a later one.
         if base.override([*changes[:place], *changes[place + 1 :], changes[place]]) != recipe:
-            raise ConfigError(f"{key}: is given again under another name, in {_label(values)}; give it once")
+            raise ConfigError(f"{key}: is given again under another name, in {' '.join(changes)}; give it once")
     return recipe
 
 
-def _check_different(base: Recipe, grid: dict[str, list[str]]) -> None:
+def _blamed(base: Recipe, values: dict[str, str], variants: Variants | None, advice: str) -> Recipe:
+    """A recipe that is checked; if it is a variant that is wrong, with the name of it."""
+    try:
+        return _checked(base, values, variants)
+    except ConfigError as error:
+        if variants is None:
+            raise
+        # What is wrong without the variant as well is no mistake of it.
+        _checked(base, {key: text for key, text in values.items() if key != VARIANT}, None)
+        raise ConfigError(f"variant {values[VARIANT]}: {error}{advice}") from error
+
+
+def _check_different(base: Recipe, grid: dict[str, list[str]], variants: Variants | None) -> None:
     """A ConfigError if two values of a key are one."""
     first = {key: texts[0] for key, texts in grid.items()}
     for key, texts in grid.items():
-        found = [(text, _checked(base, {**first, key: text})) for text in texts]
+        found = [(text, _checked(base, {**first, key: text}, variants)) for text in texts]
         for (one, recipe), (other, same) in itertools.combinations(found, 2):
             if recipe == same:
                 raise ConfigError(f"{key}: got {one} and {other}, which are the same; give each value once")
 
 
-def _tasks(combinations: Sequence[dict[str, str]], wanted: Sequence[Recipe]) -> list[Task]:
+def _tasks(combinations: Sequence[dict[str, str]], wanted: Sequence[Recipe], advice: str) -> list[Task]:
     """The tasks of all points, each made once, and the models checked against them."""
     made: dict[str, Task] = {}
+    seen: dict[str, str] = {}
     tasks = []
     for values, recipe in zip(combinations, wanted, strict=True):
         # Here and not in each run: data of one's own is read once, and a mistake is told before hours of training.
         key = repr(recipe.data)
         made[key] = made[key] if key in made else recipe.build_task()
         try:
-            recipe.model_config(made[key])
+            model = recipe.model_config(made[key])
         except ConfigError as error:
-            raise ConfigError(f"{_label(values)}: {error}") from error
+            raise ConfigError(f"{_label(values)}: {error}{advice}") from error
+        # Recipes that say it otherwise may mean one model, such as by a value that the preset has anyway.
+        whole = repr((model, dataclasses.replace(recipe, model={}, about="")))
+        if whole in seen:
+            raise ConfigError(f"{_label(values)}: is the same as {seen[whole]}; give each once")
+        seen[whole] = _label(values)
         tasks.append(made[key])
     return tasks
 

@@ -7,7 +7,8 @@ import dataclasses
 import io
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tcnca.training.checkpoints import Checkpoints, read_progress
@@ -42,6 +43,24 @@ class Row:
     """Time spent."""
     tokens_per_second: float | None = None
     """Mean speed of training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that differ in nothing but their seed."""
+
+    rows: list[Row]
+    """One for each seed."""
+
+    def scores(self, split: str) -> list[float]:
+        """The final scores on a split, of the runs that have one."""
+        found = [row.scores.get(split, math.nan) for row in self.rows]
+        return [score for score in found if math.isfinite(score)]
+
+    def mean(self, split: str) -> float:
+        """Mean over all seeds, NaN while some have no score: those that fail are not the ones to leave out."""
+        scores = self.scores(split)
+        return statistics.fmean(scores) if len(scores) == len(self.rows) else math.nan
 
 
 def read_rows(sweep: Sweep) -> list[Row]:
@@ -82,18 +101,33 @@ def _steps(point: Point, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 def ranked(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     """Rows with the best first, by the split that chooses; those without a score are last."""
+    return sorted(rows, key=lambda row: _order(sweep, row.scores.get(sweep.split, math.nan)))
 
-    def order(row: Row) -> tuple[bool, float]:
-        score = row.scores.get(sweep.split, math.nan)
-        return not math.isfinite(score), (-score if sweep.higher_is_better else score) if math.isfinite(score) else 0.0
 
-    return sorted(rows, key=order)
+def grouped(sweep: Sweep, rows: Sequence[Row]) -> list[Group]:
+    """Rows that differ in their seed alone put together, with the best mean first; those without one are last."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.point.values[key] for key in sweep.compared), []).append(row)
+    return sorted(
+        (Group(rows=members) for members in found.values()), key=lambda group: _order(sweep, group.mean(sweep.split))
+    )
+
+
+def _order(sweep: Sweep, score: float) -> tuple[bool, float]:
+    return not math.isfinite(score), (-score if sweep.higher_is_better else score) if math.isfinite(score) else 0.0
 
 
 def best_row(sweep: Sweep, rows: Sequence[Row]) -> Row | None:
-    """The row of the point that is chosen; None while no run is done."""
+    """The row with the best score; None while no run is done."""
     first = ranked(sweep, rows)[0]
     return first if math.isfinite(first.scores.get(sweep.split, math.nan)) else None
+
+
+def best_group(sweep: Sweep, rows: Sequence[Row]) -> Group | None:
+    """The point that is chosen, with a run for each seed; None while none has a score for every seed."""
+    first = grouped(sweep, rows)[0]
+    return first if math.isfinite(first.mean(sweep.split)) else None
 
 
 def write_tables(sweep: Sweep, rows: Sequence[Row]) -> None:
@@ -128,20 +162,62 @@ def cells(sweep: Sweep, row: Row) -> list[str]:
     ]
 
 
+def seed_headings(sweep: Sweep) -> list[str]:
+    """Headings of the table over seeds."""
+    return [*sweep.compared, "seeds", f"mean {sweep.split}", "standard deviation"]
+
+
+def seed_cells(sweep: Sweep, group: Group) -> list[str]:
+    """A row of the table over seeds, for people."""
+    scores = group.scores(sweep.split)
+    missing = "" if len(scores) == len(group.rows) else f" of {len(group.rows)}"
+    return [
+        *(group.rows[0].point.values[key] for key in sweep.compared),
+        f"{len(scores)}{missing}",
+        f"{statistics.fmean(scores):.4f}" if scores else "–",
+        f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "–",
+    ]
+
+
 def _markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
-    best = best_row(sweep, rows)
-    titles = [*sweep.varied, *HEADINGS, "folder"]
-    table = [titles, ["---"] * len(titles)]
-    for row in ranked(sweep, rows):
-        texts = [_plain(text) for text in (*cells(sweep, row), row.point.folder.name)]
-        table.append([f"**{text}**" for text in texts] if row is best else texts)
-    parts = [f"# Sweep of {sweep.recipe}", f"    {sweep.command}", count(rows)]
-    parts += ["\n".join(f"| {' | '.join(line)} |" for line in table)]
-    parts += ["\n".join(f"- {row.point.folder.name} failed: {_plain(row.error)}" for row in rows if row.error)]
-    if best is not None:
-        parts += [chosen(sweep, best), "The command that makes this run:"]
-        parts += [f"    {shlex.join(['tcnca', *sweep.train_command(best.point)])}"]
+    best = best_group(sweep, rows)
+    runs = best.rows if best else []
+    parts = [f"# Sweep of {sweep.recipe}", f"    {sweep.command}", *_legend(sweep), count(rows)]
+    body = [([*cells(sweep, row), row.point.folder.name], row in runs) for row in ranked(sweep, rows)]
+    parts += [_table([*sweep.varied, *HEADINGS, "folder"], body)]
+    parts += [_list(f"{row.point.folder.name} failed: {_plain(row.error)}" for row in rows if row.error)]
+    if sweep.seed:
+        over = [(seed_cells(sweep, group), group == best) for group in grouped(sweep, rows)]
+        parts += ["Over seeds:", _table(seed_headings(sweep), over)]
+    parts += [chosen(sweep, rows)]
+    if runs:
+        parts += [f"What makes {'these runs' if len(runs) > 1 else 'this run'}:"]
+        parts += ["\n".join(f"    {shlex.join(['tcnca', *sweep.train_command(row.point)])}" for row in runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _legend(sweep: Sweep) -> list[str]:
+    """What the variants are."""
+    if sweep.variants is None:
+        return []
+    changes = {name: f"`{' '.join(texts)}`" for name, texts in sweep.variants.changes.items() if texts}
+    return [
+        sweep.variants.about,
+        _list(f"{name}: {changes.get(name, 'the recipe as it is')}" for name in sweep.variants.changes),
+    ]
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(titles: Sequence[str], body: Iterable[tuple[Sequence[str], bool]]) -> str:
+    """A table in Markdown; rows that are marked are bold."""
+    lines = [titles, ["---"] * len(titles)]
+    for texts, marked in body:
+        plain = [_plain(text) for text in texts]
+        lines.append([f"**{text}**" for text in plain] if marked else plain)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _plain(text: str) -> str:
@@ -155,16 +231,22 @@ def count(rows: Sequence[Row]) -> str:
     return f"{len(rows)} run{'s' if len(rows) > 1 else ''}: {', '.join(found)}."
 
 
-def chosen(sweep: Sweep, best: Row) -> str:
-    """Which point is chosen, by what, and what its score is worth."""
-    better = "greatest" if sweep.higher_is_better else "least"
-    point = " ".join(f"{key}={best.point.values[key]}" for key in sweep.varied)
-    start = f"Chosen by the {better} {sweep.split} {sweep.metric}, {best.scores[sweep.split]:.4f}: {point}."
+def chosen(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """Which point is chosen, by what, and what its score is worth; nothing while there are no scores."""
+    best = best_group(sweep, rows)
+    if best is None:
+        return "None is chosen, as none has a score for every seed." if best_row(sweep, rows) else ""
+    values, repeated = best.rows[0].point.values, len(best.rows) > 1
+    mean, over = ("mean ", f" over {len(best.rows)} seeds") if repeated else ("", "")
+    found = f"{mean}{sweep.split} {sweep.metric}{over}, {best.mean(sweep.split):.4f}"
+    point = " ".join(f"{key}={values[key]}" for key in sweep.compared)
+    # Where nothing but the seed varies, there was nothing to choose.
+    start = f"Chosen by the {'greatest' if sweep.higher_is_better else 'least'} {found}: {point}."
+    start = start if point else f"The {found}."
     if sweep.split == "test":
-        return f"{start} There is no validation split: it was the test score that chose, so it flatters."
-    if "test" not in best.scores:
+        flatters = " There is no validation split: it was the test score that chose, so it flatters."
+        return f"{start}{flatters if point else ''}"
+    if not best.scores("test"):
         return start
-    return (
-        f"{start} Its test {sweep.metric} is {best.scores['test']:.4f}, which is the result of the sweep: the test "
-        f"scores of the other points had no say in it."
-    )
+    result = f"{start} Its {mean}test {sweep.metric} is {best.mean('test'):.4f}"
+    return f"{result}, which is the result of the sweep: the test scores of the other points had no say in it."
