@@ -76,10 +76,11 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
             bent = functions[config.activation](h)
             if module.gain is not None:
                 h = h + module.gain[block, inner] * bent
-            elif module.omega is None:
+            elif config.block == "residual":
                 h = bent
-        x = x + h if module.omega is None else h
-    return x if module.omega is None else functions[config.activation](x + module.omega * given)
+        x = x + h if config.block == "residual" else h
+    x = x if module.omega is None else x + module.omega * given
+    return functions[config.activation](x) if config.finish == "activation" else x
 
 
 def ema(module: EMA, x: Tensor) -> Tensor:

@@ -11,21 +11,34 @@ from torch import Tensor
 
 from tcnca import TCNConfig
 from tcnca.layers import TCN
-from tcnca.layers.config import TCNBlock, TCNNorm
+from tcnca.layers.config import TCNBlock, TCNFinish, TCNInit, TCNNorm
 from tcnca.layers.norm import fold
 from tcnca.ops import tcn
 from tests.comparison import TOLERANCE, assert_close
 from tests.layers import formulas
 
 WIDTH = 5
+SMALL: dict[str, Any] = {
+    "kernel_size": 3,
+    "dilation_factor": 2,
+    "depth": 3,
+    "block": "residual",
+    "finish": "none",
+    "norm": "none",
+}
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 def _tcn(causal: bool = True, **fields: Any) -> TCN:
-    config = TCNConfig(**{"kernel_size": 3, "dilation_factor": 2, "depth": 3, "norm": "none", **fields})
+    config = TCNConfig(**{**SMALL, **fields})
     module = TCN(WIDTH, config, causal).double().eval()
     formulas.scramble(module)
     return module
+
+
+def _start(width: int, causal: bool = True, **fields: Any) -> Tensor:
+    """Kernels as they are drawn."""
+    return TCN(width, TCNConfig(**fields), causal).weight.detach()
 
 
 def _x(time: int = 17) -> Tensor:
@@ -42,8 +55,11 @@ def _has_deviation(values: Tensor, deviation: float) -> bool:
 @pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("block", get_args(TCNBlock))
-def test_equals_the_blocks_written_as_loops(causal: bool, norm: str, convolutions: int, bias: bool, block: str) -> None:
-    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias, block=block)
+@pytest.mark.parametrize("finish", get_args(TCNFinish))
+def test_equals_the_blocks_written_as_loops(
+    causal: bool, norm: str, convolutions: int, bias: bool, block: str, finish: str
+) -> None:
+    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias, block=block, finish=finish)
     x = _x()
     with torch.no_grad():
         assert_close(module(x)[0], formulas.tcn(module, x))
@@ -88,13 +104,13 @@ def test_normal_start() -> None:
 
 
 def test_decay_start_has_small_far_blocks() -> None:
-    weight = TCN(256, TCNConfig(kernel_size=9, depth=3, init="decay")).weight
+    weight = TCN(256, TCNConfig(kernel_size=9, depth=3, block="residual", init="decay")).weight
     assert all(_has_deviation(block, 0.1 / 3) for block in weight[1:])
 
 
 @pytest.mark.parametrize("convolutions", [1, 2])
 def test_decay_start_has_a_first_block_of_unit_mixtures_of_four_exponentials(convolutions: int) -> None:
-    kernels = TCN(64, TCNConfig(kernel_size=17, convolutions=convolutions, init="decay")).weight[0].detach()
+    kernels = _start(64, kernel_size=17, convolutions=convolutions, block="residual", init="decay")[0]
     assert_close(kernels.norm(dim=-1), torch.ones(convolutions, 64))
     # A sum of four exponentials obeys a recurrence of order four, so this matrix has that rank.
     place = torch.arange(9)
@@ -105,7 +121,7 @@ def test_decay_start_has_a_first_block_of_unit_mixtures_of_four_exponentials(con
 
 
 def test_decay_start_of_a_bidirectional_tcn_decays_to_both_sides() -> None:
-    kernels = TCN(64, TCNConfig(kernel_size=9, init="decay"), causal=False).weight[0].detach()
+    kernels = _start(64, causal=False, kernel_size=9, block="residual", init="decay")[0]
     assert_close(kernels, kernels.flip(-1))
     energy = kernels.square().mean((0, 1))
     assert int(energy.argmax()) == 4
@@ -143,8 +159,63 @@ def test_series_start_is_one_decaying_exponential_a_channel(causal: bool, kernel
         assert not other.any()
 
 
+@DIRECTIONS
+@pytest.mark.parametrize("block", ["linear", "chain"])
+def test_ema_start_is_that_of_an_ema_as_far_as_the_first_kernel_reaches(causal: bool, block: str) -> None:
+    torch.manual_seed(3)
+    kernels = _start(400, causal, kernel_size=9, depth=3, convolutions=2, block=block, init="ema", norm="none")
+    centre = 0 if causal else 4
+    first, others = kernels[0, 0], kernels.flatten(0, 1)[1:]
+    assert not others[..., torch.arange(9) != centre].any()
+    assert bool((others[..., centre] == 1.0).all())
+    # MEGA's: sixteen decays of about 1 - σ(0)², with weights σ(0) γ / 4 of random signs and γ ~ N(0, 1).
+    energy = first.square().mean(0)
+    expected = 0.25 * 0.75 ** (2 * torch.arange(9 - centre))
+    past, future = energy[centre:], energy[: centre + 1].flip(0)
+    for side in [past] if causal else [past, future]:
+        torch.testing.assert_close(side[1:], expected[1:], rtol=0.3, atol=0.0)
+    torch.testing.assert_close(past[0], expected[0] * (1 if causal else 2), rtol=0.3, atol=0.0)
+
+
+def test_ema_start_of_one_channel_is_smooth() -> None:
+    """Decays of an EMA lie close together, so that each tap is the one before it times about as much."""
+    first = _start(64, kernel_size=9, init="ema", norm="none")[0, 0].double()
+    large = first[first[:, 0].abs() > 0.5]
+    assert len(large) > 5
+    ratios = large[:, 1:4] / large[:, :3]
+    assert 0.7 < float(ratios.median()) < 0.8
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("block", get_args(TCNBlock))
+@pytest.mark.parametrize("init", [name for name in get_args(TCNInit) if name not in ("series", "normal")])
+def test_far_blocks_start_by_letting_through_what_comes(causal: bool, block: str, init: str) -> None:
+    """White noise of far tokens must not drown what is near; at the start, little of it is added."""
+    fields: dict[str, Any] = {"kernel_size": 9, "depth": 4, "block": block, "init": init, "norm": "none"}
+    kernels = _start(200, causal, **fields)[2:, 0]
+    kernels[..., 0 if causal else 4] -= 0.0 if block == "residual" else 1.0
+    added = kernels.square().sum(-1).mean(-1).sqrt()
+    assert bool((added < 0.15).all()), added
+
+
+@pytest.mark.parametrize("norm", ["none", "weight"])
+@pytest.mark.parametrize("convolutions", [1, 2])
+@pytest.mark.parametrize("block", get_args(TCNBlock))
+@pytest.mark.parametrize("init", get_args(TCNInit))
+def test_every_kernel_learns_from_the_first_update(norm: str, convolutions: int, block: str, init: str) -> None:
+    module = TCN(
+        WIDTH, TCNConfig(**{**SMALL, "norm": norm, "convolutions": convolutions, "block": block, "init": init})
+    )
+    module(torch.randn(2, 30, WIDTH))[0].square().sum().backward()
+    gradients = module.weight.grad if module.scale is None or init not in ("near", "ema") else module.scale.grad
+    assert gradients is not None
+    last = gradients[:, -1]
+    assert bool((last.flatten(1) != 0).any(1).all())
+    assert bool(torch.isfinite(gradients).all())
+
+
 def test_a_chain_begins_without_bends() -> None:
-    module = TCN(WIDTH, TCNConfig(block="chain", init="series"))
+    module = TCN(WIDTH, TCNConfig(block="chain", finish="skip"))
     assert module.gain is not None
     assert module.omega is not None
     assert not module.gain.any()
@@ -155,8 +226,8 @@ def test_a_chain_begins_without_bends() -> None:
 @DIRECTIONS
 @pytest.mark.parametrize("init", ["decay", "normal"])
 def test_bias_starts_at_zero_and_weight_norm_starts_with_the_kernels_as_drawn(causal: bool, init: str) -> None:
-    module = TCN(WIDTH, TCNConfig(kernel_size=3, norm="weight", bias=True, init=init), causal).double()  # type: ignore[arg-type]
-    plain = TCN(WIDTH, TCNConfig(kernel_size=3, norm="none", init=init), causal).double()  # type: ignore[arg-type]
+    module = TCN(WIDTH, TCNConfig(kernel_size=3, norm="weight", finish="none", bias=True, init=init), causal).double()  # type: ignore[arg-type]
+    plain = TCN(WIDTH, TCNConfig(kernel_size=3, norm="none", finish="none", init=init), causal).double()  # type: ignore[arg-type]
     with torch.no_grad():
         plain.weight.copy_(module.weight)
     x = _x()
@@ -175,7 +246,7 @@ def test_weight_norm_sets_the_lengths_of_the_kernels() -> None:
         assert_close(module(x)[0], before, "output with longer directions")
         assert module.scale is not None
         module.scale.mul_(2.0)
-        plain = TCN(WIDTH, TCNConfig(kernel_size=3, dilation_factor=2, depth=3, norm="none")).double()
+        plain = TCN(WIDTH, TCNConfig(**SMALL)).double()
         plain.weight.copy_(module.weight / module.weight.norm(dim=-1, keepdim=True) * module.scale.unsqueeze(-1))
         assert_close(module(x)[0], plain(x)[0])
 

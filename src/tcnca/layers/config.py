@@ -24,8 +24,9 @@ from tcnca.ops import (
 )
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
-TCNInit = Literal["decay", "normal", "series"]
-TCNBlock = Literal["residual", "chain", "linear"]
+TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
+TCNBlock = Literal["linear", "chain", "residual"]
+TCNFinish = Literal["none", "skip", "activation"]
 Position = Literal["none", "simple", "rotary", "rope"]
 
 
@@ -102,33 +103,38 @@ def check_reach(name: str, chunk: int | None, reach: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TCNConfig(Config):
-    """The structure of a TCN: `depth` residual blocks, block `i` of dilation `dilation_factor^i`."""
+    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`."""
 
     kernel_size: int = 17
     """Taps of every kernel (the paper's K)."""
     dilation_factor: int = 8
     """Growth of the dilation from block to block (the paper's f)."""
     depth: int = 4
-    """Number of residual blocks (the paper's D)."""
+    """Number of blocks (the paper's D)."""
     convolutions: int = 1
-    """Convolutions in one residual block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
+    """Convolutions in one block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
     activation: Activation = "silu"
-    """Non-linearity after each convolution."""
-    norm: TCNNorm = "weight"
+    """Non-linearity, where `block` or `finish` has one."""
+    norm: TCNNorm = "none"
     """Normalisation of each convolution: `weight` of its kernels, `batch` of each channel of its output;
     `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""
     dropout: float = 0.0
     """Dropout inside the blocks."""
-    block: TCNBlock = "residual"
-    """`residual`: `x + activation(convolution(x))`. `chain`: `h = convolution(h)`, then `h + a · activation(h)` with a
-    learned `a` for each channel that begins at 0, and at the end of all `activation(h + ω · x)`. `linear`: a chain
-    without what is between the convolutions."""
-    init: TCNInit = "decay"
-    """`decay`: first block of random mixtures of decaying exponentials, the dilated blocks small.
-    `normal`: all kernels N(0, 1 / kernel_size). `series`: for chains, all together one decaying exponential a channel,
-    as far as `dilation_factor ^ depth` tokens, if the kernel has as many taps as the dilation factor says."""
+    block: TCNBlock = "linear"
+    """How convolutions follow each other. `linear`: one directly after the other. `chain`: after each,
+    `h + a · activation(h)` with a learned `a` for each channel that begins at 0. `residual`:
+    `x + activation(convolution(x))`."""
+    finish: TCNFinish = "skip"
+    """What is made of the last block's `h`: nothing more (`none`), `h + ω · x` with a learned ω for each channel
+    (`skip`), or the `activation` of that, as MEGA's EMA ends."""
+    init: TCNInit = "ema"
+    """How kernels start. `ema`: that of the first block as MEGA's EMA does, the others letting through what comes.
+    `series`: for `linear` and `chain`, together one decaying exponential a channel, as far as
+    `dilation_factor ^ depth` tokens if there are as many taps. `near`: random mixtures of decaying exponentials in the
+    first block, nothing new in the others; `decay`: little in the others. `graded`: all N(0, 1 / kernel_size), each
+    block 0.3 times the one before. `normal`: all alike. See docs/tcn-block.md."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +144,7 @@ class TCNConfig(Config):
         check_choice("mixer.norm", self.norm, get_args(TCNNorm))
         check_choice("mixer.init", self.init, get_args(TCNInit))
         check_choice("mixer.block", self.block, get_args(TCNBlock))
+        check_choice("mixer.finish", self.finish, get_args(TCNFinish))
         check_flag("mixer.bias", self.bias)
         check_probability("mixer.dropout", self.dropout)
 
