@@ -84,7 +84,7 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
 
 
 def ema(module: EMA, x: Tensor) -> Tensor:
-    """`silu(Σ_l k[l] x[t - l] + ω x[t])`, and the same over the future with the second set of parameters."""
+    """`silu(Σ_l k[l] x[t - l] + ω x[t])`, or without the SiLU, and the same over the future with the second set of parameters."""
     time, hidden = x.shape[1], module.config.hidden
     p = torch.sigmoid(module.delta)
     q = 1 - p * torch.sigmoid(module.alpha)
@@ -94,7 +94,7 @@ def ema(module: EMA, x: Tensor) -> Tensor:
             tap = (p * module.beta * q**lag * module.gamma)[direction].sum(-1) / math.sqrt(hidden)
             moved = F.pad(x, (0, 0, lag, 0))[:, :time] if direction == 0 else F.pad(x, (0, 0, 0, lag))[:, lag:]
             y = y + tap * moved
-    return F.silu(y)
+    return F.silu(y) if module.config.bend else y
 
 
 def mixed(module: TCN | EMA | None, x: Tensor) -> Tensor:

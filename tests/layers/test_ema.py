@@ -60,8 +60,9 @@ def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
 @DIRECTIONS
 @pytest.mark.parametrize("method", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 1, 4, 50])
-def test_equals_the_formula(causal: bool, method: Method, truncation: int | None) -> None:
-    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method), causal).double()
+@pytest.mark.parametrize("bend", [True, False], ids=["silu", "linear"])
+def test_equals_the_formula(causal: bool, method: Method, truncation: int | None, bend: bool) -> None:
+    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method, bend=bend), causal).double()
     formulas.scramble(module)
     x = torch.randn(2, 13, 5, dtype=torch.float64)
     assert_close(module(x)[0].detach(), formulas.ema(module, x).detach())

@@ -189,6 +189,8 @@ class EMAConfig(Config):
     can run, else `fft`. All give the same."""
     spread: bool = False
     """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
+    bend: bool = True
+    """Whether a SiLU follows, as MEGA has it; without, it is `ema(x) + ω · x`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,6 +199,7 @@ class EMAConfig(Config):
             check_at_least("mixer.truncation", self.truncation, 1)
         check_choice("mixer.method", self.method, METHODS)
         check_flag("mixer.spread", self.spread)
+        check_flag("mixer.bend", self.bend)
         if self.method == "fused" and self.truncation is not None:
             raise ConfigError(
                 f"mixer.method: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
