@@ -84,7 +84,7 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
 
 
 def ema(module: EMA, x: Tensor) -> Tensor:
-    """`silu(Σ_l k[l] x[t - l] + ω x[t])`, or without the SiLU, and the same over the future with the second set of parameters."""
+    """`silu(Σ_l k[l] x[t - l] + ω x[t])`, or without SiLU, and the same over the future with the second parameters."""
     time, hidden = x.shape[1], module.config.hidden
     p = torch.sigmoid(module.delta)
     q = 1 - p * torch.sigmoid(module.alpha)

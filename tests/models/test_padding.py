@@ -39,7 +39,7 @@ for _causal in (True, False):
     for _method in ("scan", "steps"):
         CASES[f"{_way}-{_method}"] = small_config("mega", causal=_causal, head=EVERY, method=_method, truncation=6)
     for _norm in NORM_KINDS:
-        # A linear mixer and its norm leave nothing of the scale of the norm before, whose gradient would be all rounding.
+        # After a linear mixer a norm leaves nothing of the scale of the norm before, whose gradient is all rounding.
         CASES[f"{_way}-{_norm}-post"] = small_config(
             "tcnca-simple", causal=_causal, head=EVERY, norm=_norm, prenorm=False, finish="activation"
         )
