@@ -94,7 +94,7 @@ def ema(module: EMA, x: Tensor) -> Tensor:
             tap = (p * module.beta * q**lag * module.gamma)[direction].sum(-1) / math.sqrt(hidden)
             moved = F.pad(x, (0, 0, lag, 0))[:, :time] if direction == 0 else F.pad(x, (0, 0, 0, lag))[:, lag:]
             y = y + tap * moved
-    return F.silu(y) if module.config.bend else y
+    return F.silu(y) if module.config.finish == "activation" else y
 
 
 def mixed(module: TCN | EMA | None, x: Tensor) -> Tensor:

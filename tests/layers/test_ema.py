@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tcnca import EMAConfig
 from tcnca.layers import EMA
+from tcnca.layers.config import EMAFinish
 from tcnca.ops import Method
 from tcnca.ops.ema import plain
 from tests.comparison import assert_close
@@ -60,9 +62,9 @@ def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
 @DIRECTIONS
 @pytest.mark.parametrize("method", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 1, 4, 50])
-@pytest.mark.parametrize("bend", [True, False], ids=["silu", "linear"])
-def test_equals_the_formula(causal: bool, method: Method, truncation: int | None, bend: bool) -> None:
-    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method, bend=bend), causal).double()
+@pytest.mark.parametrize("finish", get_args(EMAFinish))
+def test_equals_the_formula(causal: bool, method: Method, truncation: int | None, finish: EMAFinish) -> None:
+    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method, finish=finish), causal).double()
     formulas.scramble(module)
     x = torch.randn(2, 13, 5, dtype=torch.float64)
     assert_close(module(x)[0].detach(), formulas.ema(module, x).detach())

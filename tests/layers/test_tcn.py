@@ -1,4 +1,4 @@
-"""The TCN as a module: its start, its norms, and its agreement with the residual blocks written as loops."""
+"""The TCN as a module: its start, its norms, and its agreement with blocks written as loops."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_far_blocks_start_by_letting_through_what_comes(causal: bool, block: str
 @pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("block", get_args(TCNBlock))
 @pytest.mark.parametrize("init", get_args(TCNInit))
-def test_every_kernel_learns_from_the_first_update(norm: str, convolutions: int, block: str, init: str) -> None:
+def test_every_block_learns_from_the_first_update(norm: str, convolutions: int, block: str, init: str) -> None:
     module = TCN(
         WIDTH, TCNConfig(**{**SMALL, "norm": norm, "convolutions": convolutions, "block": block, "init": init})
     )

@@ -91,6 +91,22 @@ def test_chunk_that_was_set_comes_back(tmp_path: Path, position: str, chunk: int
     assert loaded.config.attention.chunk == chunk
 
 
+@pytest.mark.parametrize(
+    ("block", "finish", "left_out"),
+    [("residual", "none", ["block", "finish"]), ("residual", "none", ["finish"]), ("chain", "activation", ["finish"])],
+)
+def test_earlier_checkpoint_that_does_not_say_how_its_tcn_ends(
+    tmp_path: Path, block: str, finish: str, left_out: list[str]
+) -> None:
+    model = SequenceModel(small_config(block=block, finish=finish)).eval()
+    save(model, tmp_path)
+    content = json.loads((tmp_path / CONFIG).read_text())
+    for name in left_out:
+        del content["model"]["mixer"][name]
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    assert_same(load(tmp_path), model, tokens())
+
+
 def test_simple_bias_survives_a_smaller_chunk(tmp_path: Path) -> None:
     """It keeps its reach, so that the chunk can be set back after loading."""
     model, x = small_model(), tokens()

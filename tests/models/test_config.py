@@ -137,7 +137,7 @@ def test_fields_left_out_of_a_dictionary_have_their_defaults() -> None:
         ({"mixer": {"kind": "ema", "hiden": 2}}, r"mixer\.hiden: no such field, .* did you mean mixer\.hidden"),
         (
             {"mixer": {"kind": "ema", "depth": 2}},
-            r"mixer\.depth: no such field, allowed are bend, hidden, method, spread, truncation",
+            r"mixer\.depth: no such field, allowed are finish, hidden, method, spread, truncation",
         ),
         ({"mixer": {"kind": "lstm"}}, r"mixer\.kind: got 'lstm', allowed are tcn, ema"),
         ({"head": {"kind": "tagger"}}, r"head\.kind: got 'tagger', allowed are language-model, classifier"),

@@ -64,7 +64,7 @@ FIELDS: list[tuple[Callable[..., Any], str, str]] = [
     (EMAConfig, "mixer.truncation", WHOLE.format(1)),
     (EMAConfig, "mixer.method", "allowed are fft, steps, scan, fused, auto"),
     (EMAConfig, "mixer.spread", FLAG),
-    (EMAConfig, "mixer.bend", FLAG),
+    (EMAConfig, "mixer.finish", "allowed are skip, activation"),
     *[(AttentionConfig, f"attention.{name}", WHOLE.format(1)) for name in ("key_width", "value_width", "chunk")],
     (AttentionConfig, "attention.max_length", WHOLE.format(1)),
     (AttentionConfig, "attention.function", "allowed are softmax, relu2, laplace"),

@@ -110,8 +110,11 @@ def test_every_key_of_a_model_has_its_true_default() -> None:
     tasks = {key for key, cell in said.items() if cell == THE_TASKS}
     assert tasks == {"causal", "input", "head"} | SIZES
     for key in set(said) - tasks:
-        for value in true[key]:
-            assert same(default(said[key]), value), f"model.{key}: the page says {said[key]}, it is {value!r}"
+        # Those of a TCN and of an EMA may differ.
+        cells = said[key].split("; EMA ")
+        for place, value in enumerate(true[key]):
+            cell = cells[min(place, len(cells) - 1)]
+            assert same(default(cell), value), f"model.{key}: the page says {cell}, it is {value!r}"
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tcnca.cli.reporting import explained, say, seconds_of
 from tcnca.errors import ConfigError
+from tcnca.training.shipped import shipped
 from tcnca.training.sweeps.curves import save_curves
 from tcnca.training.sweeps.picture import save_picture
 from tcnca.training.sweeps.plan import Point, Sweep, plan
@@ -41,6 +42,8 @@ from tcnca.training.sweeps.table import (
 )
 from tcnca.training.sweeps.variants import VARIANT, Variants, load_variants
 
+_SHIPPED = ", ".join(shipped("variants"))
+
 
 def sweep(
     recipe: Annotated[str, typer.Argument(help="A recipe that `tcnca recipes` lists, or a YAML file of yours.")],
@@ -50,12 +53,12 @@ def sweep(
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Variants to compare: a YAML file of yours, or a name, such as mixers."),
+        typer.Option(metavar="FILE", help=f"Variants to compare: a YAML file of yours, or one of {_SHIPPED}."),
     ] = None,
     only: Annotated[
         str, typer.Option(metavar="NAME,NAME", help="Variants to run, of those in the file. (default: all)")
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder of the sweep. (default: sweeps/RECIPE)")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep. (default: sweeps/RECIPE-VARIANTS)")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs side by side; GPUs or cores are shared out.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs where there are some)")] = None,
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h, in place of updates.")] = "",
@@ -81,6 +84,8 @@ def sweep(
         wanted = plan(
             recipe, changes or [], out, variants=_variants(variants, only), budget=seconds, device=device, jobs=jobs
         )
+        if wanted.variants and (advice := wanted.variants.advice(recipe)):
+            say(console, f"note: {advice.strip(' ()')}, not for {recipe}")
         if dry_run:
             _show_plan(console, wanted)
             return

@@ -27,6 +27,7 @@ TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
 TCNBlock = Literal["linear", "chain", "residual"]
 TCNFinish = Literal["none", "skip", "activation"]
+EMAFinish = Literal["skip", "activation"]
 Position = Literal["none", "simple", "rotary", "rope"]
 
 
@@ -189,8 +190,8 @@ class EMAConfig(Config):
     can run, else `fft`. All give the same."""
     spread: bool = False
     """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
-    bend: bool = True
-    """Whether a SiLU follows, as MEGA has it; without, it is `ema(x) + ω · x`."""
+    finish: EMAFinish = "activation"
+    """What comes out: a SiLU of `ema(x) + ω · x` (`activation`), as MEGA has it, or that itself (`skip`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +200,7 @@ class EMAConfig(Config):
             check_at_least("mixer.truncation", self.truncation, 1)
         check_choice("mixer.method", self.method, METHODS)
         check_flag("mixer.spread", self.spread)
-        check_flag("mixer.bend", self.bend)
+        check_choice("mixer.finish", self.finish, get_args(EMAFinish))
         if self.method == "fused" and self.truncation is not None:
             raise ConfigError(
                 f"mixer.method: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "

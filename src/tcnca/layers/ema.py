@@ -11,7 +11,7 @@ from tcnca.ops import EMAState, ema, initial_ema_state
 
 
 class EMA(nn.Module):
-    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, each of `width` channels with `hidden` decays of its own.
+    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, or without SiLU, each of `width` channels with `hidden` decays of its own.
 
     Bidirectional, a second set of parameters looks into the future. `tcnca.ops.ema` takes a kernel made beforehand;
     the module makes it anew in every call, as it cannot know when its parameters change.
@@ -69,7 +69,7 @@ class EMA(nn.Module):
             inplace=inplace,
         )
         y = averaged + x * self.omega
-        return F.silu(y) if self.config.bend else y, new
+        return F.silu(y) if self.config.finish == "activation" else y, new
 
     def initial_state(self, batch: int) -> EMAState:
         """The state before the first token."""

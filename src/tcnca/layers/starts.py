@@ -63,7 +63,7 @@ def _centre(kernel_size: int, causal: bool) -> int:
 
 
 def _grades(kernels: Tensor) -> Tensor:
-    return GRADE ** torch.arange(kernels.shape[0], device=kernels.device).view(-1, 1, 1, 1)
+    return (GRADE ** torch.arange(kernels.shape[0], device=kernels.device)).to(kernels.dtype).view(-1, 1, 1, 1)
 
 
 def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:

@@ -91,6 +91,15 @@ def _read_config(path: Path) -> ModelConfig:
     if not isinstance(content.get("model"), dict):
         raise CheckpointError(f"{path}: model: got {content.get('model')!r}, allowed is a configuration")
     try:
-        return ModelConfig.from_dict(content["model"])
+        return ModelConfig.from_dict(_explicit(content["model"]))
     except ConfigError as error:
         raise CheckpointError(f"{path}: model: {error}") from error
+
+
+def _explicit(model: dict[str, Any]) -> dict[str, Any]:
+    """A configuration in which the TCN says how it ends: before it could, that followed from its block."""
+    mixer = model.get("mixer")
+    if not isinstance(mixer, dict) or mixer.get("kind") != "tcn" or "finish" in mixer:
+        return model
+    block = mixer.get("block", "residual")
+    return {**model, "mixer": {**mixer, "block": block, "finish": "none" if block == "residual" else "activation"}}

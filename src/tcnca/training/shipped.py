@@ -70,5 +70,5 @@ def _not_there(name: str, own: bool, folder: str, what: str) -> str:
         return f"{what}: there is no file {name}"
     known = shipped(folder)
     close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{what}: got {name!r}, {hint}Allowed are a file that ends in .yaml, and {', '.join(known)}"
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{what}: got {name!r}, allowed are a file that ends in .yaml, and {', '.join(known)}{hint}"

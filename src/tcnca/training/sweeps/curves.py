@@ -128,10 +128,10 @@ def _limit(axes: Axes, curves: Sequence[Curve], higher_is_better: bool) -> None:
     known = [found for curve in curves if len(found := sign * curve.scores[np.isfinite(curve.scores)])]
     if not known:
         return
-    first, later, last = np.array([(scores[0], scores[len(scores) // 4], scores[-1]) for scores in known]).T
+    later, last = np.array([(scores[len(scores) // 4], scores[-1]) for scores in known]).T
     best = min(scores.min() for scores in known)
-    # All ends are seen, but for those that are worse than others have begun.
-    worst = max(np.median(later), min(last.max(), np.median(first)))
+    # All ends are seen, the bad ones too.
+    worst = max(np.median(later), last.max())
     margin = _MARGIN * (worst - best)
     if margin > 0:
         axes.set_ylim(*sorted((sign * (best - margin), sign * (worst + margin))))

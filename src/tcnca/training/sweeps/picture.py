@@ -79,7 +79,8 @@ def draw(sweep: Sweep, rows: Sequence[Row]) -> Figure:
     axes.set_title(f"Sweep of {sweep.recipe}", loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles=_explanation(sweep, rows, joined=bool(numeric)), loc="outside right lower", frameon=False)
+    marks = _explanation(sweep, rows, joined=bool(numeric), marked=best is not None)
+    figure.legend(handles=marks, loc="outside right lower", frameon=False)
     return figure
 
 
@@ -156,14 +157,14 @@ def _scale(axes: Axes, texts: Sequence[str]) -> None:
     axes.minorticks_off()
 
 
-def _explanation(sweep: Sweep, rows: Sequence[Row], joined: bool) -> list[Artist]:
-    """What the marks mean, of those that are there; `joined`, if lines go through them."""
+def _explanation(sweep: Sweep, rows: Sequence[Row], joined: bool, marked: bool) -> list[Artist]:
+    """What the marks mean, of those that are there; `joined`, if lines go through them, `marked`, if one is chosen."""
     seen = [split for split in _SPLITS if any(_drawable(row, split) for row in rows)]
     handles = [
         handle(split, color="dimgrey", marker="o", linestyle=_SPLITS[split] if joined else "none", **_MARKS[split])
         for split in seen
     ]
-    handles += [handle(f"chosen by\n{sweep.split}", **_RING)]
+    handles += [handle(f"chosen by\n{sweep.split}", **_RING)] if marked else []
     if any(row.state == "failed" for row in rows):
         handles += [handle("failed", color="dimgrey", marker="x", markeredgewidth=2, linestyle="none")]
     return handles

@@ -128,7 +128,7 @@ def plan(
     """
     check_device(device)
     grid = parse_grid(changes)
-    folder = folder or Path("sweeps") / Path(recipe).stem
+    folder = folder or Path("sweeps") / "-".join(Path(name).stem for name in (recipe, variants and variants.name) if name)
     base = load_recipe(recipe)
     advice = variants.advice(recipe) if variants else ""
     if variants is not None:
