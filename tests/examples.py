@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from tcnca import (
 VOCABULARY = 11
 
 TCN = TCNConfig(kernel_size=3, dilation_factor=2, depth=3)
+CHAIN = dataclasses.replace(TCN, block="chain", finish="activation")
+RESIDUAL = dataclasses.replace(TCN, block="residual", finish="none", norm="weight")
 EMA = EMAConfig(hidden=3)
 ATTENTION = AttentionConfig(key_width=4, value_width=6, chunk=4)
 
-# One configuration a model of the paper.
+# One configuration a model of the paper, and all blocks of the TCN among them.
 FAMILY: dict[str, dict[str, Any]] = {
     "tcnca": {"mixer": TCN, "attention": ATTENTION, "gated": True},
     "mega": {"mixer": EMA, "attention": ATTENTION, "gated": True},
@@ -30,8 +33,8 @@ FAMILY: dict[str, dict[str, Any]] = {
         "attention": AttentionConfig(key_width=4, value_width=6, chunk=None, max_length=64),
         "gated": True,
     },
-    "tcnca-simple": {"mixer": TCN, "attention": ATTENTION, "gated": False},
-    "tcn-mlp": {"mixer": TCN, "attention": None, "gated": False},
+    "tcnca-simple": {"mixer": CHAIN, "attention": ATTENTION, "gated": False},
+    "tcn-mlp": {"mixer": RESIDUAL, "attention": None, "gated": False},
     "ema-mlp": {"mixer": EMA, "attention": None, "gated": False},
 }
 
