@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, get_args
 
@@ -200,8 +201,9 @@ def test_far_blocks_start_by_letting_through_what_comes(causal: bool, block: str
 
 @pytest.mark.parametrize("norm", ["none", "weight"])
 @pytest.mark.parametrize("convolutions", [1, 2])
-@pytest.mark.parametrize("block", get_args(TCNBlock))
-@pytest.mark.parametrize("init", get_args(TCNInit))
+@pytest.mark.parametrize(
+    ("block", "init"), sorted({*itertools.product(get_args(TCNBlock), get_args(TCNInit))} - {("residual", "series")})
+)
 def test_every_block_learns_from_the_first_update(norm: str, convolutions: int, block: str, init: str) -> None:
     module = TCN(
         WIDTH, TCNConfig(**{**SMALL, "norm": norm, "convolutions": convolutions, "block": block, "init": init})

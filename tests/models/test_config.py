@@ -43,6 +43,8 @@ tcns = st.builds(
     norm=st.sampled_from(get_args(TCNNorm)),
     bias=flags,
     dropout=probabilities,
+    block=st.sampled_from(["linear", "chain"]),
+    finish=st.just("activation"),
     init=st.sampled_from(get_args(TCNInit)),
 )
 emas = st.builds(EMAConfig, hidden=sizes, method=st.sampled_from(METHODS)) | st.builds(

@@ -104,6 +104,27 @@ def test_field_that_is_wrong(make: Callable[..., Any], name: str, value: Any, al
         make(**{name.split(".")[-1]: value})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "gelu"}, "mixer.activation: got 'gelu', but block 'linear' with finish 'skip' has none"),
+        (
+            {"activation": "none", "finish": "none"},
+            "mixer.activation: got 'none', but block 'linear' with finish 'none'",
+        ),
+        ({"block": "residual", "init": "series"}, "mixer.init: got 'series' with block 'residual', allowed is it with"),
+    ],
+)
+def test_what_a_tcn_would_ignore(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TCNConfig(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"block": "chain"}, {"block": "residual"}, {"finish": "activation"}])
+def test_what_a_tcn_uses(fields: dict[str, Any]) -> None:
+    assert TCNConfig(activation="gelu", **fields).activation == "gelu"
+
+
 def test_table_has_every_field() -> None:
     parts = {"mixer", "attention", "input", "head"}
     kinds = {make for make, _, _ in FIELDS}

@@ -148,6 +148,14 @@ class TCNConfig(Config):
         check_choice("mixer.finish", self.finish, get_args(TCNFinish))
         check_flag("mixer.bias", self.bias)
         check_probability("mixer.dropout", self.dropout)
+        # What would be ignored is refused, as two models that are equal would pass for a comparison.
+        if self.activation != "silu" and self.block == "linear" and self.finish != "activation":
+            raise ConfigError(
+                f"mixer.activation: got {self.activation!r}, but block 'linear' with finish {self.finish!r} has none; "
+                "allowed is another with block 'chain' or 'residual' or finish 'activation'"
+            )
+        if self.init == "series" and self.block == "residual":
+            raise ConfigError("mixer.init: got 'series' with block 'residual', allowed is it with 'linear' and 'chain'")
 
     @property
     def receptive_field(self) -> int:
