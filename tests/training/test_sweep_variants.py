@@ -250,6 +250,16 @@ def test_curves_are_over_updates_and_over_time(tmp_path: Path) -> None:
     assert save_curves(sweep) == sweep.folder / "curves.png"
 
 
+def test_curves_show_runs_that_end_worse_than_they_began(tmp_path: Path) -> None:
+    sweep = dataclasses.replace(planned(tmp_path), higher_is_better=False)
+    for point, scores in zip(sweep.points, ([5.0, 3.0, 2.0], [5.0, 3.0, 2.5], [5.0, 8.0, 9.0]), strict=True):
+        logged(point.folder, 1.0, scores)
+    over_updates, _ = draw_curves(sweep, [read_curve(sweep, point) for point in sweep.points]).axes
+    low, high = over_updates.get_ylim()
+    assert low < 2.0
+    assert high > 9.0
+
+
 def test_curves_of_many_runs_are_not_drawn(tmp_path: Path) -> None:
     many = plan("recall-small", [f"seed={','.join(map(str, range(25)))}"], tmp_path / "many")
     few = plan("recall-small", [f"seed={','.join(map(str, range(24)))}"], tmp_path / "few")
