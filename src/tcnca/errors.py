@@ -22,7 +22,7 @@ class StateError(TcncaError):
 
 
 class CheckpointError(TcncaError):
-    """A checkpoint that cannot be read, or holds what this library cannot honour."""
+    """A checkpoint that cannot be read, or holds what this library cannot honor."""
 
 
 class DataError(TcncaError):

@@ -84,7 +84,7 @@ def test_different_keys_give_different_streams() -> None:
         assert not set(streams[one]) & set(streams[other]), (one, other)
 
 
-def test_neighbouring_keys_are_not_correlated() -> None:
+def test_neighboring_keys_are_not_correlated() -> None:
     numbers = np.stack([Draw("seed", seed).uniform(2000) for seed in range(40)])
     correlation = np.asarray(np.corrcoef(numbers))[np.triu_indices(40, 1)]
     assert np.abs(correlation).max() < 5 / np.sqrt(2000)

@@ -136,7 +136,7 @@ def test_an_empty_text_is_one_step_of_padding() -> None:
     assert batch.tokens == 0
 
 
-def test_pixels_are_normalised() -> None:
+def test_pixels_are_normalized() -> None:
     task = TASKS["pixels"]
     batch = task.batch(0, COUNT)
     order = chosen(task, batch)
@@ -152,14 +152,14 @@ def test_pictures_are_not_cut() -> None:
         ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}), longest=5)
 
 
-def test_values_are_standardised() -> None:
+def test_values_are_standardized() -> None:
     batch = TASKS["values"].batch(0, COUNT)
     order = chosen(TASKS["values"], batch)
     np.testing.assert_allclose(batch.inputs, (VALUES[order] - [5.0, 4.0]) / [3.0, 2.0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(batch.targets, LABELS[order])
 
 
-def test_series_are_standardised_and_padded_with_zeros() -> None:
+def test_series_are_standardized_and_padded_with_zeros() -> None:
     batch = TASKS["series"].batch(0, COUNT)
     assert batch.inputs.shape == (COUNT, max(LENGTHS), 2)
     assert batch.lengths is not None
@@ -170,7 +170,7 @@ def test_series_are_standardised_and_padded_with_zeros() -> None:
         assert not batch.inputs[row, length:].any()
 
 
-def test_numbers_to_predict_are_standardised() -> None:
+def test_numbers_to_predict_are_standardized() -> None:
     task = regression()
     batch = task.batch(0, COUNT)
     order = chosen(task, batch)

@@ -39,7 +39,7 @@ def made(column: Column, window: int) -> ForecastTask:
 
 
 def raw(values: torch.Tensor) -> NDArray[np.float64]:
-    """Standardised values in their own units."""
+    """Standardized values in their own units."""
     return values.double().numpy() * DEVIATION + MEAN
 
 

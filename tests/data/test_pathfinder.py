@@ -21,7 +21,7 @@ Point = tuple[int, int]
 
 SETS = {32: PATHFINDER, 128: PATHX}
 COUNT = {32: 200, 128: 40}
-# Ends of neighbouring dashes are two margins apart, and up to three pixels more by rounding; a missing dash would
+# Ends of neighboring dashes are two margins apart, and up to three pixels more by rounding; a missing dash would
 # leave a gap of another dash and two margins.
 BRIDGE = {size: 2 * max(parameters.margins) + 3 for size, parameters in SETS.items()}
 
@@ -150,7 +150,7 @@ def test_dots_lie_on_one_curve_exactly_where_the_label_says_so(size: int) -> Non
 
 
 def _dashes(drawing: Bytes) -> list[set[Point]]:
-    # Gaps of two pixels are grey rather than black.
+    # Gaps of two pixels are gray rather than black.
     return list(_wholes(_inked(drawing, 5 / 8), math.sqrt(2)))
 
 

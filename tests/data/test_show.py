@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnca.data import DataSet, SplitSummary, summarise_data
+from tcnca.data import DataSet, SplitSummary, summarize_data
 from tcnca.data.columns import Columns, Ragged
 from tcnca.data.show import Shown, blocks, save_pictures, shown
 from tcnca.errors import DataError
@@ -176,29 +176,29 @@ def test_a_series_in_a_narrow_terminal(width: int) -> None:
 def test_a_split_in_numbers() -> None:
     data = texts("a", "abc", "abcd")
     expected = SplitSummary(examples=3, shortest=1, mean=8 / 3, longest=4, symbols=4, classes={"cat": 2, "dog": 1})
-    assert summarise_data(data) == {"train": expected}
+    assert summarize_data(data) == {"train": expected}
 
 
 def test_numbers_of_other_kinds() -> None:
     stream = DataSet("tiny", {}, {"train": {"bytes": np.frombuffer(b"banana", np.uint8)}})
-    found = summarise_data(stream)["train"]
+    found = summarize_data(stream)["train"]
     assert (found.examples, found.shortest, found.longest, found.symbols, found.classes) == (6, 6, 6, 3, {})
-    found = summarise_data(pictures())["train"]
+    found = summarize_data(pictures())["train"]
     assert (found.examples, found.shortest, found.mean, found.symbols) == (5, 1024, 1024.0, None)
     assert found.classes == {"cat": 3, "dog": 2}
-    values = summarise_data(made({"values": np.zeros((4, 7, 3), np.float32)}))["train"]
+    values = summarize_data(made({"values": np.zeros((4, 7, 3), np.float32)}))["train"]
     assert (values.examples, values.longest, values.symbols, values.classes) == (4, 7, None, {})
     pair: Columns = {
         "first": Ragged.of_bytes([b"ab", b"abc"]),
         "second": Ragged.of_bytes([b"z", b"yyyyyy"]),
         "labels": np.array([1, 1]),
     }
-    both = summarise_data(made(pair))["train"]
+    both = summarize_data(made(pair))["train"]
     assert (both.examples, both.shortest, both.mean, both.longest, both.symbols) == (2, 1, 3.0, 6, 5)
 
 
 def test_an_empty_split_in_numbers() -> None:
-    found = summarise_data(made({"tokens": np.zeros((0, 5), np.uint8), "labels": np.zeros(0, np.int64)}))["train"]
+    found = summarize_data(made({"tokens": np.zeros((0, 5), np.uint8), "labels": np.zeros(0, np.int64)}))["train"]
     assert (found.examples, found.symbols, found.classes) == (0, 0, {})
 
 

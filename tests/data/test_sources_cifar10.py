@@ -1,4 +1,4 @@
-"""CIFAR-10 is the same grey images from whatever form it is read, and no pickle can make us run anything."""
+"""CIFAR-10 is the same gray images from whatever form it is read, and no pickle can make us run anything."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tests.data.small_sources import (
 NAMES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 BATCH = 4
 TOTAL = BATCH * len(NAMES)
-COLOUR = np.random.default_rng(0).integers(0, 256, (TOTAL, 32, 32, 3), dtype=np.uint8)
+COLOR = np.random.default_rng(0).integers(0, 256, (TOTAL, 32, 32, 3), dtype=np.uint8)
 LABELS = np.arange(TOTAL, dtype=np.uint8) % 10
-GREY = np.stack([np.asarray(Image.fromarray(image).convert("L")) for image in COLOUR])
+GRAY = np.stack([np.asarray(Image.fromarray(image).convert("L")) for image in COLOR])
 TRAIN = TOTAL - BATCH
 
 
 def batch(place: int) -> tuple[NDArray[np.uint8], list[int]]:
     """Planes of red, green and blue as rows, and labels."""
     part = slice(place * BATCH, (place + 1) * BATCH)
-    return np.moveaxis(COLOUR[part], 3, 1).reshape(BATCH, 3072), LABELS[part].tolist()
+    return np.moveaxis(COLOR[part], 3, 1).reshape(BATCH, 3072), LABELS[part].tolist()
 
 
 def pickled(prefix: str = "") -> Files:
@@ -78,8 +78,8 @@ def arrays(images: NDArray[Any], labels: NDArray[Any] = LABELS, **changes: NDArr
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny images be the published ones."""
-    parts = {"train_images": GREY[:TRAIN], "train_labels": LABELS[:TRAIN]}
-    parts |= {"test_images": GREY[TRAIN:], "test_labels": LABELS[TRAIN:]}
+    parts = {"train_images": GRAY[:TRAIN], "train_labels": LABELS[:TRAIN]}
+    parts |= {"test_images": GRAY[TRAIN:], "test_labels": LABELS[TRAIN:]}
     sums = {name: hashlib.sha256(part.tobytes()).hexdigest() for name, part in parts.items()}
     monkeypatch.setattr(cifar10, "DIGESTS", sums)
     monkeypatch.setattr(cifar10, "COUNTS", {"train": TRAIN, "test": BATCH})
@@ -87,18 +87,18 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "MD5", md5)
 
 
-def test_grey_is_pillows() -> None:
-    """On colours that include every rounding: all of red and green against a few of blue."""
+def test_gray_is_pillows() -> None:
+    """On colors that include every rounding: all of red and green against a few of blue."""
     red, green = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     for value in (0, 1, 37, 128, 254, 255):
         blue = np.full_like(red, value)
         expected = np.asarray(Image.fromarray(np.stack([red, green, blue], axis=-1)).convert("L"))
-        np.testing.assert_array_equal(cifar10.grey(red, green, blue), expected)
+        np.testing.assert_array_equal(cifar10.gray(red, green, blue), expected)
 
 
 @pytest.mark.usefixtures("published")
 def test_splits(tmp_path: Path) -> None:
-    content = cifar10.read(written(tmp_path / "cifar.npz", arrays(COLOUR)))
+    content = cifar10.read(written(tmp_path / "cifar.npz", arrays(COLOR)))
     assert (content.kind, content.verified, content.origin) == ("classification", True, "cifar.npz")
     assert content.facts["classes"] == list(cifar10.CLASSES)
     places = {"train": slice(0, 18), "validation": slice(18, 20), "test": slice(20, 24)}
@@ -107,16 +107,16 @@ def test_splits(tmp_path: Path) -> None:
         pixels, labels = np.asarray(columns["pixels"]), np.asarray(columns["labels"])
         assert pixels.dtype == np.uint8
         assert labels.dtype == np.int64
-        np.testing.assert_array_equal(pixels, GREY[place])
+        np.testing.assert_array_equal(pixels, GRAY[place])
         np.testing.assert_array_equal(labels, LABELS[place])
 
 
 @pytest.mark.usefixtures("published")
 def test_every_form_gives_the_same(tmp_path: Path) -> None:
-    expected = cifar10.read(written(tmp_path / "grey" / "cifar.npz", arrays(GREY)))
+    expected = cifar10.read(written(tmp_path / "gray" / "cifar.npz", arrays(GRAY)))
     forms = [
-        tmp_path / "grey",
-        written(tmp_path / "colour.npz", arrays(COLOUR, LABELS.astype(np.int64))),
+        tmp_path / "gray",
+        written(tmp_path / "color.npz", arrays(COLOR, LABELS.astype(np.int64))),
         write(tmp_path / "given", pickled()),
         write(tmp_path / "given binary", binary()),
         write(tmp_path / "parent", pickled("cifar-10-batches-py/")),
@@ -124,7 +124,7 @@ def test_every_form_gives_the_same(tmp_path: Path) -> None:
         written(tmp_path / "fetched" / "cifar-10-python.tar.gz", tarred(pickled("cifar-10-batches-py/"), ".gz")).parent,
         written(tmp_path / "one.zip", zipped(binary("cifar-10-batches-bin/"))),
     ]
-    forms += [written(tmp_path / f"one.npz{packing}", packed(arrays(GREY), packing)) for packing in (".xz", ".gz")]
+    forms += [written(tmp_path / f"one.npz{packing}", packed(arrays(GRAY), packing)) for packing in (".xz", ".gz")]
     for ending in TARS:
         packing = ending.removeprefix(".tar")
         forms.append(written(tmp_path / f"one{ending}", tarred(pickled("cifar-10-batches-py/"), packing)))
@@ -143,7 +143,7 @@ def test_batches_pickled_anew_are_read_if_wanted(tmp_path: Path) -> None:
         cifar10.read(folder)
     content = cifar10.read(folder, unverified=True)
     assert content.verified
-    assert_same_content(content, cifar10.read(written(tmp_path / "old.npz", arrays(GREY))))
+    assert_same_content(content, cifar10.read(written(tmp_path / "old.npz", arrays(GRAY))))
 
 
 class Evil:
@@ -201,17 +201,17 @@ def test_pickle_with_odd_labels_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("published")
 @pytest.mark.parametrize("name", ["train_images", "train_labels", "test_images", "test_labels"])
 def test_any_change_is_noticed(tmp_path: Path, name: str) -> None:
-    whole = GREY if name.endswith("images") else LABELS
+    whole = GRAY if name.endswith("images") else LABELS
     part = (whole[:TRAIN] if name.startswith("train") else whole[TRAIN:]).copy()
     part.flat[-1] = (int(part.flat[-1]) + 1) % 10
-    path = written(tmp_path / "changed.npz", arrays(GREY, **{name: part}))
+    path = written(tmp_path / "changed.npz", arrays(GRAY, **{name: part}))
     with pytest.raises(DataError, match=rf"changed\.npz: {name} have the checksum .* published are .*--unverified"):
         cifar10.read(path)
     assert not cifar10.read(path, unverified=True).verified
 
 
 def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
-    path = written(tmp_path / "few.npz", arrays(GREY))
+    path = written(tmp_path / "few.npz", arrays(GRAY))
     with pytest.raises(DataError, match="has 20 images in train, the published set has 50,000"):
         cifar10.read(path)
     assert not cifar10.read(path, unverified=True).verified
@@ -220,24 +220,24 @@ def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_images": GREY[:TRAIN].astype(np.float32)}, r"train_images: is float32 of shape \(20, 32, 32\)"),
-        ({"train_images": GREY[:TRAIN, 1:]}, r"train_images: is uint8 of shape \(20, 31, 32\)"),
+        ({"train_images": GRAY[:TRAIN].astype(np.float32)}, r"train_images: is float32 of shape \(20, 32, 32\)"),
+        ({"train_images": GRAY[:TRAIN, 1:]}, r"train_images: is uint8 of shape \(20, 31, 32\)"),
         ({"train_labels": LABELS[:TRAIN].astype(np.float64)}, r"train_labels: is float64 of shape \(20,\)"),
         ({"test_labels": np.array([0, 1, -1, 2])}, "test_labels: image 2 has the label -1, allowed are 0 to 9"),
         ({"test_labels": LABELS[:3]}, "has 4 images and 3 labels in test"),
-        ({"test_images": GREY[:1], "test_labels": LABELS[:1]}, "has 1 images in test, at least 2"),
+        ({"test_images": GRAY[:1], "test_labels": LABELS[:1]}, "has 1 images in test, at least 2"),
         ({"train_labels": np.array([{}] * TRAIN)}, "train_labels: is no plain array"),
     ],
     ids=["floats", "shape", "label kind", "label", "count", "few", "objects"],
 )
 def test_odd_arrays_are_refused(tmp_path: Path, changes: dict[str, NDArray[Any]], message: str) -> None:
-    path = written(tmp_path / "odd.npz", arrays(GREY, LABELS, **changes))
+    path = written(tmp_path / "odd.npz", arrays(GRAY, LABELS, **changes))
     with pytest.raises(DataError, match=rf"odd\.npz: {message}"):
         cifar10.read(path, unverified=True)
 
 
 def test_missing_array_is_named(tmp_path: Path) -> None:
-    np.savez(tmp_path / "part.npz", train_images=GREY)
+    np.savez(tmp_path / "part.npz", train_images=GRAY)
     with pytest.raises(DataError, match=r"part\.npz: has no array train_labels"):
         cifar10.read(tmp_path)
 
@@ -245,9 +245,9 @@ def test_missing_array_is_named(tmp_path: Path) -> None:
 def test_huge_arrays_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "_LARGEST_ARRAYS", 10_000)
     with pytest.raises(DataError, match=r"bomb\.npz: unpacks to [0-9,]+ bytes, allowed are 10,000"):
-        cifar10.read(written(tmp_path / "bomb.npz", arrays(GREY)))
+        cifar10.read(written(tmp_path / "bomb.npz", arrays(GRAY)))
     with pytest.raises(DataError, match="holds more than the 10,000 bytes"):
-        cifar10.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GREY), ".gz")))
+        cifar10.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GRAY), ".gz")))
 
 
 @pytest.mark.usefixtures("published")
@@ -270,8 +270,8 @@ def test_binary_batch_of_odd_size_is_refused(tmp_path: Path, data: bytes) -> Non
 def test_folder_without_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not one \.npz \(found: none\)"):
         cifar10.read(tmp_path)
-    written(tmp_path / "a.npz", arrays(GREY))
-    written(tmp_path / "b.npz.xz", packed(arrays(GREY), ".xz"))
+    written(tmp_path / "a.npz", arrays(GRAY))
+    written(tmp_path / "b.npz.xz", packed(arrays(GRAY), ".xz"))
     with pytest.raises(DataError, match=r"not one \.npz \(found: a\.npz, b\.npz\.xz\)"):
         cifar10.read(tmp_path)
 
@@ -279,8 +279,8 @@ def test_folder_without_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".npz", ".npz.xz", ".tar.gz"])
 def test_cut_short_file_is_refused(tmp_path: Path, ending: str) -> None:
     forms = {
-        ".npz": arrays(GREY),
-        ".npz.xz": packed(arrays(GREY), ".xz"),
+        ".npz": arrays(GRAY),
+        ".npz.xz": packed(arrays(GRAY), ".xz"),
         ".tar.gz": tarred(pickled("cifar-10-batches-py/"), ".gz"),
     }
     path = written(tmp_path / f"short{ending}", forms[ending][: len(forms[ending]) // 2])

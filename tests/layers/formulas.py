@@ -26,7 +26,7 @@ def scramble(module: nn.Module) -> nn.Module:
     return module
 
 
-def normalised(module: nn.Module, kind: str, x: Tensor) -> Tensor:
+def normalized(module: nn.Module, kind: str, x: Tensor) -> Tensor:
     """What the norm called `kind` gives in evaluation, from its formula and the parameters of `module`."""
     weight = cast(Tensor, module.weight)
     if kind in ("scale", "rms"):
@@ -42,11 +42,11 @@ def normalised(module: nn.Module, kind: str, x: Tensor) -> Tensor:
 def convolved(x: Tensor, weight: Tensor, dilation: int, causal: bool) -> Tensor:
     """`y[t] = Σ_j weight[:, j] x[t - j · dilation]`; not causal, the taps lie around `t`."""
     time, taps = x.shape[1], weight.shape[1]
-    centre = 0 if causal else (taps - 1) // 2
+    center = 0 if causal else (taps - 1) // 2
     y = torch.zeros_like(x)
     for t in range(time):
         for j in range(taps):
-            source = t - (j - centre) * dilation
+            source = t - (j - center) * dilation
             if 0 <= source < time:
                 y[:, t] += weight[:, j] * x[:, source]
     return y
@@ -72,7 +72,7 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
             if module.bias is not None:
                 h = h + module.bias[block, inner]
             if config.norm not in ("none", "weight"):
-                h = normalised(module.norms[block * config.convolutions + inner], config.norm, h)
+                h = normalized(module.norms[block * config.convolutions + inner], config.norm, h)
             bent = functions[config.activation](h)
             if module.gain is not None:
                 h = h + module.gain[block, inner] * bent

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tcnca.layers import NORM_KINDS, FeedForward, Linear
 from tests.comparison import assert_close
-from tests.layers.formulas import normalised, scramble
+from tests.layers.formulas import normalized, scramble
 
 
 @pytest.mark.parametrize("norm", NORM_KINDS)
@@ -21,10 +21,10 @@ def test_equals_the_formula(norm: str, prenorm: bool, function: str) -> None:
     scramble(net)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     act = getattr(F, function)
-    inner = normalised(net.norm, norm, x) if prenorm else x
+    inner = normalized(net.norm, norm, x) if prenorm else x
     hidden = act(inner @ net.up.weight.T + net.up.bias)
     summed = x + hidden @ net.down.weight.T + net.down.bias
-    expected = summed if prenorm else normalised(net.norm, norm, summed)
+    expected = summed if prenorm else normalized(net.norm, norm, summed)
     assert_close(net(x).detach(), expected.detach())
 
 

@@ -80,7 +80,7 @@ def gated_formula(module: GatedMixing, config: BlockConfig, x: Tensor) -> Tensor
     assert config.attention is not None
     act = getattr(F, config.activation)
     d, z, v = config.width, config.attention.key_width, config.attention.value_width
-    entered = formulas.normalised(module.norm, config.norm, x) if config.prenorm else x
+    entered = formulas.normalized(module.norm, config.norm, x) if config.prenorm else x
     values = act(_affine(module.values, entered))
     projected = _affine(module.gates, formulas.mixed(module.mixer, entered))
     u = torch.sigmoid(projected[..., :d])
@@ -90,7 +90,7 @@ def gated_formula(module: GatedMixing, config: BlockConfig, x: Tensor) -> Tensor
     attended = formulas.attention(module.attention, q, k, values)
     candidate = act(h + _affine(module.output, attended * r))
     out = x + u * (candidate - x)
-    return out if config.prenorm else formulas.normalised(module.norm, config.norm, out)
+    return out if config.prenorm else formulas.normalized(module.norm, config.norm, out)
 
 
 @torch.no_grad()
@@ -98,17 +98,17 @@ def plain_formula(module: PlainMixing, config: BlockConfig, x: Tensor) -> Tensor
     """`x + mixer`, `x + attention`."""
     if module.mixer is not None:
         assert module.mixer_norm is not None
-        entered = formulas.normalised(module.mixer_norm, config.norm, x) if config.prenorm else x
+        entered = formulas.normalized(module.mixer_norm, config.norm, x) if config.prenorm else x
         x = x + formulas.mixed(module.mixer, entered)
-        x = x if config.prenorm else formulas.normalised(module.mixer_norm, config.norm, x)
+        x = x if config.prenorm else formulas.normalized(module.mixer_norm, config.norm, x)
     if module.attention is not None:
         assert config.attention is not None
         z = config.attention.key_width
-        entered = formulas.normalised(module.attention_norm, config.norm, x) if config.prenorm else x
+        entered = formulas.normalized(module.attention_norm, config.norm, x) if config.prenorm else x
         projected = _affine(module.projection, entered)
         q, k, values = projected[..., :z], projected[..., z : 2 * z], projected[..., 2 * z :]
         x = x + _affine(module.output, formulas.attention(module.attention, q, k, values))
-        x = x if config.prenorm else formulas.normalised(module.attention_norm, config.norm, x)
+        x = x if config.prenorm else formulas.normalized(module.attention_norm, config.norm, x)
     return x
 
 

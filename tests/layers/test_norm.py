@@ -9,7 +9,7 @@ from torch import nn
 from tcnca.layers import NORM_KINDS, BatchNorm, LayerNorm, RMSNorm, make_norm
 from tcnca.ops import length_mask
 from tests.comparison import assert_close
-from tests.layers.formulas import normalised, scramble
+from tests.layers.formulas import normalized, scramble
 
 WIDTH = 6
 LENGTHS = torch.tensor([5, 0, 9, 1])
@@ -29,7 +29,7 @@ def _twins(kind: str) -> tuple[nn.Module, nn.Module]:
 def test_norm_in_evaluation_follows_its_formula(kind: str) -> None:
     norm = scramble(make_norm(kind, WIDTH).double()).eval()
     x = _values(3, 7, WIDTH)
-    assert_close(norm(x), normalised(norm, kind, x))
+    assert_close(norm(x), normalized(norm, kind, x))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Synchronised batch norm: two processes with half a batch each equal one process with the whole batch."""
+"""Synchronized batch norm: two processes with half a batch each equal one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = torch.tensor([6, 2, 4, 3, 0])
 
 def _layer() -> nn.Module:
     torch.manual_seed(1)
-    norm = BatchNorm(WIDTH, synchronised=True).double()
+    norm = BatchNorm(WIDTH, synchronized=True).double()
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -98,6 +98,6 @@ def test_two_processes_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
 
 def test_without_a_process_group_it_is_plain_batch_norm() -> None:
     x = _values()[0]
-    plain, synchronised = BatchNorm(WIDTH).double(), BatchNorm(WIDTH, synchronised=True).double()
-    assert_close(synchronised(x, LENGTHS), plain(x, LENGTHS))
-    assert_close(synchronised.running_var, plain.running_var, "running_var")
+    plain, synchronized = BatchNorm(WIDTH).double(), BatchNorm(WIDTH, synchronized=True).double()
+    assert_close(synchronized(x, LENGTHS), plain(x, LENGTHS))
+    assert_close(synchronized.running_var, plain.running_var, "running_var")

@@ -165,14 +165,14 @@ def test_series_start_is_one_decaying_exponential_a_channel(causal: bool, kernel
 def test_ema_start_is_that_of_an_ema_as_far_as_the_first_kernel_reaches(causal: bool, block: str) -> None:
     torch.manual_seed(3)
     kernels = _start(400, causal, kernel_size=9, depth=3, convolutions=2, block=block, init="ema", norm="none")
-    centre = 0 if causal else 4
+    center = 0 if causal else 4
     first, others = kernels[0, 0], kernels.flatten(0, 1)[1:]
-    assert not others[..., torch.arange(9) != centre].any()
-    assert bool((others[..., centre] == 1.0).all())
+    assert not others[..., torch.arange(9) != center].any()
+    assert bool((others[..., center] == 1.0).all())
     # MEGA's: sixteen decays of about 1 - σ(0)², with weights σ(0) γ / 4 of random signs and γ ~ N(0, 1).
     energy = first.square().mean(0)
-    expected = 0.25 * 0.75 ** (2 * torch.arange(9 - centre))
-    past, future = energy[centre:], energy[: centre + 1].flip(0)
+    expected = 0.25 * 0.75 ** (2 * torch.arange(9 - center))
+    past, future = energy[center:], energy[: center + 1].flip(0)
     for side in [past] if causal else [past, future]:
         torch.testing.assert_close(side[1:], expected[1:], rtol=0.3, atol=0.0)
     torch.testing.assert_close(past[0], expected[0] * (1 if causal else 2), rtol=0.3, atol=0.0)
@@ -281,7 +281,7 @@ def test_batch_norm_in_evaluation_is_folded_into_the_kernels(kind: str, convolut
     module, x, lengths = _tcn(norm=kind, convolutions=convolutions, bias=bias), _x(9), torch.tensor([4, 9])
     assert fold(module.weight, module.bias, [*module.norms]) is not None
     options: dict[str, Any] = {"bias": module.bias, "nonlinearity": "silu", "lengths": lengths}
-    separate, _ = tcn(x, module.weight, 2, normalise=lambda h, number: module.norms[number](h, lengths), **options)
+    separate, _ = tcn(x, module.weight, 2, normalize=lambda h, number: module.norms[number](h, lengths), **options)
     folded, _ = module(x, lengths=lengths)
     assert_close(folded, separate)
     slope, leaves = torch.randn_like(x), [*module.parameters()]

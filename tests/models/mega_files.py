@@ -80,7 +80,7 @@ def _random(name: str, shape: Sequence[int], generator: np.random.Generator) -> 
     if name.endswith("num_batches_tracked"):
         return torch.tensor(7)
     if name.endswith("_float_tensor"):
-        # MEGA leaves this one uninitialised.
+        # MEGA leaves this one uninitialized.
         return torch.full(tuple(shape), float("nan"))
     values = generator.normal(size=shape)
     if name.endswith("running_var"):

@@ -129,7 +129,7 @@ LM, LRA = LANGUAGE_MODEL, CLASSIFIER
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else value["arch"],
 )
-def test_argument_that_our_mega_cannot_honour(tmp_path: Path, base: dict[str, Any], name: str, value: Any) -> None:
+def test_argument_that_our_mega_cannot_honor(tmp_path: Path, base: dict[str, Any], name: str, value: Any) -> None:
     path = write(tmp_path / "checkpoint.pt", {**base, name: value}, random_weights(base))
     with pytest.raises(CheckpointError, match=rf"checkpoint\.pt.*args\.{name}: got {re.escape(repr(value))}, allowed"):
         load_mega_checkpoint(path)

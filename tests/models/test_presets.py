@@ -96,8 +96,8 @@ def test_structure_is_the_tables(family: str, task: str) -> None:
 
 @each_task
 @each_model
-def test_optimisation_is_the_tables(family: str, task: str) -> None:
-    row, got = TABLE[task], preset(f"{family}-{task}").optimisation
+def test_optimization_is_the_tables(family: str, task: str) -> None:
+    row, got = TABLE[task], preset(f"{family}-{task}").optimization
     assert (got.batch, got.learning_rate, got.warmup, got.warmup_power) == (row.batch, row.rate, row.warmup, row.power)
     if (family, task) != ("tcnca", "enwik8"):
         assert (got.updates, got.weight_decay) == (row.updates, row.decay)
@@ -105,8 +105,8 @@ def test_optimisation_is_the_tables(family: str, task: str) -> None:
     assert (got.betas, got.eps, got.warmup_start) == ((0.9, 0.98), 1e-8, 1e-7)
 
 
-def test_optimisation_of_tcnca_on_enwik8_is_the_papers() -> None:
-    got = preset("tcnca-enwik8").optimisation
+def test_optimization_of_tcnca_on_enwik8_is_the_papers() -> None:
+    got = preset("tcnca-enwik8").optimization
     assert (got.learning_rate, got.weight_decay) == (0.005, 0.2)
     # 250 epochs of 90 million bytes, in updates of 65,536 tokens, to the nearest epoch.
     assert round(got.updates * 65_536 / 90_000_000) == 250
@@ -187,7 +187,7 @@ def test_associative_recall(family: str, length: int) -> None:
     assert model.causal
     assert isinstance(model.head, LanguageModelHead)
     assert model.gated == (family == "mega")
-    assert found.optimisation.learning_rate in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    assert found.optimization.learning_rate in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     assert model.dropout in (0.0, 0.1)
     if isinstance(model.mixer, TCNConfig):
         assert model.mixer.depth in (3, 4)
@@ -226,7 +226,7 @@ def test_preset_can_be_changed() -> None:
         512,
         TokenInput(vocabulary=256, scaled=True),
     )
-    assert found.optimisation == preset("mega-enwik8").optimisation
+    assert found.optimization == preset("mega-enwik8").optimization
     assert preset("mega-enwik8").model.layers == 12
 
 

@@ -92,7 +92,7 @@ def assert_right(case: Case, device: str) -> None:
 
 # No multiples of any tile; several blocks, slices and parts; a single block; rows that are full, empty and in between.
 def small_cases(function: str) -> list[Case]:
-    # Any three of four settings in all combinations; where there is no normaliser, any two of three.
+    # Any three of four settings in all combinations; where there is no normalizer, any two of three.
     several = [
         Case(function=function, causal=causal, lengths=lengths, chunk=chunk, bias=causal ^ (lengths is None) ^ large)
         for causal in (True, False)
@@ -294,12 +294,12 @@ def test_what_a_compiler_is_told_of_shapes(function: str) -> None:
     with torch._subclasses.FakeTensorMode():
         q, v, bias = _fake(2, 90, 16), _fake(2, 90, 64), _fake(2 * 30 - 1, dtype=FULL)
         settings = (30, True, function, 0.0)
-        out, normaliser = torch.ops.tcnca.chunked_attention.default(q, q, v, bias, None, None, *settings)
+        out, normalizer = torch.ops.tcnca.chunked_attention.default(q, q, v, bias, None, None, *settings)
         assert out.shape == v.shape
         assert out.dtype == BRAIN
-        assert normaliser.shape == ((2, 90) if function == "softmax" else (0,))
+        assert normalizer.shape == ((2, 90) if function == "softmax" else (0,))
         gradients = torch.ops.tcnca.chunked_attention_backward.default(
-            v, out, normaliser, q, q, v, bias, None, None, *settings, True
+            v, out, normalizer, q, q, v, bias, None, None, *settings, True
         )
         assert [part.shape for part in gradients] == [q.shape, q.shape, v.shape, bias.shape]
         assert [part.dtype for part in gradients] == [BRAIN, BRAIN, BRAIN, FULL]

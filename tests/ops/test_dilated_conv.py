@@ -79,7 +79,7 @@ def test_equals_the_sum_written_out(time: int, kernel_size: int, dilation: int, 
 
 
 @pytest.mark.parametrize(("kernel_size", "past", "future"), [(1, 0, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1), (5, 2, 2)])
-def test_centred_taps_lie_on_both_sides(kernel_size: int, past: int, future: int) -> None:
+def test_centered_taps_lie_on_both_sides(kernel_size: int, past: int, future: int) -> None:
     x = leaf(1, 41, 1)
     y, _ = dilated_conv(x, torch.ones(1, kernel_size, dtype=torch.float64), 3, causal=False)
     (reached,) = torch.autograd.grad(y[0, 20, 0], x)
@@ -126,7 +126,7 @@ def test_the_state_holds_only_the_inputs_still_needed() -> None:
     assert sorted(state.buffer[0, :, 0].tolist()) == sorted(case.inputs[0][0, -9:, 0].tolist())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
 @THOROUGH
 @given(
     kernel_size=KERNEL_SIZES,
@@ -163,7 +163,7 @@ def test_strided_inputs_give_the_same() -> None:
     assert_layout_does_not_matter(conv_case(9, 3, 2), [1, 6, 2])
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
 @pytest.mark.parametrize("kernel_size", [1, 2, 3])
 def test_gradients_are_those_of_the_function(kernel_size: int, causal: bool) -> None:
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

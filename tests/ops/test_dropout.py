@@ -37,7 +37,7 @@ def test_all_can_be_dropped() -> None:
     assert not kept(1, 2, 1000, probability=1.0).any()
 
 
-def test_neighbours_are_unrelated() -> None:
+def test_neighbors_are_unrelated() -> None:
     mask = kept(1, 2, 1 << 20)
     for offset in (1, 2, 3, 7, 64, 512, 4096, 65536):
         assert_unrelated(mask[offset:], mask[:-offset])

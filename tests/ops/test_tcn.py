@@ -72,7 +72,7 @@ def naive_tcn(
     nonlinearity: str,
     residual: bool,
     causal: bool,
-    normalise: Callable[[float, int], float] = lambda value, _: value,
+    normalize: Callable[[float, int], float] = lambda value, _: value,
     drop: Callable[[float, int], float] = lambda value, _: value,
 ) -> Tensor:
     """Every channel of every row by itself: depthwise, nothing mixes."""
@@ -95,7 +95,7 @@ def naive_tcn(
                             total += value * inner[source] if 0 <= source < len(inner) else 0.0
                         convolved.append(total)
                     count = block * convolutions + number
-                    inner = [drop(FUNCTIONS[nonlinearity](normalise(value, count)), count) for value in convolved]
+                    inner = [drop(FUNCTIONS[nonlinearity](normalize(value, count)), count) for value in convolved]
                 signal = [a + b for a, b in zip(signal, inner, strict=True)] if residual else inner
             y[row, :, channel] = torch.tensor(signal, dtype=x.dtype)
     return y
@@ -129,12 +129,12 @@ def test_every_nonlinearity_has_its_formula(nonlinearity: str) -> None:
 
 
 @pytest.mark.parametrize("convolutions", [1, 2])
-def test_normalise_and_dropout_have_their_place(convolutions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normalize_and_dropout_have_their_place(convolutions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 6, 2, dtype=torch.float64), torch.randn(3, convolutions, 2, 3, dtype=torch.float64)
     called: list[tuple[str, float]] = []
 
-    def normalise(h: Tensor, number: int) -> Tensor:
-        called.append(("normalise", number))
+    def normalize(h: Tensor, number: int) -> Tensor:
+        called.append(("normalize", number))
         return h * (number + 2) + 1
 
     def dropout(h: Tensor, probability: float) -> Tensor:
@@ -142,7 +142,7 @@ def test_normalise_and_dropout_have_their_place(convolutions: int, monkeypatch: 
         return h / (len(called) // 2 + 2)
 
     monkeypatch.setattr(F, "dropout", dropout)
-    y, _ = tcn(x, weight, 2, normalise=normalise, dropout=0.25)
+    y, _ = tcn(x, weight, 2, normalize=normalize, dropout=0.25)
     expected = naive_tcn(
         x,
         weight,
@@ -151,11 +151,11 @@ def test_normalise_and_dropout_have_their_place(convolutions: int, monkeypatch: 
         "silu",
         residual=True,
         causal=True,
-        normalise=lambda value, number: value * (number + 2) + 1,
+        normalize=lambda value, number: value * (number + 2) + 1,
         drop=lambda value, number: value / (number + 3),
     )
     assert_close(y, expected)
-    assert called == [pair for number in range(3 * convolutions) for pair in (("normalise", number), ("dropout", 0.25))]
+    assert called == [pair for number in range(3 * convolutions) for pair in (("normalize", number), ("dropout", 0.25))]
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan")])
@@ -179,7 +179,7 @@ def test_receptive_field_without_growing_dilations() -> None:
 
 
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "plain"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
 @given(shape=SHAPES)
 def test_receptive_field_is_what_gradients_reach(causal: bool, residual: bool, shape: Shape) -> None:
     kernel_size, factor, depth, convolutions = shape
@@ -229,7 +229,7 @@ def test_the_state_holds_the_receptive_field_less_one(shape: Shape) -> None:
     assert_close(case.operator(*case.inputs, state=started)[0].detach(), case.operator(*case.inputs)[0].detach())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
 @THOROUGH
 @given(shape=SHAPES, lengths=some_lengths(BATCH, 9))
 def test_padding_is_ignored(causal: bool, shape: Shape, lengths: list[int]) -> None:
@@ -262,7 +262,7 @@ def test_strided_inputs_give_the_same() -> None:
     assert_layout_does_not_matter(tcn_case(9, (3, 2, 2, 1)), [1, 6, 2])
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
 @pytest.mark.parametrize("convolutions", [1, 2])
 def test_gradients_are_those_of_the_function(convolutions: int, causal: bool) -> None:
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def test_gradients_through_the_state(time: int, lengths: list[int] | None) -> No
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 32]], ids=["one call", "token by token", "pieces"])
 def test_lower_precision_is_close_to_float64(dtype: torch.dtype, sizes: list[int]) -> None:
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((2, 40, 3), (3, 1, 3, 5), (3, 1, 3)))
-    # As wide as an initialisation that keeps variances.
+    # As wide as an initialization that keeps variances.
     weight = weight / 5**0.5
     expected, _ = tcn(x.double(), weight.double(), 2, bias=bias.double())
     y, state = in_pieces(partial(_tcn, weight=weight, bias=bias), [x], sizes)

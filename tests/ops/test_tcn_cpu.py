@@ -372,7 +372,7 @@ def test_reasons_against_the_fast_path_are_named() -> None:
     x, weight = torch.randn(1, 9, 4), torch.randn(2, 1, 4, 3)
     state = initial_tcn_state(1, 4, 3, 2, 2)
     options: list[tuple[dict[str, Any], str]] = [
-        ({"normalise": lambda h, number: h}, "normalise: got one"),
+        ({"normalize": lambda h, number: h}, "normalize: got one"),
         ({"dropout": 0.5}, "dropout: got 0.5"),
         ({"state": state}, "state: got one"),
         ({"bias": torch.zeros(2, 1, 4, dtype=torch.float64)}, "dtype: got"),

@@ -222,10 +222,10 @@ def test_what_surrounds_the_kernels_gives_outputs_states_and_gradients(
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
-def test_what_surrounds_the_kernels_normalises_between_them(convolutions: int, return_state: bool) -> None:
+def test_what_surrounds_the_kernels_normalizes_between_them(convolutions: int, return_state: bool) -> None:
     x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
 
-    def normalise(h: Tensor, number: int) -> Tensor:
+    def normalize(h: Tensor, number: int) -> Tensor:
         return F.layer_norm(h, (4,)) * (number + 1)
 
     results = []
@@ -233,7 +233,7 @@ def test_what_surrounds_the_kernels_normalises_between_them(convolutions: int, r
         torch.manual_seed(4)
         arguments = (x, weight, bias, None, None) if by is _by_kernels else (x, weight, 2)
         options: dict[str, Any] = {} if by is _by_kernels else {"bias": bias}
-        y, state = by(*arguments, normalise=normalise, dropout=0.3, return_state=return_state, **options)
+        y, state = by(*arguments, normalize=normalize, dropout=0.3, return_state=return_state, **options)
         out = [y, *(state.buffers if state is not None else ())]
         results.append([*out, *torch.autograd.grad(y.square().sum(), (x, weight, bias))])
     for ours, theirs in zip(*results, strict=True):

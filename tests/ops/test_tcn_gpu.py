@@ -211,7 +211,7 @@ def test_norms_between_convolutions() -> None:
             weight,
             3,
             bias=bias,
-            normalise=lambda h, number: F.layer_norm(h, (64,)) * (number + 1),
+            normalize=lambda h, number: F.layer_norm(h, (64,)) * (number + 1),
             lengths=case.real(),
             backend=backend,  # type: ignore[arg-type]
         )

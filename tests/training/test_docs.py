@@ -33,7 +33,7 @@ from tcnca.training.sweeps.plan import parse_grid
 from tcnca.training.sweeps.variants import load_variants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-PARTS = ("data", "batch", "optimiser", "schedule", "evaluation", "checkpoint", "engine")
+PARTS = ("data", "batch", "optimizer", "schedule", "evaluation", "checkpoint", "engine")
 MODEL_PARTS = {
     "mixer": (TCNConfig(), EMAConfig()),
     "attention": (AttentionConfig(),),
@@ -193,15 +193,15 @@ def test_each_command_is_shown() -> None:
 @pytest.mark.usefixtures("recipe_of_the_page")
 def test_changes_do_what_the_page_says() -> None:
     recipe = load_recipe("reviews.yaml")
-    assert (recipe.data.source, recipe.optimiser.learning_rate) == ("reviews.csv", 1e-3)
+    assert (recipe.data.source, recipe.optimizer.learning_rate) == ("reviews.csv", 1e-3)
     short, full, listed = (
         recipe.override(given(arguments)[1]["changes"])
         for arguments in commands()
         if arguments[:2] == ["train", "reviews.yaml"]
     )
-    assert (short.optimiser.learning_rate, short.batch.size) == (3e-4, 16)
-    assert (full.optimiser.learning_rate, full.model["attention.dropout"]) == (3e-4, 0.1)
-    assert (listed.optimiser.betas, listed.schedule.updates) == ((0.9, 0.999), 10_000)
+    assert (short.optimizer.learning_rate, short.batch.size) == (3e-4, 16)
+    assert (full.optimizer.learning_rate, full.model["attention.dropout"]) == (3e-4, 0.1)
+    assert (listed.optimizer.betas, listed.schedule.updates) == ((0.9, 0.999), 10_000)
     assert (listed.data.task, listed.evaluation.batches) == ({"longest": 1000}, None)
     (other,) = (given(arguments)[1]["changes"] for arguments in commands() if arguments[1:2] == ["enwik8-mega"])
     changed = load_recipe("enwik8-mega").override(other)

@@ -46,7 +46,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    # Optimisers of full size are not to be left lying about.
+    # Optimizers of full size are not to be left lying about.
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
@@ -64,7 +64,7 @@ def on_tiny_data(name: str, sets: Path) -> Recipe:
 
 def published_rate(wanted: Recipe, step: int) -> float:
     """The learning rate of one of the first updates, all of which are in the warm-up."""
-    start, peak, schedule = wanted.schedule.warmup_start, wanted.optimiser.learning_rate, wanted.schedule
+    start, peak, schedule = wanted.schedule.warmup_start, wanted.optimizer.learning_rate, wanted.schedule
     assert step < schedule.warmup
     return start + (peak - start) * (step / schedule.warmup) ** schedule.warmup_power
 
@@ -106,7 +106,7 @@ def test_it_trains_and_is_kept(name: str, sets: Path, folder: Path) -> None:
     assert all(tensor.dtype == before[key].dtype for key, tensor in trained.items())
     assert all(torch.isfinite(tensor).all() for tensor in trained.values())
     assert any(not torch.equal(tensor, before[key]) for key, tensor in trained.items())
-    states = {key: one.optimiser.state[parameter] for key, parameter in one.model.named_parameters()}
+    states = {key: one.optimizer.state[parameter] for key, parameter in one.model.named_parameters()}
     assert {key for key, state in states.items() if not state["exp_avg_sq"].any()} == idle(one.task, one.model, wanted)
     assert {float(state["step"]) for state in states.values()} == {2.0}
 
@@ -121,7 +121,7 @@ def test_it_trains_and_is_kept(name: str, sets: Path, folder: Path) -> None:
     assert again.progress.step == 2
     assert_same(weights(again.model), trained)
     for key, parameter in again.model.named_parameters():
-        assert_same(again.optimiser.state[parameter], states[key])
+        assert_same(again.optimizer.state[parameter], states[key])
     score = again.evaluate("test")
     assert math.isfinite(score.value)
     assert score.count == counted(name, again.task)
@@ -187,18 +187,18 @@ def test_data_that_is_missing(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lerning_rate=1", "lerning_rate: no such key of a recipe; did you mean optimiser.learning_rate?"),
+        ("lerning_rate=1", "lerning_rate: no such key of a recipe; did you mean optimizer.learning_rate?"),
         ("batch.sise=1", "batch.sise: no such key of a recipe; did you mean batch.size?"),
         ("updates=abc", "schedule.updates: got 'abc', allowed is a whole number"),
         ("updates=2.5", "schedule.updates: got 2.5, allowed is a whole number"),
         ("updates=true", "schedule.updates: got True, allowed is a whole number"),
         ("updates=", "schedule.updates: got None, allowed is a whole number"),
-        ("learning_rate=[1]", "optimiser.learning_rate: got [1], allowed is a number"),
-        ("learning_rate={a: 1}", "optimiser.learning_rate: got {'a': 1}, allowed is a number"),
-        ("learning_rate=.nan", "optimiser.learning_rate: got nan, allowed is a number"),
-        ("betas=0.9", "optimiser.betas: got"),
-        ("betas=[a, b]", "optimiser.betas: got"),
-        ("betas=null", "optimiser.betas: got"),
+        ("learning_rate=[1]", "optimizer.learning_rate: got [1], allowed is a number"),
+        ("learning_rate={a: 1}", "optimizer.learning_rate: got {'a': 1}, allowed is a number"),
+        ("learning_rate=.nan", "optimizer.learning_rate: got nan, allowed is a number"),
+        ("betas=0.9", "optimizer.betas: got"),
+        ("betas=[a, b]", "optimizer.betas: got"),
+        ("betas=null", "optimizer.betas: got"),
         ("precision=fp16", "engine.precision: got 'fp16', allowed are float32, bf16"),
         ("recompute=often", "engine.recompute: got 'often', allowed are True and False"),
         ("checkpoint.minutes=never", "checkpoint.minutes: got 'never', allowed is a number"),

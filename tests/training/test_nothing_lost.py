@@ -256,7 +256,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("damage", [_cut, _flipped, lambda content: b"{}", lambda content: b""])
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "config.json", "optimiser/__0_0.distcp", "optimiser/.metadata", "state.json"]
+    "name", ["model.safetensors", "config.json", "optimizer/__0_0.distcp", "optimizer/.metadata", "state.json"]
 )
 def test_a_damaged_checkpoint(tmp_path: Path, saved: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
     """It is named, and the run goes on from the one before when it is removed."""
@@ -324,6 +324,6 @@ def test_a_budget_is_for_all_parts_together(tmp_path: Path) -> None:
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
     assert max(b - a for a, b in itertools.pairwise(seconds)) < 1.0
-    peak = wanted.optimiser.learning_rate
+    peak = wanted.optimizer.learning_rate
     assert max(line["rate"] for line in lines) == pytest.approx(peak, rel=0.05)
     assert lines[-1]["rate"] < 0.05 * peak

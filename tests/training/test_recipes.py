@@ -45,10 +45,10 @@ def test_every_experiment_of_the_paper_has_one() -> None:
 def test_numbers_are_those_of_the_preset(name: str) -> None:
     recipe = load_recipe(name)
     found = preset(recipe.model["preset"])
-    adam = found.optimisation
+    adam = found.optimization
     assert recipe.batch.size == adam.batch
-    assert (recipe.optimiser.learning_rate, recipe.optimiser.weight_decay) == (adam.learning_rate, adam.weight_decay)
-    assert (recipe.optimiser.betas, recipe.optimiser.eps, recipe.optimiser.clip) == (adam.betas, adam.eps, adam.clip)
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.weight_decay) == (adam.learning_rate, adam.weight_decay)
+    assert (recipe.optimizer.betas, recipe.optimizer.eps, recipe.optimizer.clip) == (adam.betas, adam.eps, adam.clip)
     assert (recipe.schedule.updates, recipe.schedule.warmup) == (adam.updates, adam.warmup)
     assert (recipe.schedule.warmup_start, recipe.schedule.warmup_power) == (adam.warmup_start, adam.warmup_power)
     assert recipe.schedule.kind == "linear"
@@ -67,7 +67,7 @@ def test_every_key_has_a_comment_or_speaks_for_itself(name: str) -> None:
     lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# ")
     sections = [line for line in lines if line and not line.startswith((" ", "#"))]
-    written = ["about", "data", "model", "batch", "optimiser", "schedule", "evaluation", "checkpoint", "engine"]
+    written = ["about", "data", "model", "batch", "optimizer", "schedule", "evaluation", "checkpoint", "engine"]
     assert [line.partition(":")[0] for line in sections] == written
     keys = [line for line in lines if line.startswith("  ") and not line.rstrip().endswith(":")]
     assert sum("#" in key for key in keys) > len(keys) / 2
@@ -84,9 +84,9 @@ def test_written_and_read_again_it_is_the_same(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "part", "field", "value"),
     [
-        ("learning_rate=1e-5", "optimiser", "learning_rate", 1e-5),
-        ("optimiser.learning_rate=0.1", "optimiser", "learning_rate", 0.1),
-        ("betas=[0.9, 0.999]", "optimiser", "betas", (0.9, 0.999)),
+        ("learning_rate=1e-5", "optimizer", "learning_rate", 1e-5),
+        ("optimizer.learning_rate=0.1", "optimizer", "learning_rate", 0.1),
+        ("betas=[0.9, 0.999]", "optimizer", "betas", (0.9, 0.999)),
         ("updates=7", "schedule", "warmup", None),
         ("schedule.kind=cosine", "schedule", "kind", "cosine"),
         ("compile=true", "engine", "compile", True),
@@ -120,15 +120,15 @@ def test_the_model_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lerning_rate=1", r"lerning_rate: no such key of a recipe; did you mean optimiser\.learning_rate\?"),
-        ("optimiser.lerning_rate=1", r"did you mean optimiser\.learning_rate\?"),
+        ("lerning_rate=1", r"lerning_rate: no such key of a recipe; did you mean optimizer\.learning_rate\?"),
+        ("optimizer.lerning_rate=1", r"did you mean optimizer\.learning_rate\?"),
         ("every=1", r"every: is the name of several keys, allowed are evaluation\.every, checkpoint\.every"),
         ("chunk=1", r"chunk: is the name of several keys, allowed are model\.chunk, evaluation\.chunk"),
         ("layers", r"layers: got no value, allowed is key=value"),
-        ("learning_rate=fast", r"optimiser\.learning_rate: got 'fast', allowed is a number"),
-        ("learning_rate=-1", r"optimiser\.learning_rate: got -1"),
-        ("learning_rate=.inf", r"optimiser\.learning_rate: got inf"),
-        ("optimiser.betas=[1]", r"optimiser\.betas: got"),
+        ("learning_rate=fast", r"optimizer\.learning_rate: got 'fast', allowed is a number"),
+        ("learning_rate=-1", r"optimizer\.learning_rate: got -1"),
+        ("learning_rate=.inf", r"optimizer\.learning_rate: got inf"),
+        ("optimizer.betas=[1]", r"optimizer\.betas: got"),
         ("precision=fp8", r"engine\.precision: got 'fp8', allowed are float32, bf16"),
         ("updates=0", r"schedule\.updates: got 0"),
         ("holdout=2", r"data\.holdout: got 2"),
@@ -148,8 +148,8 @@ def test_errors_of_changes(change: str, message: str) -> None:
         ("- a", "holds no keys and values"),
         ("{", "is not YAML"),
         ("optimizer: {}", r"optimizer: no such key of a recipe"),
-        ("optimiser: {lr: 1}", r"optimiser\.lr: no such key"),
-        ("optimiser: 3", r"optimiser: got 3, allowed are keys and values"),
+        ("optimizer: {lr: 1}", r"optimizer\.lr: no such key"),
+        ("optimizer: 3", r"optimizer: got 3, allowed are keys and values"),
     ],
 )
 def test_errors_of_files(tmp_path: Path, text: str, message: str) -> None:
@@ -214,20 +214,20 @@ def test_command_lists_and_prints() -> None:
     assert all(name in listed for name in NAMES)
     printed = runner.invoke(app, ["recipes", "pathx-mega", "learning_rate=1e-4", "layers=2"]).output
     values = yaml.safe_load(printed)
-    assert values["optimiser"]["learning_rate"] == 1e-4
+    assert values["optimizer"]["learning_rate"] == 1e-4
     assert values["model"] == {"preset": "mega-pathx", "chunk": 4096, "layers": 2}
     wrong = runner.invoke(app, ["recipes", "pathx-mega", "learning_rat=1"])
     assert wrong.exit_code == 1
-    assert "did you mean optimiser.learning_rate?" in wrong.output
+    assert "did you mean optimizer.learning_rate?" in wrong.output
 
 
 def test_a_file_may_be_short(tmp_path: Path) -> None:
     """Numbers and names as on the command line."""
     path = tmp_path / "mine.yaml"
-    path.write_text("data: recall-64-10\nmodel: tcnca-simple-recall-64\noptimiser:\n  learning_rate: 1e-2\n")
+    path.write_text("data: recall-64-10\nmodel: tcnca-simple-recall-64\noptimizer:\n  learning_rate: 1e-2\n")
     recipe = load_recipe(str(path))
     assert (recipe.data.source, recipe.model["preset"]) == ("recall-64-10", "tcnca-simple-recall-64")
-    assert recipe.optimiser.learning_rate == 0.01
+    assert recipe.optimizer.learning_rate == 0.01
     assert recipe.override(["updates=1e3"]).schedule.updates == 1000
 
 

@@ -116,7 +116,7 @@ def test_a_run_that_is_finished_is_not_gone_on_with(tmp_path: Path) -> None:
     assert ((tmp_path / "result.json").stat().st_mtime_ns, (tmp_path / "record.json").read_text()) == before
     other = invoked(*arguments(tmp_path, "--resume", "learning_rate=0.5"))
     assert other.exit_code == 1
-    assert "was begun with another recipe, which differs in optimiser" in other.output
+    assert "was begun with another recipe, which differs in optimizer" in other.output
 
 
 def test_a_budget_is_not_changed_on_the_way(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_series_tell_training_from_splits() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3, 50])
-def test_smoothing_is_the_mean_of_neighbours(width: int) -> None:
+def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
     values = np.random.default_rng(0).normal(size=40)
     values[[4, 5, 30]] = np.nan
     found = smoothed(values, width)

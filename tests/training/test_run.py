@@ -149,8 +149,8 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
     one._update = noted  # type: ignore[method-assign]
     result = one.train()
     assert result.seconds == pytest.approx(4.0, rel=0.03)
-    assert max(rates) > 0.9 * wanted.optimiser.learning_rate
-    assert rates[-1] < 0.05 * wanted.optimiser.learning_rate
+    assert max(rates) > 0.9 * wanted.optimizer.learning_rate
+    assert rates[-1] < 0.05 * wanted.optimizer.learning_rate
 
 
 def test_a_budget_is_validated_to_its_end(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_all_processes_leave_out_the_same_time_to_compile(tmp_path: Path) -> Non
 
 
 def test_stopped_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimiser, too, goes on as one that has done nothing."""
+    """The optimizer, too, goes on as one that has done nothing."""
     whole = run(tmp_path / "whole", recipe())
     whole.train()
     first = run(tmp_path / "parts", recipe())
@@ -223,7 +223,7 @@ def test_a_best_checkpoint_that_is_gone_is_replaced(tmp_path: Path) -> None:
 
 def test_other_recipes_and_data_are_not_gone_on_with(tmp_path: Path) -> None:
     run(tmp_path, recipe()).train()
-    with pytest.raises(CheckpointError, match="was begun with another recipe, which differs in optimiser"):
+    with pytest.raises(CheckpointError, match="was begun with another recipe, which differs in optimizer"):
         run(tmp_path, recipe("learning_rate=0.5")).resume()
 
 
@@ -313,8 +313,8 @@ def test_the_time_to_compile_is_not_the_time_to_warm_up(tmp_path: Path) -> None:
     result = one.train()
     assert result.seconds == pytest.approx(4.0, rel=0.03)
     # Nearly half of the time is gone; the learning rate has not begun to rise.
-    assert max(rates[:4]) < 0.05 * one.recipe.optimiser.learning_rate
-    assert max(rates) > 0.9 * one.recipe.optimiser.learning_rate
+    assert max(rates[:4]) < 0.05 * one.recipe.optimizer.learning_rate
+    assert max(rates) > 0.9 * one.recipe.optimizer.learning_rate
 
 
 @pytest.mark.parametrize("after", [4, 7])

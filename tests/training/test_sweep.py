@@ -55,11 +55,11 @@ def test_values_are_cut_at_outer_commas(text: str, values: list[str]) -> None:
         (["betas=0.9]"], "a bracket or a quote has no partner"),
         (["layers=1,,2"], "layers: got 1,,2, in which a value is empty"),
         (["layers=1,"], "a value is empty"),
-        (["lerning_rate=1,2"], r"did you mean optimiser\.learning_rate\?"),
-        (["learning_rate=0.1,fast"], r"optimiser\.learning_rate: got 'fast'"),
+        (["lerning_rate=1,2"], r"did you mean optimizer\.learning_rate\?"),
+        (["learning_rate=0.1,fast"], r"optimizer\.learning_rate: got 'fast'"),
         (["learning_rate=1e-3,0.001"], "learning_rate: got 1e-3 and 0.001, which are the same"),
-        (["learning_rate=0.1,0.2", "optimiser.learning_rate=0.3"], "learning_rate: is given again under another name"),
-        (["learning_rate=0.1", "optimiser.learning_rate=0.3"], "learning_rate: is given again under another name"),
+        (["learning_rate=0.1,0.2", "optimizer.learning_rate=0.3"], "learning_rate: is given again under another name"),
+        (["learning_rate=0.1", "optimizer.learning_rate=0.3"], "learning_rate: is given again under another name"),
         (["model.layers=1,two"], r"model\.layers=two: layers: got 'two'"),
         (["model.lyers=1,2"], r"did you mean layers\?"),
         (["data=recall-16,nothing-there"], "nothing-there"),
@@ -88,7 +88,7 @@ def test_the_grid_of_the_paper_is_one_command(tmp_path: Path) -> None:
     assert [line[0] for line in commands] == ["waiting"] * 10
     found = [load_recipe(line[3]).override(line[4:6]) for line in commands]
     expected = [(rate, dropout) for rate in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1) for dropout in (0, 0.1)]
-    assert [(each.optimiser.learning_rate, each.model["dropout"]) for each in found] == expected
+    assert [(each.optimizer.learning_rate, each.model["dropout"]) for each in found] == expected
     assert len({line[7] for line in commands}) == 10
     assert not (tmp_path / "sweep").exists()
 

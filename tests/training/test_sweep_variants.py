@@ -96,7 +96,7 @@ def test_some_are_picked_and_keep_their_names(tmp_path: Path) -> None:
         ("{'1e-3': []}", "got '1e-3' for a name"),
         ("{a: [], a: [layers=1]}", "the key a is given twice in line 1"),
         ("{a: [], b: [lyers=1]}", r"variant b: lyers: no such key .*model\.layers\?.* for recall-64-10-mega\)"),
-        ("{a: [learning_rate=fast]}", r"variant a: optimiser\.learning_rate: got 'fast'"),
+        ("{a: [learning_rate=fast]}", r"variant a: optimizer\.learning_rate: got 'fast'"),
         ("{a: [width=1, model.width=2]}", "variant a: width: is given again under another name"),
         ("{a: [model.lyers=1]}", r"variant=a seed=0: .*did you mean layers\?.* for recall-64-10-mega\)"),
         ("{a: [layers=1], b: [model.layers=1]}", "variant: got a and b, which are the same"),
@@ -241,8 +241,8 @@ def test_curves_are_over_updates_and_over_time(tmp_path: Path) -> None:
         lines = [line for line in axes.get_lines() if line.get_marker() == "None"]
         for line, drawn in zip(lines, curves, strict=True):
             np.testing.assert_array_equal(np.asarray(line.get_xydata()).T, [getattr(drawn, name), drawn.scores])
-        colours = [line.get_color() for line in lines]
-        assert colours[0] == colours[1] != colours[2] == colours[3]
+        colors = [line.get_color() for line in lines]
+        assert colors[0] == colors[1] != colors[2] == colors[3]
     # From the best score to the worst end; the beginning is cut off.
     low, high = over_updates.get_ylim()
     assert (low, high) == pytest.approx((1.82, 5.18))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tcnca.bench.colours import colour_of
+from tcnca.bench.colors import color_of
 from tcnca.bench.ratios import MEAN
 from tcnca.bench.report import EAGER, GRAPH, Report, Result, short_time
 
@@ -55,7 +55,7 @@ def _sizes(timed: Sequence[Result]) -> list[dict[str, int | str]]:
 
 def _look(entry: Result) -> dict[str, Any]:
     compiled = entry.name.endswith("-compiled")
-    return {"color": colour_of(entry.name), **({"hatch": "//", "edgecolor": "white"} if compiled else {})}
+    return {"color": color_of(entry.name), **({"hatch": "//", "edgecolor": "white"} if compiled else {})}
 
 
 def _milliseconds(axes: Axes, suite: str, entries: Sequence[Result], how: str) -> None:
@@ -105,8 +105,8 @@ def _speeds(axes: Axes, report: Report, timed: Sequence[Result], part: str, how:
                 heights.append(base / own)
                 # What is 1 by definition need not say so.
                 texts.append(short_time(own) if name == BASE else f"{base / own:.2f}×\n{short_time(own)}")
-        bars = axes.bar(spots, heights, 0.92 * width, color=colour_of(name), label=next(iter(mine.values())).label)
-        # Its neighbours are taller as a rule, and leave room for a line of letters only.
+        bars = axes.bar(spots, heights, 0.92 * width, color=color_of(name), label=next(iter(mine.values())).label)
+        # Its neighbors are taller as a rule, and leave room for a line of letters only.
         upright: dict[str, Any] = {"rotation": 90, "padding": 3} if name == BASE else {"padding": 1}
         axes.bar_label(bars, texts, fontsize=6.5, **upright)
         if name == "tcnca" and part == "inference":

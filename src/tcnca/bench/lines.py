@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tcnca.bench.colours import colour_of
+from tcnca.bench.colors import color_of
 from tcnca.bench.report import Report, Result
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _row(figure: Figure, grid: Any, row: int, batch: int, timed: Sequence[Result
             axes = figure.add_subplot(grid[row, column], sharey=panels[0] if panels else None)
             for name in _SHOWN:
                 # A copy has no direction; it is the floor of both.
-                _line(axes, _series(timed, name if name == "copy" else name + end, batch, part), colour_of(name))
+                _line(axes, _series(timed, name if name == "copy" else name + end, batch, part), color_of(name))
             axes.set_title(f"{direction}, {part}, batch {batch}", loc="left", fontsize=9)
             axes.set_yscale("log")
             _length_axis(axes, timed)
@@ -87,12 +87,12 @@ def _series(timed: Sequence[Result], name: str, batch: int, part: str) -> list[t
     return sorted(found)
 
 
-def _line(axes: Axes, points: Sequence[tuple[int, float]], colour: str, **style: Any) -> None:
+def _line(axes: Axes, points: Sequence[tuple[int, float]], color: str, **style: Any) -> None:
     if points:
-        dotted = {"linestyle": ":"} if colour == colour_of("copy") else {}
+        dotted = {"linestyle": ":"} if color == color_of("copy") else {}
         lengths, values = zip(*points, strict=True)
         look = {"marker": "o", "markersize": 3, "linewidth": 1.4, **dotted, **style}
-        axes.plot(lengths, values, color=colour, **look)
+        axes.plot(lengths, values, color=color, **look)
 
 
 def _length_axis(axes: Axes, timed: Sequence[Result]) -> None:
@@ -114,7 +114,7 @@ def _legend(figure: Figure, timed: Sequence[Result]) -> None:
     there = {entry.name.removesuffix("-bi") for entry in timed}
     handles = [
         Line2D(
-            [], [], color=colour_of(name), marker="o", markersize=3, label=_NAMES[name],
+            [], [], color=color_of(name), marker="o", markersize=3, label=_NAMES[name],
             linestyle=":" if name == "copy" else "-",
         )
         for name in _SHOWN
@@ -131,7 +131,7 @@ def _kernel_times(axes: Axes, timed: Sequence[Result], batch: int) -> None:
     for direction, end in _DIRECTIONS.items():
         for name in ("fft-ema", "fft-ema-cached"):
             points = _series(timed, name + end, batch, "forward")
-            _line(axes, points, colour_of(name), linestyle=_STYLES[direction])
+            _line(axes, points, color_of(name), linestyle=_STYLES[direction])
     axes.set_yscale("log")
     _length_axis(axes, timed)
     axes.set_ylabel(_how(timed))
@@ -140,11 +140,11 @@ def _kernel_times(axes: Axes, timed: Sequence[Result], batch: int) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_title(f"what making the EMA's kernel costs, forward, batch {batch}", loc="left", fontsize=9)
     looks: list[tuple[str, str, Any]] = [
-        ("kernel made in the call", colour_of("fft-ema"), "-"),
-        ("kernel kept", colour_of("fft-ema-cached"), "-"),
+        ("kernel made in the call", color_of("fft-ema"), "-"),
+        ("kernel kept", color_of("fft-ema-cached"), "-"),
     ]
     looks += [(direction, "#666666", style) for direction, style in _STYLES.items()]
-    handles = [Line2D([], [], color=colour, linestyle=style, label=label) for label, colour, style in looks]
+    handles = [Line2D([], [], color=color, linestyle=style, label=label) for label, color, style in looks]
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="best")
 
 
@@ -156,7 +156,7 @@ def _kernel_shares(axes: Axes, timed: Sequence[Result], batches: Sequence[int], 
             kept = dict(_series(timed, f"fft-ema-cached{end}", batch, "forward"))
             points = [(length, 100 * (1 - kept[length] / made[length])) for length in made if length in kept]
             style = {"linestyle": _STYLES[direction], "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4}
-            _line(axes, points, colour_of("fft-ema"), label=f"{direction}, batch {batch}", **style)
+            _line(axes, points, color_of("fft-ema"), label=f"{direction}, batch {batch}", **style)
     if on_gpu:
         paper = [(length, 100 * (1 - 1 / speedup)) for length, speedup in _PAPER.items()]
         _line(axes, paper, "#666666", label="the paper, on a V100", linestyle="none", marker="x", markersize=5)

@@ -52,7 +52,7 @@ def _changes(settings: Settings, config: ModelConfig) -> dict[str, Any]:
 
 
 def _entry(settings: Settings, task: str, variant: Variant, config: ModelConfig, batch: int, length: int) -> Entry:
-    optimiser = load_recipe(f"{task}-{variant.family}").optimiser
+    optimizer = load_recipe(f"{task}-{variant.family}").optimizer
     tokens = batch * length * (2 if isinstance(config.head, PairHead) else 1)
     return Entry(
         suite="lra",
@@ -61,7 +61,7 @@ def _entry(settings: Settings, task: str, variant: Variant, config: ModelConfig,
         about=f"the encoder of {task} on random data, inference and a step of training",
         sizes={"task": task, "batch": batch, "length": length, "layers": config.layers},
         tokens=tokens,
-        build=functools.partial(training_subject, config, optimiser, settings, batch, length, inference=True),
+        build=functools.partial(training_subject, config, optimizer, settings, batch, length, inference=True),
         pair=functools.partial(model_pair, config, settings, length),
         work=model_work(config, length, tokens),
         tolerance=DEEP_TOLERANCE[settings.dtype],

@@ -10,7 +10,7 @@ from tcnca.bench.entry import Entry, Pair, Settings, Subject
 from tcnca.bench.variants import Variant, config_of, model_pair, training_subject, variants
 from tcnca.bench.work import model_work
 from tcnca.models import ModelConfig
-from tcnca.training import OptimiserConfig, load_recipe
+from tcnca.training import OptimizerConfig, load_recipe
 
 GPU_SIZE, CPU_SIZE = (8, 8192), (1, 1024)
 CPU_LAYERS = 2
@@ -34,8 +34,8 @@ def _entries(settings: Settings) -> Iterator[Entry]:
 
 
 def _entry(settings: Settings, variant: Variant, config: ModelConfig, batch: int, length: int, compiled: bool) -> Entry:
-    optimiser = load_recipe(f"enwik8-{variant.family}").optimiser
-    step = functools.partial(training_subject, config, optimiser, settings, batch, length)
+    optimizer = load_recipe(f"enwik8-{variant.family}").optimizer
+    step = functools.partial(training_subject, config, optimizer, settings, batch, length)
     return Entry(
         suite="model",
         name=variant.name + ("-compiled" if compiled else ""),
@@ -44,7 +44,7 @@ def _entry(settings: Settings, variant: Variant, config: ModelConfig, batch: int
         sizes={"batch": batch, "length": length, "layers": config.layers},
         tokens=batch * length,
         build=functools.partial(step, compiled=compiled),
-        pair=functools.partial(_loss_pair, config, optimiser, settings, batch, length)
+        pair=functools.partial(_loss_pair, config, optimizer, settings, batch, length)
         if compiled
         else functools.partial(model_pair, config, settings, length),
         work=model_work(config, length, batch * length),
@@ -54,11 +54,11 @@ def _entry(settings: Settings, variant: Variant, config: ModelConfig, batch: int
     )
 
 
-def _loss_pair(config: ModelConfig, optimiser: OptimiserConfig, settings: Settings, batch: int, length: int) -> Pair:
+def _loss_pair(config: ModelConfig, optimizer: OptimizerConfig, settings: Settings, batch: int, length: int) -> Pair:
     """The loss of a compiled model at its full size, and of the same as it is.
 
     That one is compared with float64 by itself. Dropout draws other numbers when compiled, so that nothing but the
     loss can be compared, and code without dropout would be other code.
     """
-    subjects = (training_subject(config, optimiser, settings, batch, length, compiled=way) for way in (True, False))
+    subjects = (training_subject(config, optimizer, settings, batch, length, compiled=way) for way in (True, False))
     return Pair(*(Subject(subject.run) for subject in subjects))

@@ -75,7 +75,7 @@ def tcn_operator(causal: bool) -> Operator:
     """`tcnca.ops.tcn` as it chooses to run."""
     return Operator(
         name=_named("tcn", causal),
-        label=_labelled("TCN", causal),
+        label=_labeled("TCN", causal),
         about="the library's TCN, by the fastest way that it has here",
         inputs=_tcn_inputs,
         run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "auto"),
@@ -89,7 +89,7 @@ def plain_operator(causal: bool) -> Operator:
     return dataclasses.replace(
         tcn_operator(causal),
         name=_named("plain-tcn", causal),
-        label=_labelled("TCN, plain", causal),
+        label=_labeled("TCN, plain", causal),
         about="the library's TCN in plain PyTorch, channels last",
         run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "plain"),
     )
@@ -99,7 +99,7 @@ def conv_operator(causal: bool) -> Operator:
     """PyTorch's dilated convolutions as one would write them."""
     return Operator(
         name=_named("conv", causal),
-        label=_labelled("PyTorch's convolutions", causal),
+        label=_labeled("PyTorch's convolutions", causal),
         about="padding and torch.nn.functional.conv1d with a group a channel, channels first, no transposes",
         inputs=lambda case: _channels_first(_tcn_inputs(case)),
         run=lambda case: lambda x, weight: torch_convolutions(x, weight, case.dilation_factor, causal),
@@ -112,7 +112,7 @@ def fft_operator(causal: bool, hidden: int = 8) -> Operator:
     """The EMA as a convolution in the frequency domain."""
     return Operator(
         name=_named("fft-ema", causal, hidden),
-        label=_labelled("FFT-EMA", causal, hidden),
+        label=_labeled("FFT-EMA", causal, hidden),
         about="the library's EMA by FFT, the kernel made anew in every call",
         inputs=lambda case: _ema_inputs(case, causal, hidden),
         run=lambda case: lambda x, *parameters: ema(x, *parameters, method="fft")[0],
@@ -127,7 +127,7 @@ def cached_operator(causal: bool) -> Operator:
     return dataclasses.replace(
         fft_operator(causal),
         name=_named("fft-ema-cached", causal),
-        label=_labelled("FFT-EMA, kernel kept", causal),
+        label=_labeled("FFT-EMA, kernel kept", causal),
         about="the library's EMA by FFT with a kernel that was made beforehand; no gradient of its parameters",
         run=lambda case: lambda x, kernel, *parameters: ema(x, *parameters, method="fft", kernel=kernel)[0],
         oracle=lambda case: lambda x, _, *parameters: ema(x, *parameters, method="scan")[0],
@@ -151,7 +151,7 @@ def scan_operator(causal: bool, hidden: int = 8) -> Operator:
     return dataclasses.replace(
         fft_operator(causal, hidden),
         name=_named("scan-ema", causal, hidden),
-        label=_labelled("scan-EMA", causal, hidden),
+        label=_labeled("scan-EMA", causal, hidden),
         about="the library's EMA as a scan: fused on a GPU, in plain PyTorch with the states of all times elsewhere",
         run=lambda case: lambda x, *parameters: ema(x, *parameters, method="fused" if x.is_cuda else "scan")[0],
         oracle=lambda case: lambda x, *parameters: ema(x, *parameters, method="fft")[0],
@@ -177,10 +177,10 @@ def shifted_tcn(x: Tensor, weight: Tensor, dilation_factor: int, causal: bool) -
     time, taps = x.shape[1], weight.shape[-1]
     for block in range(weight.shape[0]):
         dilation = dilation_factor**block
-        centre = 0 if causal else (taps - 1) // 2
+        center = 0 if causal else (taps - 1) // 2
         total = torch.zeros_like(x)
         for tap in range(taps):
-            lag = (tap - centre) * dilation
+            lag = (tap - center) * dilation
             if abs(lag) < time:
                 seen = x[:, : time - lag] if lag >= 0 else x[:, -lag:]
                 total = total + weight[block, 0, :, tap] * F.pad(seen, (0, 0, max(lag, 0), max(-lag, 0)))
@@ -215,7 +215,7 @@ def _named(name: str, causal: bool, hidden: int = 8) -> str:
     return name + ("" if hidden == 8 else f"-{hidden}") + ("" if causal else "-bi")
 
 
-def _labelled(label: str, causal: bool, hidden: int = 8) -> str:
+def _labeled(label: str, causal: bool, hidden: int = 8) -> str:
     return label + ("" if hidden == 8 else f", N={hidden}") + (", causal" if causal else ", bidirectional")
 
 

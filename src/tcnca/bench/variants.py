@@ -14,7 +14,7 @@ from tcnca.data.kinds.task import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
 from tcnca.models import ClassifierHead, ModelConfig, PairHead, SequenceModel, TokenInput, preset
-from tcnca.training import EngineConfig, OptimiserConfig, Processes, build_optimiser, set_rate
+from tcnca.training import EngineConfig, OptimizerConfig, Processes, build_optimizer, set_rate
 from tcnca.training.config import Precision
 from tcnca.training.evaluate import autocast
 from tcnca.training.parallel import made_ready
@@ -104,7 +104,7 @@ def model_pair(config: ModelConfig, settings: Settings, length: int) -> Pair:
 
 def training_subject(
     config: ModelConfig,
-    optimiser: OptimiserConfig,
+    optimizer: OptimizerConfig,
     settings: Settings,
     batch: int,
     length: int,
@@ -116,7 +116,7 @@ def training_subject(
     torch.manual_seed(0)
     model = SequenceModel(config).to(settings.device)
     stepper = made_ready(model, EngineConfig(compile=compiled), Processes(device=settings.device))
-    adam = build_optimiser(model, optimiser)
+    adam = build_optimizer(model, optimizer)
     set_rate(adam, _RATE)
     inputs = tuple(part.to(settings.device) for part in inputs_of(config, batch, length))
     targets = _targets(config, inputs[0]).to(settings.device)
@@ -127,7 +127,7 @@ def training_subject(
             return class_loss(_logits(stepper, inputs), targets)
 
     def update() -> None:
-        nn.utils.clip_grad_norm_(parameters, optimiser.clip)
+        nn.utils.clip_grad_norm_(parameters, optimizer.clip)
         for group in adam.param_groups:
             # Asked for inside a graph, and warned of outside.
             group["capturable"] = settings.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,7 @@ from tcnca.bench import Report, Result
 from tcnca.bench.ratios import reached
 from tcnca.bench.report import EAGER, GRAPH, short_time
 
-# The optimiser's update is next to nothing, and part of the step.
+# The optimizer's update is next to nothing, and part of the step.
 _PARTS = ("inference", "forward", "backward", "step")
 _HOW = {GRAPH: "on the device", EAGER: "as called"}
 _WORDS = {"dilation_factor": "f"}

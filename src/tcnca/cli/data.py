@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tcnca.cli.reporting import Watcher, explained, say
-from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, entry, summarise_data
+from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, entry, summarize_data
 from tcnca.data import prepare as prepare_set
 from tcnca.data.columns import count
 from tcnca.data.content import SPLITS, Kind
@@ -132,7 +132,7 @@ def list_sets(
     about = ("", "")
     for row in rows:
         sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
-        state = _COLOURS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
+        state = _COLORS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
         disk = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
         console.print(f"[bold]{escape(row['name']):<16}[/]{sizes:>36}{disk:>12}   {state}", soft_wrap=True)
         # Said once for sets that differ in their numbers only.
@@ -143,7 +143,7 @@ def list_sets(
 
 
 _CLASSES = 20
-_COLOURS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[/]"}
+_COLORS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[/]"}
 
 
 def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _print_summary(console: Console, data: DataSet) -> None:
     table.add_column("split", no_wrap=True)
     for column in ("bytes", "symbols") if language else ("examples", "shortest", "mean", "longest", "symbols"):
         table.add_column(column, justify="right", no_wrap=True)
-    summaries = summarise_data(data)
+    summaries = summarize_data(data)
     for split, numbers in summaries.items():
         lengths = f"{numbers.shortest:,}", f"{numbers.mean:,.1f}", f"{numbers.longest:,}"
         symbols = "–" if numbers.symbols is None else str(numbers.symbols)

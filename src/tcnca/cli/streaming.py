@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tcnca.cli.models import models_table
-from tcnca.models import SequenceModel, build, preset, presets, summarise
+from tcnca.models import SequenceModel, build, preset, presets, summarize
 
 # A preset of each kind. Chunks are made short, so that the tokens of a demo cross some.
 STREAMED: dict[str, tuple[str, dict[str, int | None]]] = {
@@ -32,7 +32,7 @@ ALLOWED = 1e-4
 
 def show_streaming(console: Console, tokens: int, seed: int) -> None:
     """Build every model of the paper and show that token-by-token output equals the parallel forward."""
-    rows = [(preset(name), summarise(preset(name))) for name in presets()]
+    rows = [(preset(name), summarize(preset(name))) for name in presets()]
     console.print(models_table(rows))
     console.print()
     title = f"{tokens} tokens in one call, in random pieces, and one by one"

@@ -209,7 +209,7 @@ def _measurement(split: str, changes: list[str] | None) -> str:
 
 def _check_measurable(trained: Recipe, recipe: Recipe) -> None:
     """Refuse changes that would change nothing: the model is the one that was trained."""
-    for part in ("model", "batch", "optimiser", "schedule", "checkpoint"):
+    for part in ("model", "batch", "optimizer", "schedule", "checkpoint"):
         if getattr(recipe, part) != getattr(trained, part):
             raise ConfigError(f"{part}: is as it was trained, allowed are keys of data, evaluation and engine")
 

@@ -6,7 +6,7 @@ from tcnca.data.opening import task
 from tcnca.data.own import OwnOptions
 from tcnca.data.preparing import Prepared, data_folder, prepare
 from tcnca.data.store import DataSet
-from tcnca.data.summary import SplitSummary, summarise_data
+from tcnca.data.summary import SplitSummary, summarize_data
 from tcnca.data.tasks import Entry, entries, entry
 
 __all__ = [
@@ -22,6 +22,6 @@ __all__ = [
     "entries",
     "entry",
     "prepare",
-    "summarise_data",
+    "summarize_data",
     "task",
 ]

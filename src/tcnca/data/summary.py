@@ -29,7 +29,7 @@ class SplitSummary:
     """Number of examples of each class."""
 
 
-def summarise_data(data: DataSet) -> dict[str, SplitSummary]:
+def summarize_data(data: DataSet) -> dict[str, SplitSummary]:
     """The splits of a set in numbers."""
     names = data.manifest.get("classes", [])
     return {split: _summary(columns, names) for split, columns in data.splits.items()}

@@ -117,7 +117,7 @@ class TCNConfig(Config):
     activation: Activation = "silu"
     """Non-linearity, where `block` or `finish` has one."""
     norm: TCNNorm = "none"
-    """Normalisation of each convolution: `weight` of its kernels, `batch` of each channel of its output;
+    """Normalization of each convolution: `weight` of its kernels, `batch` of each channel of its output;
     `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""

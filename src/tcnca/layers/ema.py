@@ -39,7 +39,7 @@ class EMA(nn.Module):
             damping = 0.5 * torch.rand_like(self.delta) / self.alpha.sigmoid()
             self.delta.copy_(damping.clamp(1e-6, 1.0 - 1e-6).logit())
         nn.init.normal_(self.beta, std=0.02)
-        # Neighbouring hidden states start with opposite signs.
+        # Neighboring hidden states start with opposite signs.
         self.beta[..., 0::2] += 1.0
         self.beta[..., 1::2] -= 1.0
         nn.init.normal_(self.gamma)

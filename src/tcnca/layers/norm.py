@@ -1,4 +1,4 @@
-"""Normalisations. All take `[batch, time, channels]` and `lengths`: padding never enters a statistic."""
+"""Normalizations. All take `[batch, time, channels]` and `lengths`: padding never enters a statistic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EPS = 1e-5
 
 
 def make_norm(kind: str, width: int, affine: bool = True) -> nn.Module:
-    """The normalisation called `kind` (one of `NORM_KINDS`) over `width` channels, with or without learned scales."""
+    """The normalization called `kind` (one of `NORM_KINDS`) over `width` channels, with or without learned scales."""
     if kind == "layer":
         return LayerNorm(width, affine)
     if kind in ("scale", "rms"):
         return RMSNorm(width if kind == "rms" else 1, affine)
-    return BatchNorm(width, affine, synchronised=kind == "sync_batch")
+    return BatchNorm(width, affine, synchronized=kind == "sync_batch")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -33,7 +33,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=EPS, elementwise_affine=affine)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalise `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
+        """Normalize `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
         return super().forward(x)
 
 
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalise `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
+        """Normalize `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = precise if self.weight is None else precise * self.weight
         return (scaled * torch.rsqrt(precise.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
@@ -62,16 +62,16 @@ class BatchNorm(nn.Module):
 
     In training the statistics are those of the batch; in evaluation, the running means of training.
     Note that in training they also look at later tokens of a causal model.
-    `synchronised` takes them over all processes of the default group.
+    `synchronized` takes them over all processes of the default group.
     """
 
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
 
-    def __init__(self, width: int, affine: bool = True, synchronised: bool = False, momentum: float = 0.1) -> None:
+    def __init__(self, width: int, affine: bool = True, synchronized: bool = False, momentum: float = 0.1) -> None:
         super().__init__()
-        self.synchronised = synchronised
+        self.synchronized = synchronized
         self.momentum = momentum
         self.weight = nn.Parameter(torch.empty(width)) if affine else None
         self.bias = nn.Parameter(torch.empty(width)) if affine else None
@@ -90,7 +90,7 @@ class BatchNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalise `x` (`[batch, time, channels]`), of which each row's first `lengths` tokens are real."""
+        """Normalize `x` (`[batch, time, channels]`), of which each row's first `lengths` tokens are real."""
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
             precise = zero_padding(precise, lengths)
@@ -133,7 +133,7 @@ class BatchNorm(nn.Module):
         return mean, var
 
     def _over_processes(self, values: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        if not (self.synchronised and dist.is_available() and dist.is_initialized()):
+        if not (self.synchronized and dist.is_available() and dist.is_initialized()):
             return values, count
         joined = _Sum.apply(torch.cat([values, count.reshape(1)]))
         return joined[:-1], joined[-1]

@@ -52,12 +52,12 @@ def _of_chain(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
         draw = _averages if config.init == "ema" else _decaying_mixtures
         first = draw(first, causal)
         kernels *= FAR_SCALE if config.init == "decay" else 0.0
-    kernels[..., _centre(config.kernel_size, causal)] += 1.0
+    kernels[..., _center(config.kernel_size, causal)] += 1.0
     kernels[0, 0] = first
     return kernels
 
 
-def _centre(kernel_size: int, causal: bool) -> int:
+def _center(kernel_size: int, causal: bool) -> int:
     """The tap of lag zero."""
     return 0 if causal else (kernel_size - 1) // 2
 
@@ -68,7 +68,7 @@ def _grades(kernels: Tensor) -> Tensor:
 
 def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:
     """Random mixtures of decaying exponentials, of unit norm."""
-    lags = (torch.arange(like.shape[-1], device=like.device) - _centre(like.shape[-1], causal)).abs()
+    lags = (torch.arange(like.shape[-1], device=like.device) - _center(like.shape[-1], causal)).abs()
     amplitudes = torch.randn(*like.shape[:-1], MIXED, 1, device=like.device)
     decays = torch.rand(*like.shape[:-1], MIXED, 1, device=like.device)
     kernels = (amplitudes * decays**lags).sum(-2)
@@ -78,14 +78,14 @@ def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:
 def _averages(like: Tensor, causal: bool) -> Tensor:
     """As many lags of the kernel of an EMA, as MEGA draws it, as there are taps."""
     width, size = like.shape
-    centre = _centre(size, causal)
+    center = _center(size, causal)
     with like.device:
         ema = EMA(width, EMAConfig(), causal)
-    taps = ema_kernel(ema.delta, ema.alpha, ema.beta, ema.gamma, size - centre).to(like.dtype)
+    taps = ema_kernel(ema.delta, ema.alpha, ema.beta, ema.gamma, size - center).to(like.dtype)
     kernels = torch.zeros_like(like)
-    kernels[:, centre:] += taps[0]
+    kernels[:, center:] += taps[0]
     if not causal:
-        kernels[:, : centre + 1] += taps[1, :, : centre + 1].flip(-1)
+        kernels[:, : center + 1] += taps[1, :, : center + 1].flip(-1)
     return kernels
 
 
@@ -95,14 +95,14 @@ def _series(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
     A kernel in the middle looks to one side: of even channels into the past, of odd ones into the future.
     """
     depth, convolutions, width, size = like.shape
-    factor, centre = config.dilation_factor, _centre(size, causal)
+    factor, center = config.dilation_factor, _center(size, causal)
     sides = torch.ones(width) if causal else 1.0 - 2.0 * (torch.arange(width) % 2)
-    digits = (torch.arange(size) - centre) * sides.unsqueeze(-1)
+    digits = (torch.arange(size) - center) * sides.unsqueeze(-1)
     decay = (0.5 + 0.5 * torch.rand(width)).unsqueeze(-1).double()
     amplitude = torch.randn(width).unsqueeze(-1) * (1.0 - decay**2).sqrt()
     kernels = torch.zeros(depth, convolutions, width, size, dtype=torch.float64)
     # Further convolutions of a block begin as nothing at all.
-    kernels[:, 1:, :, centre] = 1.0
+    kernels[:, 1:, :, center] = 1.0
     for block in range(depth):
         powers = (decay ** (factor**block)) ** digits.clamp(min=0)
         kernels[block, 0] = torch.where((digits >= 0) & (digits < factor), powers, 0.0)

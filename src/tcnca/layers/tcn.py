@@ -23,9 +23,9 @@ class TCN(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))
         self.bias = nn.Parameter(torch.empty(*shape)) if config.bias else None
         self.scale = nn.Parameter(torch.empty(*shape)) if config.norm == "weight" else None
-        normalised = config.norm not in ("none", "weight")
+        normalized = config.norm not in ("none", "weight")
         convolutions = range(config.depth * config.convolutions)
-        self.norms = nn.ModuleList(make_norm(config.norm, width) for _ in convolutions if normalised)
+        self.norms = nn.ModuleList(make_norm(config.norm, width) for _ in convolutions if normalized)
         self.dropout = Dropout(config.dropout)
         self.gain = nn.Parameter(torch.empty(*shape)) if config.block == "chain" else None
         self.omega = nn.Parameter(torch.empty(width)) if config.finish != "none" else None
@@ -67,7 +67,7 @@ class TCN(nn.Module):
         separate = len(self.norms) > 0 and folded is None
         chain, bent = self.config.block != "residual", self.gain is not None
 
-        def normalise(h: Tensor, number: int) -> Tensor:
+        def normalize(h: Tensor, number: int) -> Tensor:
             h = self.norms[number](h, lengths) if separate else h
             return self._bent(h, number) if bent else h
 
@@ -78,7 +78,7 @@ class TCN(nn.Module):
             bias=bias,
             nonlinearity="none" if chain else self.config.activation,
             residual=not chain,
-            normalise=normalise if separate or bent else None,
+            normalize=normalize if separate or bent else None,
             dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
             lengths=lengths,

@@ -13,8 +13,8 @@ from tcnca.models.config import (
 from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel
-from tcnca.models.presets import Optimisation, Preset, build, preset, presets
-from tcnca.models.summary import Summary, summarise
+from tcnca.models.presets import Optimization, Preset, build, preset, presets
+from tcnca.models.summary import Summary, summarize
 
 __all__ = [
     "ClassifierHead",
@@ -23,7 +23,7 @@ __all__ = [
     "ModelConfig",
     "ModelOutput",
     "ModelState",
-    "Optimisation",
+    "Optimization",
     "PairHead",
     "Preset",
     "RegressionHead",
@@ -37,5 +37,5 @@ __all__ = [
     "preset",
     "presets",
     "save",
-    "summarise",
+    "summarize",
 ]

@@ -35,7 +35,7 @@ class TokenInput(Config):
     scaled: bool = False
     """Whether embeddings are multiplied by √width."""
     norm: bool = False
-    """Whether embeddings are normalised."""
+    """Whether embeddings are normalized."""
     padding_index: int | None = None
     """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
 
@@ -59,7 +59,7 @@ class ValueInput(Config):
     features: int = 1
     """Numbers at each time."""
     norm: bool = False
-    """Whether embeddings are normalised."""
+    """Whether embeddings are normalized."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,9 +197,9 @@ class ModelConfig(Config):
     activation: Activation = "silu"
     """Non-linearity of values, candidates and feed-forward nets."""
     norm: NormKind = "layer"
-    """Normalisation of every layer."""
+    """Normalization of every layer."""
     prenorm: bool = True
-    """Whether to normalise what enters a part, or its sum with the residual."""
+    """Whether to normalize what enters a part, or its sum with the residual."""
     final_norm_affine: bool = True
     """Whether the norm after the last layer, which pre-norm models have, has learned scales."""
     dropout: float = 0.0

@@ -82,14 +82,14 @@ class PooledHead(nn.Module):
             return features, None
         if state is None:
             state = self.initial_state(features.shape[0], features)
-        summary = self._summarise(features, lengths, state)
+        summary = self._summarize(features, lengths, state)
         position = advance(state.position, features.shape[1], lengths)
         pooled = summary
         if self.pooling == "mean":
             pooled = summary / position.clamp(min=1).unsqueeze(1)
         return pooled.to(features.dtype), PoolState(summary, position) if return_state else None
 
-    def _summarise(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
+    def _summarize(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
         if self.pooling == "mean":
             return state.summary + zero_padding(features, lengths).sum(1, dtype=state.summary.dtype)
         if self.pooling == "last":

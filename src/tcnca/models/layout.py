@@ -2,7 +2,7 @@
 
 The layers know rows that start with their first real token, padded at the right. Left padding, masks and
 packed documents are brought into that form here, so that every real token has the position, the chunk
-and the neighbours it would have alone.
+and the neighbors it would have alone.
 """
 
 from __future__ import annotations

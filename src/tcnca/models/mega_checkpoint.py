@@ -49,7 +49,7 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
     """Read a checkpoint of MEGA's published code: a language model, a classifier or a two-document classifier.
 
     The file holds the training arguments as a namespace and the weights. Arguments that it leaves out have the
-    defaults of its architecture; one that our MEGA cannot honour is an error that names it. Nothing in the file
+    defaults of its architecture; one that our MEGA cannot honor is an error that names it. Nothing in the file
     is executed: only tensors, plain values and the namespace are read.
 
     Returns:

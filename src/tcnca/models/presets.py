@@ -22,7 +22,7 @@ from tcnca.models.model import SequenceModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimisation:
+class Optimization:
     """How to train the model: Adam with decoupled weight decay, linear warm-up and decay.
 
     For EnWik8 and Long-Range Arena it is how the published models were trained; for recall, where the paper only names
@@ -63,7 +63,7 @@ class Preset:
     """Longest sequence of the task, in tokens."""
     model: ModelConfig
     """Its structure."""
-    optimisation: Optimisation
+    optimization: Optimization
     """How to train it."""
 
 
@@ -79,7 +79,7 @@ class _Task:
     keys: int
     input: Input
     head: Head
-    optimisation: Optimisation
+    optimization: Optimization
     function: str = "softmax"
     norm: str = "layer"
     prenorm: bool = False
@@ -90,8 +90,8 @@ class _Task:
     causal: bool = False
 
 
-def _adam(updates: int, warmup: int, rate: float, decay: float, batch: int, **more: Any) -> Optimisation:
-    return Optimisation(updates=updates, warmup=warmup, learning_rate=rate, weight_decay=decay, batch=batch, **more)
+def _adam(updates: int, warmup: int, rate: float, decay: float, batch: int, **more: Any) -> Optimization:
+    return Optimization(updates=updates, warmup=warmup, learning_rate=rate, weight_decay=decay, batch=batch, **more)
 
 
 _BYTES = TokenInput(vocabulary=256)
@@ -116,7 +116,7 @@ _TASKS: dict[str, _Task] = {
         truncation=None,
         position="rotary",
         causal=True,
-        optimisation=_adam(400_000, 24_000, 0.005, 0.1, 65_536, clip=0.25),
+        optimization=_adam(400_000, 24_000, 0.005, 0.1, 65_536, clip=0.25),
     ),
     "listops": _Task(
         title="ListOps (Long-Range Arena)",
@@ -129,7 +129,7 @@ _TASKS: dict[str, _Task] = {
         input=TokenInput(vocabulary=16),
         head=ClassifierHead(classes=10, hidden=160, dropout=0.1),
         dropout=0.1,
-        optimisation=_adam(90_000, 3_000, 0.001, 0.01, 64),
+        optimization=_adam(90_000, 3_000, 0.001, 0.01, 64),
     ),
     "text": _Task(
         title="Text: IMDB reviews as bytes (Long-Range Arena)",
@@ -142,7 +142,7 @@ _TASKS: dict[str, _Task] = {
         head=ClassifierHead(classes=2, hidden=256, dropout=0.1),
         norm="scale",
         dropout=0.1,
-        optimisation=_adam(25_000, 10_000, 0.004, 0.01, 50),
+        optimization=_adam(25_000, 10_000, 0.004, 0.01, 50),
     ),
     "retrieval": _Task(
         title="Retrieval: pairs of ACL Anthology papers as bytes (Long-Range Arena)",
@@ -155,10 +155,10 @@ _TASKS: dict[str, _Task] = {
         head=PairHead(classes=2, hidden=256, dropout=0.1),
         norm="scale",
         dropout=0.1,
-        optimisation=_adam(91_960, 10_000, 0.003, 0.04, 64),
+        optimization=_adam(91_960, 10_000, 0.003, 0.04, 64),
     ),
     "image": _Task(
-        title="Image: grey CIFAR-10 as pixels in a row (Long-Range Arena)",
+        title="Image: gray CIFAR-10 as pixels in a row (Long-Range Arena)",
         length=1024,
         layers=8,
         width=160,
@@ -169,7 +169,7 @@ _TASKS: dict[str, _Task] = {
         function="laplace",
         norm="batch",
         prenorm=True,
-        optimisation=_adam(180_000, 9_000, 0.01, 0.02, 50),
+        optimization=_adam(180_000, 9_000, 0.01, 0.02, 50),
     ),
     "pathfinder": _Task(
         title="Pathfinder, 32×32 (Long-Range Arena)",
@@ -183,7 +183,7 @@ _TASKS: dict[str, _Task] = {
         function="laplace",
         norm="batch",
         prenorm=True,
-        optimisation=_adam(250_000, 50_000, 0.01, 0.01, 128),
+        optimization=_adam(250_000, 50_000, 0.01, 0.01, 128),
     ),
     "pathx": _Task(
         title="Path-X, 128×128 (Long-Range Arena)",
@@ -199,12 +199,12 @@ _TASKS: dict[str, _Task] = {
         prenorm=True,
         chunk=4096,
         truncation=4096,
-        optimisation=_adam(125_000, 25_000, 0.01, 0.01, 128, warmup_power=2),
+        optimization=_adam(125_000, 25_000, 0.01, 0.01, 128, warmup_power=2),
     ),
 }
 
 # 250 epochs of 90 million bytes.
-_TCNCA_ENWIK8 = dataclasses.replace(_TASKS["enwik8"].optimisation, updates=250 * 90_000_000 // 65_536, weight_decay=0.2)
+_TCNCA_ENWIK8 = dataclasses.replace(_TASKS["enwik8"].optimization, updates=250 * 90_000_000 // 65_536, weight_decay=0.2)
 
 
 def _recall(length: int) -> _Task:
@@ -224,7 +224,7 @@ def _recall(length: int) -> _Task:
         truncation=None,
         causal=True,
         # The paper sweeps the learning rate from 1e-5 to 1e-1 and dropout over 0 and 0.1.
-        optimisation=_adam(20_000, 1_000, 0.001, 0.1, 64),
+        optimization=_adam(20_000, 1_000, 0.001, 0.1, 64),
     )
 
 
@@ -296,7 +296,7 @@ def preset(name: str, **changes: Any) -> Preset:
         task=task.title,
         length=task.length,
         model=_model(task, family).override(**changes),
-        optimisation=_TCNCA_ENWIK8 if name == "tcnca-enwik8" else task.optimisation,
+        optimization=_TCNCA_ENWIK8 if name == "tcnca-enwik8" else task.optimization,
     )
 
 

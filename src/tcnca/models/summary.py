@@ -25,7 +25,7 @@ class Summary:
     """Multiplications and additions for one token of a sequence of the task's length, counted in pairs."""
 
 
-def summarise(preset: Preset) -> Summary:
+def summarize(preset: Preset) -> Summary:
     """Count a preset's model without allocating its weights."""
     with torch.device("meta"):
         model = SequenceModel(preset.model)

@@ -7,11 +7,11 @@ from tcnca.training.config import (
     DataConfig,
     EngineConfig,
     EvaluationConfig,
-    OptimiserConfig,
+    OptimizerConfig,
     ScheduleConfig,
 )
 from tcnca.training.evaluate import Score, evaluate
-from tcnca.training.optimiser import build_optimiser, parameter_groups, set_rate
+from tcnca.training.optimizer import build_optimizer, parameter_groups, set_rate
 from tcnca.training.processes import Processes, processes
 from tcnca.training.recipe import Recipe, load_recipe, recipes
 from tcnca.training.run import Result, Run
@@ -25,7 +25,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
-    "OptimiserConfig",
+    "OptimizerConfig",
     "Processes",
     "Progress",
     "Recipe",
@@ -34,7 +34,7 @@ __all__ = [
     "ScheduleConfig",
     "Score",
     "Watch",
-    "build_optimiser",
+    "build_optimizer",
     "evaluate",
     "learning_rate",
     "load_recipe",

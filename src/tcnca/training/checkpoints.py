@@ -1,6 +1,6 @@
 """The checkpoints of a run: whole or not there, and readable on another number of processes.
 
-Each is a folder: `model.safetensors` and `config.json`, which `tcnca.load` reads; the optimiser in the format of
+Each is a folder: `model.safetensors` and `config.json`, which `tcnca.load` reads; the optimizer in the format of
 PyTorch's distributed checkpoints; and `state.json`, which says how far the run was. It is written beside its place and
 moved there at the end.
 """
@@ -40,7 +40,7 @@ from tcnca.training.files import write_whole
 from tcnca.training.processes import Processes
 
 STATE = "state.json"
-_OPTIMISER = "optimiser"
+_OPTIMISER = "optimizer"
 _BEST = "best.json"
 _FILES = "files"
 _CURE = "remove the folder to go on from the checkpoint before"
@@ -70,7 +70,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, group: Processes) -> None:
         self.folder, self.keep, self.group = folder, keep, group
 
-    def save(self, model: SequenceModel, optimiser: torch.optim.Optimizer, progress: Progress) -> Path:
+    def save(self, model: SequenceModel, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
         """Write a checkpoint; all processes take part."""
         place = self.folder / f"step-{progress.step:09}"
         beside = self.folder / f".{place.name}.partial"
@@ -81,7 +81,7 @@ class Checkpoints:
             self.group.wait()
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights = get_model_state_dict(model, options=whole)
-            state = {"optimiser": get_optimizer_state_dict(model, optimiser)}
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
             with warnings.catch_warnings():
                 # Told that one process saves alone, which is so.
                 warnings.filterwarnings("ignore", message=".*torch.distributed.*")
@@ -98,7 +98,7 @@ class Checkpoints:
         self.group.wait()
         return place
 
-    def load(self, place: Path, model: SequenceModel, optimiser: torch.optim.Optimizer) -> Progress:
+    def load(self, place: Path, model: SequenceModel, optimizer: torch.optim.Optimizer) -> Progress:
         """Go back to a checkpoint; all processes take part."""
         progress = read_progress(place)
         _check(place)
@@ -107,14 +107,14 @@ class Checkpoints:
             set_model_state_dict(
                 model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
             )
-            # To ask for the state of an optimiser that has done nothing is to let it do a step: what was saved of it is
+            # To ask for the state of an optimizer that has done nothing is to let it do a step: what was saved of it is
             # one too many.
             if progress.step:
-                state = {"optimiser": get_optimizer_state_dict(model, optimiser)}
+                state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*torch.distributed.*")
                     state_dict_loader.load(state, checkpoint_id=place / _OPTIMISER, no_dist=self.group.world == 1)
-                set_optimizer_state_dict(model, optimiser, state["optimiser"])
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
         except (Exception, CheckpointException) as error:
             # Damage shows in whatever reads it first: safetensors, pickle, or PyTorch's own formats.
             causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []

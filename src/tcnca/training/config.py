@@ -69,7 +69,7 @@ class BatchConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimiserConfig(Config):
+class OptimizerConfig(Config):
     """Adam with decoupled weight decay. Norms, biases, EMA and the scales of gates are not decayed."""
 
     learning_rate: float = 1e-3
@@ -94,10 +94,10 @@ class OptimiserConfig(Config):
         betas = tuple(self.betas) if isinstance(self.betas, list | tuple) else (self.betas,)
         object.__setattr__(self, "betas", betas)
         for name in ("learning_rate", "weight_decay", "eps", "clip", "kernel_rate", "kernel_decay"):
-            check_not_negative(f"optimiser.{name}", getattr(self, name))
+            check_not_negative(f"optimizer.{name}", getattr(self, name))
         if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"optimiser.betas: got {self.betas}, allowed are two numbers from 0 up to, without, 1")
-        check_choice("optimiser.nonfinite", self.nonfinite, get_args(NonFinite))
+            raise ConfigError(f"optimizer.betas: got {self.betas}, allowed are two numbers from 0 up to, without, 1")
+        check_choice("optimizer.nonfinite", self.nonfinite, get_args(NonFinite))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class EngineConfig(Config):
     """Whether to compute layers again in the backward pass instead of keeping what they made: less memory. `cheap`
     does so with what costs next to nothing, in layers that are compiled; others keep all."""
     parallel: Parallel = "ddp"
-    """What several processes share: the data (`ddp`), or weights, gradients and optimiser as well (`fsdp`)."""
+    """What several processes share: the data (`ddp`), or weights, gradients and optimizer as well (`fsdp`)."""
     log_every: int = 50
     """Updates between lines of the log."""
 

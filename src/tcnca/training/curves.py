@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVES = "curves.png"
-GREY = "#666666"
+GRAY = "#666666"
 _INK, _FAINT, _ACCENT = "#1f4e79", "#a9c4de", "#c8553d"
 STYLE = {
     "font.size": 9.0,
@@ -24,8 +24,8 @@ STYLE = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "axes.xmargin": 0.02,
@@ -66,7 +66,7 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
             ticks(axis)
         for axis in axes[1]:
             axis.set_xlim(0, 1.02 * lines[-1]["step"])
-            axis.set_xlabel("updates", color=GREY)
+            axis.set_xlabel("updates", color=GRAY)
         with beside(folder / CURVES) as draft:
             FigureCanvasAgg(figure).print_png(draft)
     return folder / CURVES
@@ -80,7 +80,7 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[np.fl
 
 
 def smoothed(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Means over `width` neighbours on each side, as far as there are any; what is NaN does not count."""
+    """Means over `width` neighbors on each side, as far as there are any; what is NaN does not count."""
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -129,7 +129,7 @@ def _validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better
     best = best_of(lines, higher_is_better=higher_is_better)
     axis.set_title(f"validation {lines[0]['metric']}" if lines else "validation", loc="left", fontsize=9)
     if best is None:
-        axis.text(0.5, 0.5, "none yet", color=GREY, ha="center", va="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "none yet", color=GRAY, ha="center", va="center", transform=axis.transAxes)
         axis.set_yticks([])
         return
     axis.plot(steps, scores, color=_INK, linewidth=1.2, marker="o", markersize=1.8)
@@ -137,8 +137,8 @@ def _validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better
     final = (int(steps[-1]), float(scores[-1]))
     marks = [(*best, "best and final")] if best == final else [(*best, "best"), (*final, "final")]
     for step, score, name in marks:
-        colour = _INK if name == "final" else _ACCENT
-        axis.plot([step], [score], "o", color=colour, markersize=4, clip_on=False)
+        color = _INK if name == "final" else _ACCENT
+        axis.plot([step], [score], "o", color=color, markersize=4, clip_on=False)
         late = step > (steps[0] + steps[-1]) / 2 or len(steps) == 1
         above = higher_is_better == (name != "final")
         axis.annotate(
@@ -148,7 +148,7 @@ def _validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better
             textcoords="offset points",
             ha="right" if late else "left",
             va="bottom" if above else "top",
-            color=colour,
+            color=color,
             fontsize=8,
         )
 

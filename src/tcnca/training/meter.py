@@ -28,7 +28,7 @@ class Update(NamedTuple):
     waited: float
     """Seconds that it waited for its data."""
     skipped: bool
-    """Whether the optimiser was spared numbers that are not finite."""
+    """Whether the optimizer was spared numbers that are not finite."""
 
 
 class Meter:
@@ -93,7 +93,7 @@ class Meter:
     def check(self, recipe: Recipe, checkpoints: Checkpoints) -> None:
         """Stop a run whose numbers are no numbers any more."""
         bad = int(self.group.greatest(self.bad.double()))
-        if bad >= 0 and recipe.optimiser.nonfinite == "stop":
+        if bad >= 0 and recipe.optimizer.nonfinite == "stop":
             latest = checkpoints.latest()
             good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
             raise TrainingError(

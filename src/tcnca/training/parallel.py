@@ -52,7 +52,7 @@ def made_ready(model: SequenceModel, engine: EngineConfig, group: Processes) -> 
 
 
 @contextlib.contextmanager
-def synchronised(stepper: nn.Module, last: bool) -> Iterator[None]:
+def synchronized(stepper: nn.Module, last: bool) -> Iterator[None]:
     """Let processes exchange gradients once an update, after its last piece."""
     if isinstance(stepper, DistributedDataParallel) and not last:
         with stepper.no_sync():

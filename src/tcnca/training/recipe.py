@@ -19,7 +19,7 @@ from tcnca.training.config import (
     DataConfig,
     EngineConfig,
     EvaluationConfig,
-    OptimiserConfig,
+    OptimizerConfig,
     ScheduleConfig,
 )
 from tcnca.training.shipped import Loader, read_yaml, shipped
@@ -27,7 +27,7 @@ from tcnca.training.shipped import Loader, read_yaml, shipped
 _PARTS: dict[str, type[Config]] = {
     "data": DataConfig,
     "batch": BatchConfig,
-    "optimiser": OptimiserConfig,
+    "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "evaluation": EvaluationConfig,
     "checkpoint": CheckpointConfig,
@@ -52,7 +52,7 @@ class Recipe:
     """What to train on."""
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     """What an update sees."""
-    optimiser: OptimiserConfig = dataclasses.field(default_factory=OptimiserConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """How weights are changed."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How long, and with which learning rate."""
@@ -89,7 +89,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for YAML and JSON."""
         values = dataclasses.asdict(self)
-        values["optimiser"]["betas"] = list(self.optimiser.betas)
+        values["optimizer"]["betas"] = list(self.optimizer.betas)
         return values
 
     def to_yaml(self) -> str:
@@ -99,7 +99,7 @@ class Recipe:
     def override(self, changes: Iterable[str]) -> Recipe:
         """A copy with some keys changed, each given as `key=value`.
 
-        A key is named in full (`optimiser.learning_rate=1e-3`), or by its last name if no other has it
+        A key is named in full (`optimizer.learning_rate=1e-3`), or by its last name if no other has it
         (`learning_rate=1e-3`, `layers=4`). `data=my.txt` and `model=mega-text` choose the set and the preset.
         """
         values = self.to_dict()

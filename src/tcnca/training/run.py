@@ -24,8 +24,8 @@ from tcnca.training.checkpoints import Checkpoints, Progress, read_progress
 from tcnca.training.evaluate import Score, autocast, evaluate
 from tcnca.training.files import beside, write_whole
 from tcnca.training.meter import Meter, Update
-from tcnca.training.optimiser import build_optimiser, set_rate
-from tcnca.training.parallel import compiles, made_ready, synchronised
+from tcnca.training.optimizer import build_optimizer, set_rate
+from tcnca.training.parallel import compiles, made_ready, synchronized
 from tcnca.training.processes import Processes
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.schedule import learning_rate
@@ -65,7 +65,7 @@ class Run:
         self.model = SequenceModel(recipe.model_config(self.task)).to(group.device)
         self.compiled = compiles(recipe.engine, group.device)
         self.stepper = made_ready(self.model, recipe.engine, group)
-        self.optimiser = build_optimiser(self.model, recipe.optimiser)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, group)
         self.progress = Progress(data=self.task.data.digest)
 
@@ -81,7 +81,7 @@ class Run:
                 f"give the same changes again, or another --out"
             )
         data = self.progress.data
-        self.progress = self.checkpoints.load(place, self.model, self.optimiser)
+        self.progress = self.checkpoints.load(place, self.model, self.optimizer)
         if self.progress.data != data:
             raise CheckpointError(f"{self.folder}: was begun with other data than is now in {self.recipe.data.source}")
         self._mark_again(place)
@@ -207,7 +207,7 @@ class Run:
         return (seconds - left_out) / (self.budget - left_out) if seconds < self.budget else 1.0
 
     def _rate(self, done: float) -> float:
-        return learning_rate(done, self.recipe.optimiser.learning_rate, self.recipe.schedule)
+        return learning_rate(done, self.recipe.optimizer.learning_rate, self.recipe.schedule)
 
     def _log(self, seconds: float, done: float, meter: Meter) -> None:
         """Tell what is not told yet."""
@@ -233,7 +233,7 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is not None and read_progress(latest).step == self.progress.step:
             return latest
-        return self.checkpoints.save(self.model, self.optimiser, self.progress)
+        return self.checkpoints.save(self.model, self.optimizer, self.progress)
 
     def _validate(self, meter: Meter) -> None:
         score = self.evaluate("validation", self.recipe.evaluation.batches)
@@ -259,35 +259,35 @@ class Run:
         return parts
 
     def _update(self, step: int, rate: float, batches: Future[list[Batch]]) -> Update:
-        """One step of the optimiser."""
+        """One step of the optimizer."""
         begun = time.monotonic()
         parts = batches.result()
         waited = time.monotonic() - begun
         total, tokens = torch.zeros((), device=self.group.device), 0
-        skips = self.recipe.optimiser.nonfinite == "skip"
+        skips = self.recipe.optimizer.nonfinite == "skip"
         running = [buffer.clone() for buffer in self.model.buffers()] if skips else []
         for piece, host in enumerate(parts):
             batch = host.to(self.group.device, non_blocking=True)
             # Dropout, too, is a function of seed and step: a run that is resumed drops what it would have dropped.
             torch.manual_seed(int(Draw(self.recipe.batch.seed, "dropout", step, self.group.rank, piece).raw(1)[0] >> 1))
-            with synchronised(self.stepper, piece == len(parts) - 1), autocast(*self._arithmetic()):
+            with synchronized(self.stepper, piece == len(parts) - 1), autocast(*self._arithmetic()):
                 logits = self.stepper(**batch.arguments(), return_state=False).logits
                 loss = self.task.loss(logits, batch) * batch.weight / len(parts)
             loss.backward()
             total, tokens = total + loss.detach(), tokens + host.tokens
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimiser.clip or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         finite = torch.isfinite(norm) & torch.isfinite(total)
         # Only to skip is it necessary to know, and to wait for it; who stops is told with the next line of the log.
         skipped = skips and self._agreed(not bool(finite))
         if not skipped:
-            set_rate(self.optimiser, rate)
-            self.optimiser.step()
+            set_rate(self.optimizer, rate)
+            self.optimizer.step()
         else:
             # What was not finite is in the running means of batch norms already.
             for buffer, before in zip(self.model.buffers(), running, strict=True):
                 buffer.copy_(before)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return Update(total, norm, tokens, waited, skipped)
 
     def _arithmetic(self) -> tuple[torch.device, Any]:

@@ -181,7 +181,7 @@ def _labels(columns: Columns, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class RegressionTask(ExampleTask):
-    """Predict numbers from a sequence. A model learns them standardised; the metric is in their own units."""
+    """Predict numbers from a sequence. A model learns them standardized; the metric is in their own units."""
 
     kind = "regression"
     metric = "mean squared error"
@@ -201,11 +201,11 @@ class RegressionTask(ExampleTask):
 
     @property
     def head(self) -> RegressionHead:
-        """The predicted numbers, standardised."""
+        """The predicted numbers, standardized."""
         return RegressionHead(outputs=len(self.target_mean))
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error of the standardised numbers."""
+        """Mean squared error of the standardized numbers."""
         return number_loss(logits, batch.targets)
 
     def tally(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

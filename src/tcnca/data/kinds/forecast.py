@@ -26,7 +26,7 @@ class ForecastTask(Task):
 
     Sequences are cut into windows of `window` time steps to train on; each time a window is drawn, it is moved by up to
     half its width, as far as the sequence reaches. In evaluation each sequence is read from its beginning, `window`
-    steps a call, with the state carried on. Values are standardised; the metric is in their own units.
+    steps a call, with the state carried on. Values are standardized; the metric is in their own units.
     """
 
     kind = "forecast"
@@ -55,7 +55,7 @@ class ForecastTask(Task):
 
     @property
     def head(self) -> RegressionHead:
-        """The values of the next time, standardised."""
+        """The values of the next time, standardized."""
         return RegressionHead(outputs=len(self._mean), pooling="none")
 
     def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world: int = 1) -> Batch:
@@ -89,7 +89,7 @@ class ForecastTask(Task):
                 yield self._windows(split, rows, np.full(len(rows), offset), width, real, continues=offset > 0)
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error of the standardised values."""
+        """Mean squared error of the standardized values."""
         return number_loss(logits, batch.targets)
 
     def tally(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

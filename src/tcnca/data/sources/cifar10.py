@@ -1,4 +1,4 @@
-"""CIFAR-10 in grey: Long-Range Arena's Image."""
+"""CIFAR-10 in gray: Long-Range Arena's Image."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MD5 = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-# sha256 of the grey pixels and of the labels as bytes, in the published order.
+# sha256 of the gray pixels and of the labels as bytes, in the published order.
 DIGESTS = {
     "train_images": "f346c5f19e1cde45025299d0b5224a35d90eebcae6b08126508785ecb7953bcb",
     "train_labels": "2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
@@ -67,7 +67,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     """Read the archive or folder of the Python or binary version, or a file of arrays, or a folder that has one.
 
     The file of arrays is an npz, which may be compressed again, with `train_images`, `train_labels`, `test_images` and
-    `test_labels`; its images are grey or in colour. The last tenth of the training images is the validation split.
+    `test_labels`; its images are gray or in color. The last tenth of the training images is the validation split.
     """
     path = _find(origin)
     arrays = _read_arrays(path) if _has_arrays(path) else _read_batches(path, unverified)
@@ -87,7 +87,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     )
 
 
-def grey(red: NDArray[np.uint8], green: NDArray[np.uint8], blue: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def gray(red: NDArray[np.uint8], green: NDArray[np.uint8], blue: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Brightness as ITU-R 601 weighs it, in the fixed point that Pillow uses, which makes it the same everywhere."""
     sums = 19595 * red.astype(np.uint32) + 38470 * green.astype(np.uint32) + 7471 * blue.astype(np.uint32)
     return ((sums + 32768) >> 16).astype(np.uint8)
@@ -125,7 +125,7 @@ def _has_arrays(path: Path) -> bool:
 
 
 def _read_arrays(path: Path) -> Arrays:
-    """The arrays of an npz, the images made grey."""
+    """The arrays of an npz, the images made gray."""
     if compression(path) == "zip":
         file = io.BytesIO(path.read_bytes())
     else:
@@ -163,7 +163,7 @@ def _array(member: Any, where: str) -> NDArray[np.uint8]:
     if array.ndim == 3:
         return array
     # Bit by bit, since the sums are four times as large as the pixels.
-    return np.concatenate([grey(*np.moveaxis(part, -1, 0)) for part in np.array_split(array, 1 + len(array) // 10_000)])
+    return np.concatenate([gray(*np.moveaxis(part, -1, 0)) for part in np.array_split(array, 1 + len(array) // 10_000)])
 
 
 def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
@@ -175,7 +175,7 @@ def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
 
 
 def _read_batches(path: Path, unverified: bool) -> Arrays:
-    """The batches of the Python or binary version, the images made grey."""
+    """The batches of the Python or binary version, the images made gray."""
     batches: dict[str, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = {}
     for name, reader in members(path):
         batch, dot, ending = name.rpartition("/")[2].partition(".")
@@ -215,7 +215,7 @@ def _pickled(data: bytes, batch: str, where: str, unverified: bool) -> tuple[NDA
 
 
 def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return grey(*np.moveaxis(pixels.reshape(-1, 3, _SIDE, _SIDE), 1, 0))
+    return gray(*np.moveaxis(pixels.reshape(-1, 3, _SIDE, _SIDE), 1, 0))
 
 
 def _check(path: Path, arrays: Arrays, unverified: bool) -> bool:
@@ -231,6 +231,6 @@ def _check(path: Path, arrays: Arrays, unverified: bool) -> bool:
         found = hashlib.sha256(arrays[name].tobytes()).hexdigest()
         if found != expected:
             if not unverified:
-                raise DataError(f"{path}: {name} have the checksum {found} in grey, published are {expected}; {CURE}")
+                raise DataError(f"{path}: {name} have the checksum {found} in gray, published are {expected}; {CURE}")
             return False
     return True

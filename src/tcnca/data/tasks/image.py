@@ -1,4 +1,4 @@
-"""Image of Long-Range Arena: the class of a grey CIFAR-10 picture, read pixel by pixel."""
+"""Image of Long-Range Arena: the class of a gray CIFAR-10 picture, read pixel by pixel."""
 
 from tcnca.data.kinds import ClassificationTask
 from tcnca.data.sources import cifar10
@@ -7,7 +7,7 @@ from tcnca.data.tasks.definition import Entry
 IMAGE = Entry(
     name="image",
     title="Image (Long-Range Arena)",
-    about="name what a grey 32×32 picture shows (CIFAR-10), 1024 pixels in a row",
+    about="name what a gray 32×32 picture shows (CIFAR-10), 1024 pixels in a row",
     source="cs.toronto.edu, 170 MB",
     sizes={"train": 45_000, "validation": 5_000, "test": 10_000},
     disk=62_000_000,

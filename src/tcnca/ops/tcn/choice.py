@@ -28,7 +28,7 @@ def tcn(
     bias: Tensor | None = None,
     nonlinearity: str = "silu",
     residual: bool = True,
-    normalise: Transform | None = None,
+    normalize: Transform | None = None,
     dropout: float = 0.0,
     causal: bool = True,
     lengths: Tensor | None = None,
@@ -39,7 +39,7 @@ def tcn(
 ) -> tuple[Tensor, TCNState | None]:
     """`depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
 
-    One block: `h = x`, then for each of its convolutions `h = dropout(nonlinearity(normalise(conv(h))))`, then `x + h`.
+    One block: `h = x`, then for each of its convolutions `h = dropout(nonlinearity(normalize(conv(h))))`, then `x + h`.
 
     Args:
         x: `[batch, time, channels]`.
@@ -48,7 +48,7 @@ def tcn(
         bias: `[depth, convolutions, channels]`.
         nonlinearity: one of `tcnca.ops.ACTIVATIONS`.
         residual: whether blocks have their skip connection.
-        normalise: called with `[batch, time, channels]` and the number of the convolution, counted through all
+        normalize: called with `[batch, time, channels]` and the number of the convolution, counted through all
             blocks; must not mix times if the TCN is to stay causal. Kernels then run one convolution after the other.
         dropout: the probability with which a value is set to zero, the others growing so that their mean stays; what
             is dropped follows from PyTorch's seed, but differs between backends.
@@ -62,7 +62,7 @@ def tcn(
         `y` of `x`'s shape, and the new state or None.
     """
     check_tcn(x, weight, dilation_factor, bias, nonlinearity, causal, lengths, state, return_state, dropout)
-    if backend in ("auto", "cpu") and runs_on_cpu(backend, x, weight, bias, lengths, state, normalise, dropout):
+    if backend in ("auto", "cpu") and runs_on_cpu(backend, x, weight, bias, lengths, state, normalize, dropout):
         return run_on_cpu(
             x, weight, dilation_factor, bias, nonlinearity, residual, causal, lengths, return_state, inplace
         )
@@ -79,7 +79,7 @@ def tcn(
             state,
             return_state,
             inplace,
-            normalise,
+            normalize,
             dropout,
         )
     return plain_tcn(
@@ -89,7 +89,7 @@ def tcn(
         bias=bias,
         nonlinearity=nonlinearity,
         residual=residual,
-        normalise=normalise,
+        normalize=normalize,
         dropout=dropout,
         causal=causal,
         lengths=lengths,

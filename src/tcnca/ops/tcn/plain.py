@@ -64,7 +64,7 @@ def plain_tcn(
     bias: Tensor | None = None,
     nonlinearity: str = "silu",
     residual: bool = True,
-    normalise: Transform | None = None,
+    normalize: Transform | None = None,
     dropout: float = 0.0,
     causal: bool = True,
     lengths: Tensor | None = None,
@@ -91,7 +91,7 @@ def plain_tcn(
                 None if state is None else state.position,
             )
             inputs += [seen] if return_state else []
-            h = h if normalise is None else normalise(h, number)
+            h = h if normalize is None else normalize(h, number)
             h = function(h)
             h = drop(h, dropout) if dropout > 0.0 else h
         x = x + h if residual else h

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.training.curves import CURVES, GREY, STYLE, series, ticks
+from tcnca.training.curves import CURVES, GRAY, STYLE, series, ticks
 from tcnca.training.files import beside
 from tcnca.training.log import read_log
-from tcnca.training.sweeps.picture import COLOURS, handle
+from tcnca.training.sweeps.picture import COLORS, handle
 from tcnca.training.sweeps.plan import Point, Sweep
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 24
-"""Runs of which the lines are still told apart; variants are few, and have colours, however often they are repeated."""
+"""Runs of which the lines are still told apart; variants are few, and have colors, however often they are repeated."""
 _STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)))
 _MARGIN = 0.06
 
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
     """The validations of a run."""
 
     name: str
-    """What its colour stands for."""
+    """What its color stands for."""
     updates: NDArray[np.float64]
     """Updates done at each."""
     seconds: NDArray[np.float64]
@@ -94,9 +94,9 @@ def draw_curves(sweep: Sweep, curves: Sequence[Curve]) -> Figure:
     for axes, label in ((over_updates, "updates"), (over_time, "seconds after the first updates")):
         ticks(axes)
         axes.set_xlim(left=0)
-        axes.set_xlabel(label, color=GREY)
+        axes.set_xlabel(label, color=GRAY)
         axes.grid(alpha=0.25)
-    over_updates.set_ylabel(f"{sweep.split} {sweep.metric}", color=GREY)
+    over_updates.set_ylabel(f"{sweep.split} {sweep.metric}", color=GRAY)
     figure.legend(
         handles=[handle(text, linewidth=1.8, **looks[name]) for name, text in _entries(sweep, curves, names).items()],
         title=_key(sweep) if len(sweep.compared) > 1 else f"{_key(sweep)}, last score",
@@ -109,8 +109,8 @@ def draw_curves(sweep: Sweep, curves: Sequence[Curve]) -> Figure:
 
 def _look(place: int) -> dict[str, Any]:
     return {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": _STYLES[place // len(COLOURS) % len(_STYLES)],
+        "color": COLORS[place % len(COLORS)],
+        "linestyle": _STYLES[place // len(COLORS) % len(_STYLES)],
     }
 
 

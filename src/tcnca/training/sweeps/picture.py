@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PICTURE = "sweep.png"
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-"""Told apart by people who do not see all colours as well."""
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Told apart by people who do not see all colors as well."""
 _MARKERS = "osD^vPX*"
 _APART = 0.07
 """Least distance of two numbers that are written under the axis, of its length."""
@@ -93,16 +93,16 @@ def _lines(axes: Axes, sweep: Sweep, rows: Sequence[Row], key: str) -> None:
     named = []
     for place, (name, members) in enumerate(series.items()):
         members = sorted(members, key=lambda row: _number(row, key))
-        colour, marker = COLOURS[place % len(COLOURS)], _MARKERS[place // len(COLOURS) % len(_MARKERS)]
+        color, marker = COLORS[place % len(COLORS)], _MARKERS[place // len(COLORS) % len(_MARKERS)]
         for split, style in _SPLITS.items():
             found = [(_number(row, key), row.scores[split]) for row in members if _drawable(row, split)]
             x, y = [number for number, _ in found], [score for _, score in found]
-            axes.plot(x, y, style, marker=marker, color=colour, **_MARKS[split])
+            axes.plot(x, y, style, marker=marker, color=color, **_MARKS[split])
         failed = [_number(row, key) for row in members if row.state == "failed"]
         # One above the other, so that lines that fail at the same number are all seen.
         heights = [0.03 + 0.05 * (place % _ROWS)] * len(failed)
-        axes.plot(failed, heights, "x", color=colour, transform=axes.get_xaxis_transform(), markeredgewidth=2)
-        named.append(handle(name, color=colour, marker=marker, markersize=6))
+        axes.plot(failed, heights, "x", color=color, transform=axes.get_xaxis_transform(), markeredgewidth=2)
+        named.append(handle(name, color=color, marker=marker, markersize=6))
     if any(row.state == "failed" for row in rows):
         low, high = axes.get_ylim()
         axes.set_ylim(low - (high - low) * 0.06 * min(len(series), _ROWS), high)
@@ -122,9 +122,9 @@ def _dots(axes: Axes, sweep: Sweep, rows: Sequence[Row], names: Sequence[str]) -
         place = names.index(_name(row, keys))
         for split in _SPLITS:
             if _drawable(row, split):
-                axes.plot(row.scores[split], place, "o", color=COLOURS[0], **_MARKS[split])
+                axes.plot(row.scores[split], place, "o", color=COLORS[0], **_MARKS[split])
         if row.state == "failed":
-            axes.plot(0.02, place, "x", color=COLOURS[0], transform=axes.get_yaxis_transform(), markeredgewidth=2)
+            axes.plot(0.02, place, "x", color=COLORS[0], transform=axes.get_yaxis_transform(), markeredgewidth=2)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(sweep.metric)
@@ -161,12 +161,12 @@ def _explanation(sweep: Sweep, rows: Sequence[Row], joined: bool, marked: bool) 
     """What the marks mean, of those that are there; `joined`, if lines go through them, `marked`, if one is chosen."""
     seen = [split for split in _SPLITS if any(_drawable(row, split) for row in rows)]
     handles = [
-        handle(split, color="dimgrey", marker="o", linestyle=_SPLITS[split] if joined else "none", **_MARKS[split])
+        handle(split, color="dimgray", marker="o", linestyle=_SPLITS[split] if joined else "none", **_MARKS[split])
         for split in seen
     ]
     handles += [handle(f"chosen by\n{sweep.split}", **_RING)] if marked else []
     if any(row.state == "failed" for row in rows):
-        handles += [handle("failed", color="dimgrey", marker="x", markeredgewidth=2, linestyle="none")]
+        handles += [handle("failed", color="dimgray", marker="x", markeredgewidth=2, linestyle="none")]
     return handles
 
 

@@ -30,7 +30,7 @@ def row_sums(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """The sum of `dy · out` over each row: what the softmax's normaliser takes off every gradient of a weight."""
+    """The sum of `dy · out` over each row: what the softmax's normalizer takes off every gradient of a weight."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
     for begin in range(0, VALUES, STEP):
@@ -63,7 +63,7 @@ def scores_gradient(
     bias: tl.tensor,
     lengths: tl.tensor,
     seed: tl.tensor,
-    normaliser: tl.tensor,
+    normalizer: tl.tensor,
     sums: tl.tensor,
     weights: tl.tensor,
     slopes: tl.tensor,
@@ -114,7 +114,7 @@ def scores_gradient(
         taken = tl.zeros([BLOCK], tl.float32)
         if FUNCTION == "softmax":
             # Queries of the padding weigh nothing.
-            known = tl.load(normaliser + base + query, mask=query < real, other=float("inf"))
+            known = tl.load(normalizer + base + query, mask=query < real, other=float("inf"))
             taken = tl.load(sums + base + query, mask=query < real, other=0.0)
             weight = tl.exp2(scores - known[None, :])
             steep = weight

@@ -1,4 +1,4 @@
-"""Chunked attention's kernel for the output, and for the normaliser that the softmax's gradients need."""
+"""Chunked attention's kernel for the output, and for the normalizer that the softmax's gradients need."""
 
 # Compile-time constants are in capitals.
 # ruff: noqa: N803
@@ -21,7 +21,7 @@ def attended(
     lengths: tl.tensor,
     seed: tl.tensor,
     out: tl.tensor,
-    normaliser: tl.tensor,
+    normalizer: tl.tensor,
     q_by_row: tl.tensor,
     k_by_row: tl.tensor,
     v_by_row: tl.tensor,
@@ -48,8 +48,8 @@ def attended(
 ) -> None:
     """A block of queries over all keys of its chunk that it may see, for one slice of the values.
 
-    `NORMALISE` finds the softmax's normaliser, the log₂ of its sum, along the way, as programs of the first slice
-    store it; without it the normaliser is read. `ATTEND` off finds nothing else.
+    `NORMALISE` finds the softmax's normalizer, the log₂ of its sum, along the way, as programs of the first slice
+    store it; without it the normalizer is read. `ATTEND` off finds nothing else.
     """
     # The last blocks of a causal chunk have most to do, so they begin.
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -67,7 +67,7 @@ def attended(
     result = tl.zeros([QUERIES, SLICE], tl.float32)
     known = total
     if FUNCTION == "softmax" and not NORMALISE:
-        known = tl.load(normaliser + base + query, mask=query < real, other=float("inf"))
+        known = tl.load(normalizer + base + query, mask=query < real, other=float("inf"))
     for begin in range(0, stop, KEYS):
         key = begin + tl.arange(0, KEYS)
         keys = load_rows(k, base, key, real, k_by_row, depth, WIDTH, Z)
@@ -97,7 +97,7 @@ def attended(
         total = tl.where(query < real, total, 1.0)
         if tl.program_id(1) == 0:
             found = tl.where(query < real, highest + tl.log2(total), 0.0)
-            tl.store(normaliser + base + query, found, mask=query < tokens)
+            tl.store(normalizer + base + query, found, mask=query < tokens)
         result = result / total[:, None]
     if ATTEND:
         # Queries of the padding were asked as well.

@@ -72,7 +72,7 @@ def rows(x: Tensor) -> Tensor:
 
 @on_device
 def forward(stream: int, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The output, and the softmax's normaliser, `[batch, time]`; empty for the other functions."""
+    """The output, and the softmax's normalizer, `[batch, time]`; empty for the other functions."""
     return outputs(stream, *prepared(q, *rest))
 
 
@@ -80,28 +80,28 @@ def outputs(stream: int, call: plan.Call, given: Given) -> tuple[Tensor, Tensor]
     """What `forward` returns."""
     out = given.v.new_empty(given.v.shape)
     kept = (call.batch, call.time) if call.function == "softmax" else (0,)
-    normaliser = out.new_empty(kept, dtype=torch.float32)
+    normalizer = out.new_empty(kept, dtype=torch.float32)
     run = plan.forward(call)
-    if run.normalise is not None:
-        run.normalise(stream, *given, out, normaliser)
-    run.attend(stream, *given, out, normaliser)
-    return out, normaliser
+    if run.normalize is not None:
+        run.normalize(stream, *given, out, normalizer)
+    run.attend(stream, *given, out, normalizer)
+    return out, normalizer
 
 
 @on_device
 def backward(
-    stream: int, dy: Tensor, out: Tensor, normaliser: Tensor, *rest: Any
+    stream: int, dy: Tensor, out: Tensor, normalizer: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and bias; the last is empty unless `rest` ends in True."""
     *inputs, to_bias = rest
     call, given = prepared(*inputs)
-    dy, normaliser = rows(dy.to(call.dtype)), packed(normaliser)
+    dy, normalizer = rows(dy.to(call.dtype)), packed(normalizer)
     run = plan.backward(call, dy.stride(1), to_bias)
-    sums = normaliser
+    sums = normalizer
     if run.sums is not None:
-        sums = torch.empty_like(normaliser)
+        sums = torch.empty_like(normalizer)
         run.sums(stream, dy, packed(out), sums)
-    return gradients(stream, call, run, given, dy, normaliser, sums, to_bias)
+    return gradients(stream, call, run, given, dy, normalizer, sums, to_bias)
 
 
 def gradients(
@@ -110,7 +110,7 @@ def gradients(
     run: plan.Backward,
     given: Given,
     dy: Tensor,
-    normaliser: Tensor,
+    normalizer: Tensor,
     sums: Tensor,
     to_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ def gradients(
     weights, slopes = q.new_empty((2, run.held))
     found = q.new_zeros(run.distances, dtype=precise)
     for part in run.parts:
-        part.scores(stream, q, k, v, dy, *optional, normaliser, sums, weights, slopes)
+        part.scores(stream, q, k, v, dy, *optional, normalizer, sums, weights, slopes)
         part.values(stream, weights, dy, given.lengths, so_far, dv)
         part.keys(stream, slopes, q, given.lengths, so_far, dk)
         part.queries(stream, slopes, k, given.lengths, so_far, dq)

@@ -16,9 +16,9 @@ from tcnca.ops.kernels import ADVICE, INTERPRETED
 _LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor? seed"
 _SETTINGS = "SymInt chunk, bool causal, str function, float dropout"
-_LIBRARY.define(f"chunked_attention({_INPUTS}, {_SETTINGS}) -> (Tensor out, Tensor normaliser)")
+_LIBRARY.define(f"chunked_attention({_INPUTS}, {_SETTINGS}) -> (Tensor out, Tensor normalizer)")
 _LIBRARY.define(
-    f"chunked_attention_backward(Tensor dy, Tensor out, Tensor normaliser, {_INPUTS}, {_SETTINGS}, bool to_bias)"
+    f"chunked_attention_backward(Tensor dy, Tensor out, Tensor normalizer, {_INPUTS}, {_SETTINGS}, bool to_bias)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 
@@ -68,7 +68,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tens
 
 
 def _fake_backward(
-    dy: Tensor, out: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *settings: Any
+    dy: Tensor, out: Tensor, normalizer: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     to_bias = settings[-1]
     dbias = bias.new_empty(bias.shape) if bias is not None and to_bias else q.new_empty(0, dtype=torch.float32)

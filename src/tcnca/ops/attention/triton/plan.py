@@ -87,9 +87,9 @@ class Call(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The launches of a call in their order; the first finds the softmax's normaliser, where the second does not."""
+    """The launches of a call in their order; the first finds the softmax's normalizer, where the second does not."""
 
-    normalise: Launch | None
+    normalize: Launch | None
     attend: Launch
 
 

@@ -140,7 +140,7 @@ def score(
 
 @triton.jit
 def weigh(scores: tl.tensor, FUNCTION: tl.constexpr) -> Any:
-    """The weights of scores for the functions without a normaliser."""
+    """The weights of scores for the functions without a normalizer."""
     if FUNCTION == "relu2":
         positive = tl.maximum(scores, 0.0)
         weights = positive * positive

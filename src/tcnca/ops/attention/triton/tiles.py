@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     """Steps whose loads are on their way together."""
 
 
-# The one place to change after a measurement. Sizes are for the 227 KB of shared memory of data-centre GPUs since 2022.
+# The one place to change after a measurement. Sizes are for the 227 KB of shared memory of data-center GPUs since 2022.
 # The gradients of scores and of rows are cut into the same blocks.
 HALF = {
     "attended": Tile(64, 64, 256, warps=4, stages=2),
@@ -51,7 +51,7 @@ FULL = {
 SLAB = 512 * 2**20
 BIAS = 64  # tokens of a tile whose diagonals are summed up, which takes long for larger ones
 MOST_GROUPS = 65_535  # of the second side of a grid
-# From so many slices of values on, the softmax's normaliser is found before, not once more in every slice.
+# From so many slices of values on, the softmax's normalizer is found before, not once more in every slice.
 NORMALISE_FIRST = 2
 LEAST = 16  # of any side of a product
 MOST = 256  # of tokens in a tile

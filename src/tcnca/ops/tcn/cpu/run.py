@@ -25,7 +25,7 @@ def why_not_on_cpu(
     bias: Tensor | None = None,
     lengths: Tensor | None = None,
     state: TCNState | None = None,
-    normalise: Transform | None = None,
+    normalize: Transform | None = None,
     dropout: float = 0.0,
 ) -> str | None:
     """Why the CPU's fast path cannot run such a call of `tcn`; None if it can."""
@@ -33,8 +33,8 @@ def why_not_on_cpu(
     others = parameters if lengths is None else [*parameters, lengths]
     if any(tensor.device.type != "cpu" for tensor in [x, *others]):
         return f"tensors: got some on another device, allowed is the CPU; x is on {x.device}"
-    if normalise is not None:
-        return "normalise: got one, allowed is None"
+    if normalize is not None:
+        return "normalize: got one, allowed is None"
     if dropout > 0.0:
         return f"dropout: got {dropout}, allowed is 0"
     if state is not None:
@@ -53,13 +53,13 @@ def runs_on_cpu(
     bias: Tensor | None,
     lengths: Tensor | None,
     state: TCNState | None,
-    normalise: Transform | None,
+    normalize: Transform | None,
     dropout: float,
 ) -> bool:
     """Whether the fast path takes a call; an error if it is asked for by name and cannot."""
     if backend == "auto" and not (x.device.type == "cpu" and wanted()):
         return False
-    reason = why_not_on_cpu(x, weight, bias, lengths, state, normalise, dropout)
+    reason = why_not_on_cpu(x, weight, bias, lengths, state, normalize, dropout)
     if backend == "cpu":
         if reason is not None:
             raise KernelError(f"backend: got 'cpu', which cannot run this; {reason}. Take 'auto' or 'plain'")

@@ -25,7 +25,7 @@ class Strides:
         return self.time, self.batch
 
     def in_pieces(self, size: int) -> bool:
-        """Whether so many neighbouring channels can be moved as one."""
+        """Whether so many neighboring channels can be moved as one."""
         return self.time % size == 0 and self.batch % size == 0 and self.offset % (size * self.item) == 0
 
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ word mixed(word x) {
 }
 
 // Random numbers from a counter: what is dropped forwards is dropped again backwards, by whatever kernel. One draw
-// serves four neighbouring channels at one time with 16 bits each, lower halves first. `fours` is how many a time has;
+// serves four neighboring channels at one time with 16 bits each, lower halves first. `fours` is how many a time has;
 // `dropped` is compared with the upper half of a word.
 struct Dropout {
     word first_key, second_key, dropped, fours;

@@ -1,6 +1,6 @@
 // Dilated depthwise convolution along polyphase chains, the last inputs of a chain in a ring of registers.
 //
-// A thread owns VECTOR neighbouring channels of one chain t = phase + dilation · n, over a segment of `steps` outputs
+// A thread owns VECTOR neighboring channels of one chain t = phase + dilation · n, over a segment of `steps` outputs
 // of it. Every input is loaded once, many steps before it is needed. Ring slots are known when compiling,
 // because the loop over time is unrolled as often as the ring has slots.
 

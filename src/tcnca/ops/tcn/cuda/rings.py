@@ -164,5 +164,5 @@ def _ring_grid(
 
 
 def _even(call: Call, *tensors: Strides) -> bool:
-    """Whether two neighbouring channels can be moved as one."""
+    """Whether two neighboring channels can be moved as one."""
     return call.channels % 2 == 0 and all(each.in_pieces(2) for each in tensors)

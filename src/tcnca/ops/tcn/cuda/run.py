@@ -26,7 +26,7 @@ def run_kernels(
     state: TCNState | None,
     return_state: bool,
     inplace: bool,
-    normalise: Transform | None = None,
+    normalize: Transform | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, TCNState | None]:
     """`tcnca.ops.tcn` where `why_not` finds nothing against it."""
@@ -36,7 +36,7 @@ def run_kernels(
         # connections. Here these are rounded too: all blocks then read and write half the memory, which is what
         # their time goes into, and what follows a mixer is a linear map that rounds its input anyway.
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if weight.shape[1] == 1 and state is None and not return_state and normalise is None:
+    if weight.shape[1] == 1 and state is None and not return_state and normalize is None:
         y = tcn_blocks(
             x,
             weight,
@@ -49,7 +49,7 @@ def run_kernels(
             dropout=dropout,
         )
         return y, None
-    fused = normalise is None
+    fused = normalize is None
     inside_kernels = (nonlinearity, dropout) if fused else ("none", 0.0)
     convolution = _Convolution(weight, dilation_factor, bias, causal, lengths, state, *inside_kernels)
     function = None if fused else activation(nonlinearity)
@@ -61,8 +61,8 @@ def run_kernels(
         for number in range(block * convolutions, (block + 1) * convolutions):
             inputs += [h] if return_state else []
             h = convolution.run(h, number, inside)
-            if normalise is not None and function is not None:
-                h = function(normalise(h, number).to(h.dtype))
+            if normalize is not None and function is not None:
+                h = function(normalize(h, number).to(h.dtype))
                 h = dropped(h, dropout) if dropout > 0.0 else h
         x = x + h if residual and not inside else h
     if not return_state:

@@ -69,7 +69,7 @@ class Block:
 class RingForward:
     """How the forward kernel with a ring of registers is laid out.
 
-    vector: neighbouring channels of a thread; the number of channels and all strides must be multiples of it.
+    vector: neighboring channels of a thread; the number of channels and all strides must be multiples of it.
     past: the dtype of a state's ring buffer; None starts the sequence with zeros.
     """
 

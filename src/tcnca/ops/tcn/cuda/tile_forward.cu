@@ -111,10 +111,10 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
                     const float offset = OF_Z * read_bias(offsets, own);
                     float z[4] = {offset, offset, offset, offset};
                     convolve(z, seen, seen[u], toeplitz, u, own);
-                    const int centre = (u - AFTER + BLOCKS) % BLOCKS;
+                    const int center = (u - AFTER + BLOCKS) % BLOCKS;
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const word pair = seen[centre][own][i / 2];
+                        const word pair = seen[center][own][i / 2];
                         const float skip = RESIDUAL ? (i % 2 ? second(pair) : first(pair)) : 0.0f;
                         y_pair[c][i] = activate_of(z[i], DROPOUT ? dropout.scale : 1.0f) + skip;
                         if (DROPOUT && !stays(dropout, drawn[i], own)) y_pair[c][i] = skip;

@@ -1,6 +1,6 @@
 // Short sequences: a block of threads holds a channel's whole sequence in shared memory, and runs all layers there.
 //
-// Eight blocks, a cluster, share eight neighbouring channels. Each fetches an eighth of the times, 16 or 32 bytes a
+// Eight blocks, a cluster, share eight neighboring channels. Each fetches an eighth of the times, 16 or 32 bytes a
 // time, and hands every channel to the block that owns it; in the end it collects its times from all of them.
 //
 // A thread computes OUTS outputs of one chain t = phase + dilation · n. OUTS is odd, so that lanes that lie OUTS steps

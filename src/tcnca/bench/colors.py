@@ -1,8 +1,8 @@
-"""One colour for one contestant, in every picture; told apart by people who do not see all colours as well."""
+"""One color for one contestant, in every picture; told apart by people who do not see all colors as well."""
 
 from __future__ import annotations
 
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK, GREY = (
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK, GRAY = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -14,7 +14,7 @@ BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK, GREY = (
 )
 
 # Blue is the EMA and orange the convolution, as in the paper.
-_COLOURS = {
+_COLORS = {
     "tcn": ORANGE,
     "plain-tcn": YELLOW,
     "conv": PINK,
@@ -22,13 +22,13 @@ _COLOURS = {
     "fft-ema-published": SKY,
     "fft-ema-cached": BLACK,
     "scan-ema": GREEN,
-    "copy": GREY,
+    "copy": GRAY,
     "tcnca": ORANGE,
     "mega-fft": BLUE,
     "mega-scan": GREEN,
 }
 
 
-def colour_of(name: str) -> str:
-    """The colour of a contestant, whatever its direction and whether it is compiled."""
-    return _COLOURS.get(name.removesuffix("-bi").removesuffix("-compiled"), GREY)
+def color_of(name: str) -> str:
+    """The color of a contestant, whatever its direction and whether it is compiled."""
+    return _COLORS.get(name.removesuffix("-bi").removesuffix("-compiled"), GRAY)

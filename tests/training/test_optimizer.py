@@ -9,9 +9,9 @@ import torch
 
 from tcnca import ConfigError
 from tcnca.training import (
-    OptimiserConfig,
+    OptimizerConfig,
     ScheduleConfig,
-    build_optimiser,
+    build_optimizer,
     learning_rate,
     parameter_groups,
     set_rate,
@@ -19,7 +19,7 @@ from tcnca.training import (
 from tests.examples import FAMILY, small_model
 
 
-def names_in(family: str, config: OptimiserConfig) -> dict[str, set[str]]:
+def names_in(family: str, config: OptimizerConfig) -> dict[str, set[str]]:
     model = small_model(family)
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -30,14 +30,14 @@ def names_in(family: str, config: OptimiserConfig) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_every_parameter_is_in_one_group(family: str) -> None:
-    groups = names_in(family, OptimiserConfig())
+    groups = names_in(family, OptimizerConfig())
     together = [name for group in groups.values() for name in group]
     assert sorted(together) == sorted(name for name, _ in small_model(family).named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_norms_biases_ema_and_scales_are_not_decayed(family: str) -> None:
-    groups = names_in(family, OptimiserConfig())
+    groups = names_in(family, OptimizerConfig())
     for name in groups["matrices"] | groups.get("kernels", set()):
         assert "norm" not in name
         assert not name.endswith(("bias", "gamma", "beta", "alpha", "delta", "omega", "scale"))
@@ -49,22 +49,22 @@ def test_norms_biases_ema_and_scales_are_not_decayed(family: str) -> None:
 
 
 def test_kernels_have_factors_of_their_own() -> None:
-    config = OptimiserConfig(learning_rate=0.01, weight_decay=0.2, kernel_rate=0.1, kernel_decay=0.5)
-    optimiser = build_optimiser(small_model(), config)
-    set_rate(optimiser, 0.004)
-    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimiser.param_groups}
+    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.2, kernel_rate=0.1, kernel_decay=0.5)
+    optimizer = build_optimizer(small_model(), config)
+    set_rate(optimizer, 0.004)
+    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {"matrices": (0.004, 0.2), "kernels": (pytest.approx(0.0004), 0.1), "rest": (0.004, 0.0)}
 
 
 def test_decay_is_decoupled() -> None:
     """Without a gradient's direction, a weight shrinks by rate times decay, whatever its gradient's size."""
     model = small_model("tcnca")
-    optimiser = build_optimiser(model, OptimiserConfig(weight_decay=0.5))
-    set_rate(optimiser, 0.1)
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5))
+    set_rate(optimizer, 0.1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimiser.step()
+    optimizer.step()
     after = dict(model.named_parameters())
     weight, norm = "layers.0.feed_forward.up.weight", "layers.0.feed_forward.norm.weight"
     torch.testing.assert_close(after[weight].detach(), before[weight] * (1 - 0.1 * 0.5))

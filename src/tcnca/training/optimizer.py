@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tcnca.layers import EMA, TCN
-from tcnca.training.config import OptimiserConfig
+from tcnca.training.config import OptimizerConfig
 
 
-def parameter_groups(model: nn.Module, config: OptimiserConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """The model's parameters in three groups, each with its `name`, `weight_decay` and factor `rate`.
 
     `matrices` are decayed; `kernels`, those of the TCN, have factors of their own; `rest`, that is norms, biases, EMA,
@@ -40,14 +40,14 @@ def parameter_groups(model: nn.Module, config: OptimiserConfig) -> list[dict[str
     ]
 
 
-def build_optimiser(model: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
-    """The optimiser of a run; `set_rate` gives it its learning rate."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimizer of a run; `set_rate` gives it its learning rate."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     groups = parameter_groups(model, config)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=on_gpu)
 
 
-def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of each group: `rate` times the group's factor."""
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = rate * group["rate"]
