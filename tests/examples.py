@@ -13,16 +13,16 @@ from tcnca import (
     ModelConfig,
     SequenceModel,
     TCNConfig,
-    TokenInput,
+    TokenInputConfig,
 )
 
 VOCABULARY = 11
 
 TCN = TCNConfig(kernel_size=3, dilation_factor=2, depth=3)
-CHAIN = dataclasses.replace(TCN, block="chain", finish="activation")
-RESIDUAL = dataclasses.replace(TCN, block="residual", finish="none", norm="weight")
-EMA = EMAConfig(hidden=3)
-ATTENTION = AttentionConfig(key_width=4, value_width=6, chunk=4)
+CHAIN = dataclasses.replace(TCN, block="chain", output="activation")
+RESIDUAL = dataclasses.replace(TCN, block="residual", output="none", norm="weight")
+EMA = EMAConfig(d_state=3)
+ATTENTION = AttentionConfig(d_key=4, d_value=6, chunk_size=4)
 
 # One configuration a model of the paper, and all blocks of the TCN among them.
 FAMILY: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "mega": {"mixer": EMA, "attention": ATTENTION, "gated": True},
     "mega-full": {
         "mixer": EMA,
-        "attention": AttentionConfig(key_width=4, value_width=6, chunk=None, max_length=64),
+        "attention": AttentionConfig(d_key=4, d_value=6, chunk_size=None, max_length=64),
         "gated": True,
     },
     "tcnca-simple": {"mixer": CHAIN, "attention": ATTENTION, "gated": False},
@@ -41,7 +41,9 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
     """A configuration of two narrow layers."""
-    config = ModelConfig(layers=2, width=8, feed_forward=12, input=TokenInput(vocabulary=VOCABULARY), **FAMILY[family])
+    config = ModelConfig(
+        num_layers=2, d_model=8, d_ff=12, input=TokenInputConfig(vocab_size=VOCABULARY), **FAMILY[family]
+    )
     return config.override(**changes)
 
 

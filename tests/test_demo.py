@@ -24,7 +24,7 @@ from tcnca.training.files import alone_in
 from tests.examples import small_model
 
 runner = CliRunner()
-SHORT = ["updates=3", "warmup=1", "batch.size=4"]
+SHORT = ["max_steps=3", "warmup_steps=1", "batch.size=4"]
 SYMBOLS = [*"abcde", *"12345"]
 
 
@@ -123,9 +123,9 @@ def test_what_it_cannot_do() -> None:
     result = demo("data=recall-16-4")
     assert result.exit_code == 1
     assert "tcnca train recall-small data=recall-16-4" in result.output
-    result = demo("--streaming", "updates=3")
+    result = demo("--streaming", "max_steps=3")
     assert result.exit_code == 1
-    assert "updates=3: changes a recipe" in result.output
+    assert "max_steps=3: changes a recipe" in result.output
     assert not FOLDER.exists()
 
 
@@ -141,7 +141,7 @@ def test_what_it_cannot_clear_away_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tcnca", "demo", "updates=100000", "batch.size=4", "log_every=1"]
+    command = [sys.executable, "-m", "tcnca", "demo", "max_steps=100000", "batch.size=4", "log_every=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import ModelOutput, SequenceModel, TokenInput, generate, stream
+from tcnca import ModelOutput, SequenceModel, TokenInputConfig, generate, stream
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
@@ -28,7 +28,7 @@ def seeded(seed: int) -> torch.Generator:
 
 def lively_model(family: str = "tcnca", **changes: Any) -> SequenceModel:
     """A model whose text does not repeat one token for ever."""
-    model = small_model(family, tied=False, **changes)
+    model = small_model(family, tie_embeddings=False, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.5)
@@ -102,7 +102,7 @@ def test_lengths_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
 @pytest.mark.parametrize("padding", [slice(4, None), slice(0, 2)], ids=["right", "left"])
 def test_padding_symbols_in_a_prompt_are_padding(padding: slice) -> None:
     """As in a call of the model: where a symbol means padding, nobody has to count."""
-    model = lively_model(input=TokenInput(vocabulary=VOCABULARY, padding_index=0))
+    model = lively_model(input=TokenInputConfig(vocab_size=VOCABULARY, pad_token_id=0))
     start = prompt(time=6).clamp(min=1)
     start[1, padding] = 0
     together = generate(model, start, 6, temperature=0.0)
@@ -113,7 +113,7 @@ def test_padding_symbols_in_a_prompt_are_padding(padding: slice) -> None:
 
 def test_padding_symbol_is_never_generated() -> None:
     """The model would not read it, and nothing could follow."""
-    model = small_model(input=TokenInput(vocabulary=VOCABULARY, padding_index=3))
+    model = small_model(input=TokenInputConfig(vocab_size=VOCABULARY, pad_token_id=3))
     with torch.no_grad():
         # Makes the padding symbol by far the most likely one.
         last = model(torch.ones(1, 1, dtype=torch.long)).logits[0, -1]
@@ -287,7 +287,7 @@ def test_prompt_is_left_alone() -> None:
 
 def test_prompts_of_bytes_keep_their_zeros() -> None:
     """256 is no byte, but would be 0 as one."""
-    model = small_model(input=TokenInput(vocabulary=257, padding_index=256))
+    model = small_model(input=TokenInputConfig(vocab_size=257, pad_token_id=256))
     prompt = torch.tensor([[0, 5, 0, 0]])
     expected = generate(model, prompt, 4, temperature=0.0)
     assert torch.equal(generate(model, prompt.to(torch.uint8), 4, temperature=0.0), expected)

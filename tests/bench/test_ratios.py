@@ -39,7 +39,7 @@ def ops() -> list[Result]:
 def lra() -> list[Result]:
     results = []
     for place, task in enumerate(TASKS):
-        sizes: dict[str, int | str] = {"task": task, "batch": 2, "length": 1024, "layers": 4}
+        sizes: dict[str, int | str] = {"task": task, "batch": 2, "length": 1024, "num_layers": 4}
         results.append(timed("lra", "tcnca", sizes, inference=1.0, forward=1.0, backward=1.0, update=1.0, step=3.0))
         slow = {"inference": 1.0 + place, "forward": 2.0, "backward": 2.0, "update": 1.0, "step": 6.0}
         results.append(timed("lra", "mega-fft", sizes, **slow))
@@ -47,7 +47,7 @@ def lra() -> list[Result]:
 
 
 def model() -> list[Result]:
-    sizes: dict[str, int | str] = {"batch": 8, "length": 8192, "layers": 12}
+    sizes: dict[str, int | str] = {"batch": 8, "length": 8192, "num_layers": 12}
     parts = {"forward": 20.0, "backward": 40.0, "update": 1.0, "step": 61.0}
     slow = {name: 1.5 * value for name, value in parts.items()}
     return [timed("model", "tcnca", sizes, **parts), timed("model", "mega-fft-compiled", sizes, **slow)]

@@ -19,8 +19,8 @@ from tests.bench.small import CPU, FLOORS, clock, settings
 SMALL: dict[str, dict[str, Any]] = {
     "ops": {"lengths": (67,), "batches": (2,), "channels": 5, "kernel_size": 4, "depth": 3},
     "layer": {"lengths": (70,), "batches": (1,)},
-    "model": {"lengths": (70,), "batches": (1,), "layers": 1},
-    "lra": {"lengths": (70,), "batches": (2,), "layers": 1},
+    "model": {"lengths": (70,), "batches": (1,), "num_layers": 1},
+    "lra": {"lengths": (70,), "batches": (2,), "num_layers": 1},
 }
 
 
@@ -127,7 +127,7 @@ def test_published_form_is_the_same_ema(length: int) -> None:
     )
     x, delta, alpha, beta, gamma = operators()["fft-ema-bi"].inputs(case).learned
     exact = (part.double() for part in (delta, alpha, beta, gamma))
-    expected = ema(x.double(), *exact, method="steps")[0]
+    expected = ema(x.double(), *exact, backend="recurrent")[0]
     assert relative_error([published_bidirectional(x, delta, alpha, beta, gamma)], [expected]) < 1e-5
 
 

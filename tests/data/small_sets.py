@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.store import DataSet, SetWriter
+from tcnca.data.store import Dataset, SetWriter
 
 
-def write(folder: Path, splits: Mapping[str, Iterable[Columns]], **facts: Any) -> DataSet:
+def write(folder: Path, splits: Mapping[str, Iterable[Columns]], **facts: Any) -> Dataset:
     with SetWriter(folder) as writer:
         for split, parts in splits.items():
             for columns in parts:
                 writer.append(split, columns)
         writer.finish(facts)
-    return DataSet.open(folder)
+    return Dataset.open(folder)
 
 
-def small(folder: Path, label: int = 1) -> DataSet:
+def small(folder: Path, label: int = 1) -> Dataset:
     """A set of a plain and a ragged column."""
     tokens = Ragged.of_bytes([b"abc", b"", b"defgh"])
     return write(folder, {"train": [{"tokens": tokens, "labels": np.arange(3) + label}]}, kind="classification")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Columns, Ragged, join
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 
 PACKINGS = ("", ".gz", ".xz", ".bz2", ".zip")
 TARS = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")

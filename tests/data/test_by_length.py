@@ -11,8 +11,8 @@ import torch
 import tcnca
 from tcnca.data import Batch
 from tcnca.data.columns import Column, Ragged
-from tcnca.data.kinds import ClassificationTask, PairTask
-from tcnca.data.store import DataSet
+from tcnca.data.store import Dataset
+from tcnca.data.tasks import ClassificationTask, PairTask
 from tcnca.errors import ConfigError
 
 RANDOM = np.random.default_rng(5)
@@ -22,9 +22,9 @@ TEXTS = [RANDOM.integers(0, 256, length).astype(np.uint8) for length in RANDOM.i
 COLUMNS: dict[str, Column] = {"tokens": Ragged.of(TEXTS), "labels": np.arange(COUNT)}
 
 
-def texts(by_length: bool, longest: int | None = None) -> ClassificationTask:
-    data = DataSet("tiny", {"classes": [str(place) for place in range(COUNT)]}, {"train": COLUMNS})
-    return ClassificationTask(data, longest=longest, by_length=by_length)
+def texts(by_length: bool, max_length: int | None = None) -> ClassificationTask:
+    data = Dataset("tiny", {"class_names": [str(place) for place in range(COUNT)]}, {"train": COLUMNS})
+    return ClassificationTask(data, max_length=max_length, by_length=by_length)
 
 
 def width(batch: Batch) -> int:
@@ -45,7 +45,7 @@ def test_an_epoch_still_meets_every_example_once() -> None:
 def test_batches_of_a_small_set_hold_different_examples(count: int, size: int) -> None:
     """Of several epochs at once, the copies of an example would be side by side, and a batch few examples."""
     columns: dict[str, Column] = {"tokens": Ragged.of(TEXTS[:count]), "labels": np.arange(count)}
-    data = DataSet("tiny", {"classes": [str(place) for place in range(count)]}, {"train": columns})
+    data = Dataset("tiny", {"class_names": [str(place) for place in range(count)]}, {"train": columns})
     task = ClassificationTask(data, by_length=True)
     seen = Counter[int]()
     for step in range(3 * count // size):
@@ -74,11 +74,11 @@ def test_batches_come_in_no_order_and_anew_each_epoch() -> None:
     assert [width(task.batch(step, SIZE, seed=1)) for step in range(64)] != first
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_one_batch(world: int) -> None:
-    task = texts(True, longest=500)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_one_batch(world_size: int) -> None:
+    task = texts(True, max_length=500)
     whole = task.batch(7, SIZE, seed=2)
-    parts = [task.batch(7, SIZE, 2, rank, world) for rank in range(world)]
+    parts = [task.batch(7, SIZE, 2, rank, world_size) for rank in range(world_size)]
     assert torch.cat([part.targets for part in parts]).tolist() == whole.targets.tolist()
 
 
@@ -88,7 +88,7 @@ def test_pairs_are_sorted_by_their_longer_sequence() -> None:
         "second": Ragged.of(TEXTS[::-1]),
         "labels": np.arange(COUNT),
     }
-    data = DataSet("tiny", {"classes": [str(place) for place in range(COUNT)]}, {"train": columns})
+    data = Dataset("tiny", {"class_names": [str(place) for place in range(COUNT)]}, {"train": columns})
     task = PairTask(data, by_length=True)
     longer = {place: max(len(TEXTS[place]), len(TEXTS[COUNT - 1 - place])) for place in range(COUNT)}
     spans = []
@@ -100,7 +100,7 @@ def test_pairs_are_sorted_by_their_longer_sequence() -> None:
 
 def test_a_stream_has_no_lengths() -> None:
     with pytest.raises(ConfigError, match="by_length: got True, but the examples of a stream have no lengths"):
-        tcnca.data.task("listops", stream=True, by_length=True)
+        tcnca.data.load_task("listops", stream=True, by_length=True)
 
 
 @pytest.mark.parametrize(("time", "wide"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (500, 512), (2000, 2048)])

@@ -143,7 +143,7 @@ def test_prepare_a_made_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "kind", "classes"),
+    ("source", "options", "kind", "class_names"),
     [
         ("reviews.csv", ("--text", "body", "--label", "stars"), "classification", "train: bad 26, good 28"),
         ("reviews.jsonl", (), "classification", "train: bad 26, good 28"),
@@ -242,7 +242,7 @@ def pictures(tmp_path: Path) -> Path:
     pixels[np.arange(5), 8, 3 * np.arange(5)] = 255
     with SetWriter(tmp_path / "image") as writer:
         writer.append("test", {"pixels": pixels, "labels": np.arange(5)})
-        writer.finish({"kind": "classification", "classes": list("abcde"), "verified": False, "request": {}})
+        writer.finish({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
     return tmp_path
 
 
@@ -292,7 +292,7 @@ def test_a_set_without_pictures(tmp_path: Path) -> None:
 def test_show_prints_what_is_there(tmp_path: Path, text: str, label: str) -> None:
     with SetWriter(tmp_path / "mine") as writer:
         writer.append("train", {"tokens": Ragged.of_bytes([text.encode()]), "labels": np.zeros(1, np.int64)})
-        writer.finish({"kind": "classification", "classes": [label], "verified": False, "request": {}})
+        writer.finish({"kind": "classification", "class_names": [label], "verified": False, "request": {}})
     output = shows("mine", "--data", tmp_path, "--count", 1)
     assert output == f"mine, train 0: {label}\n{text}\n\n"
 

@@ -29,8 +29,8 @@ def test_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out.startswith("accuracy tensor(")
 
     Path("book.txt").write_text("so many words " * 200, encoding="utf-8")
-    task = tcnca.data.task("book.txt", call=16, segments=3)
-    names = {"task": task, "model": tcnca.build(small_config(vocabulary=256))}
+    task = tcnca.data.load_task("book.txt", eval_length=16, segments=3)
+    names = {"task": task, "model": tcnca.build(small_config(vocab_size=256))}
     exec(carried, names)
     assert names["batch"].continues
     assert names["state"].batch_size == 3

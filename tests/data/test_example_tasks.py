@@ -11,12 +11,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tcnca import ClassifierHead, LanguageModelHead, PairHead, RegressionHead, TokenInput, ValueInput
-from tcnca.data import IGNORE, Batch, DataSet
+from tcnca import (
+    ClassifierHeadConfig,
+    LanguageModelHeadConfig,
+    PairHeadConfig,
+    RegressionHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
+)
+from tcnca.data import IGNORE, Batch, Dataset
 from tcnca.data.columns import Column, Ragged
-from tcnca.data.kinds import ClassificationTask, PairTask, RecallTask, RegressionTask
-from tcnca.data.kinds.examples import ExampleTask
-from tcnca.data.tasks import entry
+from tcnca.data.datasets import entry
+from tcnca.data.tasks import ClassificationTask, PairTask, RecallTask, RegressionTask
+from tcnca.data.tasks.examples import ExampleTask
 from tcnca.errors import ConfigError
 
 RANDOM = np.random.default_rng(0)
@@ -32,18 +39,18 @@ TARGETS = RANDOM.normal(100.0, 20.0, (COUNT, 2)).astype(np.float32)
 SPREAD = {"mean": [5.0, 4.0], "deviation": [3.0, 2.0]}
 
 
-def data(columns: dict[str, Column], **facts: Any) -> DataSet:
-    manifest = {"classes": ["a", "b", "c"], **facts}
-    return DataSet("tiny", manifest, {"train": columns, "validation": columns})
+def data(columns: dict[str, Column], **facts: Any) -> Dataset:
+    manifest = {"class_names": ["a", "b", "c"], **facts}
+    return Dataset("tiny", manifest, {"train": columns, "validation": columns})
 
 
-def texts(longest: int | None = None) -> ClassificationTask:
-    return ClassificationTask(data({"tokens": Ragged.of(TEXTS), "labels": LABELS}), longest=longest)
+def texts(max_length: int | None = None) -> ClassificationTask:
+    return ClassificationTask(data({"tokens": Ragged.of(TEXTS), "labels": LABELS}), max_length=max_length)
 
 
-def pairs(longest: int | None = None) -> PairTask:
+def pairs(max_length: int | None = None) -> PairTask:
     columns: dict[str, Column] = {"first": Ragged.of(TEXTS), "second": Ragged.of(TEXTS[::-1]), "labels": LABELS}
-    return PairTask(data(columns), longest=longest)
+    return PairTask(data(columns), max_length=max_length)
 
 
 def regression() -> RegressionTask:
@@ -91,34 +98,34 @@ def chosen(task: ExampleTask, batch: Batch) -> list[int]:
     return [known.index(row) for row in rows_of(batch)]
 
 
-def padded(texts: list[NDArray[np.uint8]], longest: int | None = None) -> tuple[NDArray[np.int64], list[int]]:
-    cut = [text[:longest] for text in texts]
+def padded(texts: list[NDArray[np.uint8]], max_length: int | None = None) -> tuple[NDArray[np.int64], list[int]]:
+    cut = [text[:max_length] for text in texts]
     out = np.zeros((len(cut), max(map(len, cut))), np.int64)
     for row, text in zip(out, cut, strict=True):
         row[: len(text)] = text
     return out, [len(text) for text in cut]
 
 
-@pytest.mark.parametrize("longest", [None, 10, 5, 1])
-def test_texts_are_padded_and_cut(longest: int | None) -> None:
+@pytest.mark.parametrize("max_length", [None, 10, 5, 1])
+def test_texts_are_padded_and_cut(max_length: int | None) -> None:
     order = chosen(texts(), texts().batch(0, COUNT))
-    batch = texts(longest).batch(0, COUNT)
-    inputs, lengths = padded([TEXTS[place] for place in order], longest)
+    batch = texts(max_length).batch(0, COUNT)
+    inputs, lengths = padded([TEXTS[place] for place in order], max_length)
     np.testing.assert_array_equal(batch.inputs, inputs)
     assert batch.inputs.dtype == torch.int64
-    assert (batch.lengths is None) == (longest == 1)
+    assert (batch.lengths is None) == (max_length == 1)
     if batch.lengths is not None:
         assert batch.lengths.tolist() == lengths
     np.testing.assert_array_equal(batch.targets, LABELS[order])
     assert batch.tokens == sum(lengths)
 
 
-@pytest.mark.parametrize("longest", [None, 5])
-def test_pairs_have_both_texts(longest: int | None) -> None:
+@pytest.mark.parametrize("max_length", [None, 5])
+def test_pairs_have_both_texts(max_length: int | None) -> None:
     order = chosen(pairs(), pairs().batch(0, 4))
-    batch = pairs(longest).batch(0, 4)
-    first, lengths = padded([TEXTS[place] for place in order], longest)
-    second, second_lengths = padded([TEXTS[::-1][place] for place in order], longest)
+    batch = pairs(max_length).batch(0, 4)
+    first, lengths = padded([TEXTS[place] for place in order], max_length)
+    second, second_lengths = padded([TEXTS[::-1][place] for place in order], max_length)
     assert batch.second is not None
     np.testing.assert_array_equal(batch.inputs, first)
     np.testing.assert_array_equal(batch.second, second)
@@ -148,8 +155,8 @@ def test_pixels_are_normalized() -> None:
 
 
 def test_pictures_are_not_cut() -> None:
-    with pytest.raises(ConfigError, match="longest: got 5, but a picture is read whole; leave it out"):
-        ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}), longest=5)
+    with pytest.raises(ConfigError, match="max_length: got 5, but a picture is read whole; leave it out"):
+        ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}), max_length=5)
 
 
 def test_values_are_standardized() -> None:
@@ -184,7 +191,7 @@ def test_a_number_that_never_changes_can_be_predicted() -> None:
     task = RegressionTask(data(columns, **SPREAD))
     batch = task.batch(0, COUNT)
     assert not batch.targets.any()
-    assert float(task.tally(torch.full((COUNT, 1), 2.0), batch)[0]) == pytest.approx(4.0 * COUNT)
+    assert float(task.metric_sums(torch.full((COUNT, 1), 2.0), batch)[0]) == pytest.approx(4.0 * COUNT)
 
 
 @each_task
@@ -208,17 +215,17 @@ def test_every_epoch_has_every_example_once(name: str) -> None:
 
 
 @each_task
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_processes_share_a_batch(name: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_processes_share_a_batch(name: str, world_size: int) -> None:
     task = TASKS[name]
     for step in range(3):
-        parts = [rows_of(task.batch(step, 5, 0, rank, world)) for rank in range(world)]
+        parts = [rows_of(task.batch(step, 5, 0, rank, world_size)) for rank in range(world_size)]
         assert [row for part in parts for row in part] == rows_of(task.batch(step, 5))
 
 
 def test_a_batch_without_a_row_for_each_process() -> None:
     with pytest.raises(ConfigError, match="size: the batch has 2 rows, allowed is at least one for each of 3"):
-        texts().batch(0, 2, world=3)
+        texts().batch(0, 2, world_size=3)
 
 
 def counts(batch: Batch) -> list[bool]:
@@ -229,13 +236,13 @@ def counts(batch: Batch) -> list[bool]:
 
 
 @each_task
-@pytest.mark.parametrize(("size", "world"), [(4, 1), (4, 2), (3, 5), (64, 1), (1, 4), (10, 3)])
-def test_evaluation_has_every_example_once(name: str, size: int, world: int) -> None:
+@pytest.mark.parametrize(("size", "world_size"), [(4, 1), (4, 2), (3, 5), (64, 1), (1, 4), (10, 3)])
+def test_evaluation_has_every_example_once(name: str, size: int, world_size: int) -> None:
     task = TASKS[name]
     found: list[int] = []
     batches = []
-    for rank in range(world):
-        mine = list(task.evaluation("validation", size, rank, world))
+    for rank in range(world_size):
+        mine = list(task.eval_batches("validation", size, rank, world_size))
         batches.append(len(mine))
         for batch in mine:
             assert 1 <= len(batch) <= size
@@ -248,7 +255,7 @@ def test_evaluation_has_every_example_once(name: str, size: int, world: int) -> 
 
 def test_evaluation_has_texts_of_like_lengths_together_but_not_the_short_ones_first() -> None:
     def lengths() -> list[list[int]]:
-        batches = texts().evaluation("validation", 3)
+        batches = texts().eval_batches("validation", 3)
         return [sorted(LENGTHS[place] for place in chosen(texts(), batch)) for batch in batches]
 
     found = lengths()
@@ -261,19 +268,19 @@ def test_rows_that_do_not_count_leave_the_examples_alone() -> None:
     before = examples_of(texts())
     task = texts()
     for rank in range(5):
-        list(task.evaluation("validation", 1, rank, 5))
+        list(task.eval_batches("validation", 1, rank, 5))
     assert examples_of(task) == before
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_accuracy_is_of_all_examples(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_accuracy_is_of_all_examples(world_size: int) -> None:
     task = texts()
     right = total = 0
-    for rank in range(world):
-        for batch in task.evaluation("validation", 4, rank, world):
+    for rank in range(world_size):
+        for batch in task.eval_batches("validation", 4, rank, world_size):
             # Says class 1 whatever it is asked.
             logits = torch.tensor([0.0, 1.0, 0.5]).expand(len(batch), 3)
-            sum_, count = task.tally(logits, batch)
+            sum_, count = task.metric_sums(logits, batch)
             right, total = right + int(sum_), total + int(count)
     assert (right, total) == (int((LABELS == 1).sum()), COUNT)
 
@@ -281,7 +288,7 @@ def test_accuracy_is_of_all_examples(world: int) -> None:
 def test_class_loss_and_tally_leave_out_what_does_not_count() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [9.0, 0.0, 0.0], [1.0, 0.0, 2.0]])
     batch = Batch(inputs=torch.zeros(4, 1, dtype=torch.int64), targets=torch.tensor([0, 1, IGNORE, 1]))
-    right, number = texts().tally(logits, batch)
+    right, number = texts().metric_sums(logits, batch)
     assert (int(right), int(number)) == (2, 3)
     costs = [
         math.log(math.exp(2) + math.exp(1) + 1) - 2,
@@ -297,7 +304,7 @@ def test_number_loss_and_tally_leave_out_what_does_not_count() -> None:
     targets = torch.tensor([[0.0, 4.0], [0.5, torch.nan], [torch.nan, torch.nan]])
     batch = Batch(inputs=torch.zeros(3, 1, 2), targets=targets)
     assert float(task.loss(outputs, batch)) == pytest.approx((1.0 + 4.0 + 0.25) / 3, rel=1e-6)
-    squares, number = task.tally(outputs, batch)
+    squares, number = task.metric_sums(outputs, batch)
     first, second = TARGETS.astype(np.float64).std(0) ** 2
     assert int(number) == 3
     assert float(squares) == pytest.approx(1.25 * first + 4.0 * second, rel=1e-5)
@@ -306,8 +313,8 @@ def test_number_loss_and_tally_leave_out_what_does_not_count() -> None:
 def test_squared_error_is_in_the_units_of_the_numbers() -> None:
     task = regression()
     squares = number = 0.0
-    for batch in task.evaluation("validation", 4):
-        total, count = task.tally(torch.zeros(len(batch), 2), batch)
+    for batch in task.eval_batches("validation", 4):
+        total, count = task.metric_sums(torch.zeros(len(batch), 2), batch)
         squares, number = squares + float(total), number + int(count)
     # Whoever always says the mean is wrong by the variance.
     assert squares / number == pytest.approx(float(TARGETS.astype(np.float64).var(0).mean()), rel=1e-5)
@@ -326,14 +333,14 @@ def test_recall_counts_the_last_answer_only() -> None:
     assert logits.grad is not None
     assert not logits.grad[:, :-1].any()
     assert logits.grad[:, -1].any()
-    right, number = task.tally(logits, batch)
+    right, number = task.metric_sums(logits, batch)
     assert (int(right), int(number)) == (int((logits[:, -1].argmax(-1) == batch.targets[:, -1]).sum()), COUNT)
 
 
 def test_streams_are_read_in_their_order() -> None:
     known = entry("recall-16-4")
     columns = known.stream().take(3, 0, 300)
-    task = known.task(DataSet("recall-16-4", known.facts, {"train": columns}), stream=known.stream())
+    task = known.task(Dataset("recall-16-4", known.facts, {"train": columns}), stream=known.stream())
     expected = np.asarray(columns["tokens"])
     for step in (0, 7, 2):
         parts = [task.batch(step, 37, 3, rank, 2) for rank in range(2)]
@@ -345,13 +352,13 @@ def test_streams_are_read_in_their_order() -> None:
 
 def test_what_a_model_must_take_in_and_give_out() -> None:
     expected: dict[str, tuple[Any, Any]] = {
-        "texts": (TokenInput(vocabulary=256), ClassifierHead(classes=3)),
-        "pairs": (TokenInput(vocabulary=256), PairHead(classes=3)),
-        "pixels": (ValueInput(features=1), ClassifierHead(classes=3)),
-        "values": (ValueInput(features=2), ClassifierHead(classes=3)),
-        "series": (ValueInput(features=2), ClassifierHead(classes=3)),
-        "regression": (ValueInput(features=2), RegressionHead(outputs=2)),
-        "recall": (TokenInput(vocabulary=4), LanguageModelHead(tied=False)),
+        "texts": (TokenInputConfig(vocab_size=256), ClassifierHeadConfig(num_classes=3)),
+        "pairs": (TokenInputConfig(vocab_size=256), PairHeadConfig(num_classes=3)),
+        "pixels": (ValueInputConfig(features=1), ClassifierHeadConfig(num_classes=3)),
+        "values": (ValueInputConfig(features=2), ClassifierHeadConfig(num_classes=3)),
+        "series": (ValueInputConfig(features=2), ClassifierHeadConfig(num_classes=3)),
+        "regression": (ValueInputConfig(features=2), RegressionHeadConfig(outputs=2)),
+        "recall": (TokenInputConfig(vocab_size=4), LanguageModelHeadConfig(tie_embeddings=False)),
     }
     for name, task in TASKS.items():
         assert (task.input, task.head, task.causal) == (*expected[name], name == "recall")
@@ -369,12 +376,12 @@ def test_a_batch_moves_with_all_its_tensors() -> None:
 
 def test_a_model_is_called_with_the_arguments_of_a_batch() -> None:
     batch = texts().batch(0, 3)
-    assert set(batch.arguments()) == {"x", "lengths"}
-    assert batch.arguments()["x"] is batch.inputs
+    assert set(batch.model_inputs()) == {"x", "lengths"}
+    assert batch.model_inputs()["x"] is batch.inputs
     pair = pairs().batch(0, 3)
-    assert set(pair.arguments()) == {"x", "lengths", "second", "lengths2"}
-    assert pair.arguments()["second"] is pair.second
-    assert pair.arguments()["lengths2"] is pair.second_lengths
+    assert set(pair.model_inputs()) == {"x", "lengths", "second", "lengths2"}
+    assert pair.model_inputs()["second"] is pair.second
+    assert pair.model_inputs()["lengths2"] is pair.second_lengths
 
 
 def test_steps_of_an_epoch() -> None:

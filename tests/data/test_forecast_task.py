@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tcnca import RegressionHead, SequenceModel, ValueInput
-from tcnca.data import Batch, DataSet
+from tcnca import RegressionHeadConfig, SequenceModel, ValueInputConfig
+from tcnca.data import Batch, Dataset
 from tcnca.data.columns import Column, Ragged
-from tcnca.data.kinds import ForecastTask
+from tcnca.data.tasks import ForecastTask
 from tcnca.errors import ConfigError, DataError
 from tests.examples import small_model
 
@@ -35,7 +35,7 @@ def forecast(lengths: list[int] = LENGTHS, window: int = 8) -> ForecastTask:
 
 def made(column: Column, window: int) -> ForecastTask:
     splits = {"train": {"values": column}, "test": {"values": column}}
-    return ForecastTask(DataSet("tiny", {"mean": MEAN, "deviation": DEVIATION}, splits), window=window)
+    return ForecastTask(Dataset("tiny", {"mean": MEAN, "deviation": DEVIATION}, splits), window=window)
 
 
 def raw(values: torch.Tensor) -> NDArray[np.float64]:
@@ -118,22 +118,22 @@ def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
     assert not torch.equal(task.batch(0, 6, 2).inputs, task.batch(0, 6, 3).inputs)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_a_batch(world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_a_batch(world_size: int) -> None:
     task, values = forecast(), np.concatenate(series(LENGTHS))
     for step in range(10):
-        parts = [task.batch(step, 7, 0, rank, world) for rank in range(world)]
+        parts = [task.batch(step, 7, 0, rank, world_size) for rank in range(world_size)]
         assert [found for part in parts for found in windows(part, values)] == windows(task.batch(step, 7), values)
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 1000])
-@pytest.mark.parametrize(("size", "world"), [(3, 1), (3, 2), (2, 5), (64, 3), (1, 1)])
-def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: int, world: int) -> None:
+@pytest.mark.parametrize(("size", "world_size"), [(3, 1), (3, 2), (2, 5), (64, 3), (1, 1)])
+def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: int, world_size: int) -> None:
     task, values = forecast(window=window), np.concatenate(series(LENGTHS))
     times = np.zeros(len(values), np.int64)
     flags = set()
-    for rank in range(world):
-        batches = list(task.evaluation("test", size, rank, world))
+    for rank in range(world_size):
+        batches = list(task.eval_batches("test", size, rank, world_size))
         flags.add(tuple(batch.continues for batch in batches))
         for batch in batches:
             assert batch.inputs.shape[1] <= window
@@ -148,7 +148,7 @@ def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: i
 def test_one_long_series_is_read_call_by_call() -> None:
     values = np.concatenate(series([21]))
     task = made(values[None], 8)
-    batches = list(task.evaluation("test", 4))
+    batches = list(task.eval_batches("test", 4))
     assert [batch.inputs.shape for batch in batches] == [(1, 8, 2), (1, 8, 2), (1, 4, 2)]
     assert [batch.continues for batch in batches] == [False, True, True]
     assert [found for batch in batches for found in windows(batch, values)] == [(1, 9), (9, 17), (17, 21)]
@@ -161,7 +161,7 @@ def test_sequences_of_equal_length_need_no_lengths() -> None:
     column = np.stack(series([10, 10, 10, 10]))
     task, values = made(column, 5), np.concatenate(list(column))
     assert task.batch(0, 8).lengths is None
-    found = [place for batch in task.evaluation("test", 4) for place in windows(batch, values)]
+    found = [place for batch in task.eval_batches("test", 4) for place in windows(batch, values)]
     assert sorted(found) == sorted(
         (10 * row + begin, 10 * row + end) for row in range(4) for begin, end in [(1, 6), (6, 10)]
     )
@@ -171,12 +171,12 @@ def test_sequences_of_equal_length_need_no_lengths() -> None:
 def test_carried_evaluation_is_one_call_over_each_sequence() -> None:
     task = forecast()
     assert task.causal
-    assert (task.input, task.head) == (ValueInput(features=2), RegressionHead(outputs=2, pooling="none"))
+    assert (task.input, task.head) == (ValueInputConfig(features=2), RegressionHeadConfig(outputs=2, pooling="none"))
     model: SequenceModel = small_model("tcnca", input=task.input, head=task.head, causal=True).float()
     squares, number, state = 0.0, 0, None
-    for batch in task.evaluation("test", 3):
+    for batch in task.eval_batches("test", 3):
         outputs, state = model(batch.inputs, lengths=batch.lengths, state=state if batch.continues else None)
-        total, count = task.tally(outputs, batch)
+        total, count = task.metric_sums(outputs, batch)
         squares, number = squares + float(total), number + int(count)
     expected = 0.0
     for sequence in series(LENGTHS):
@@ -194,7 +194,7 @@ def test_loss_and_tally_leave_out_what_does_not_count() -> None:
     batch = Batch(inputs=torch.zeros(1, 2, 2), targets=targets)
     outputs = torch.tensor([[[2.0, 4.0], [100.0, 100.0]]])
     assert float(task.loss(outputs, batch)) == pytest.approx((1.0 + 4.0) / 2)
-    squares, number = task.tally(outputs, batch)
+    squares, number = task.metric_sums(outputs, batch)
     assert int(number) == 2
     assert float(squares) == pytest.approx(1.0 * 4.0**2 + 4.0 * 0.5**2)
     assert (task.metric, task.higher_is_better) == ("mean squared error", False)

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnca import LanguageModelHead, SequenceModel, TokenInput
-from tcnca.data import IGNORE, Batch, DataSet
-from tcnca.data.kinds import LanguageTask
+from tcnca import LanguageModelHeadConfig, SequenceModel, TokenInputConfig
+from tcnca.data import IGNORE, Batch, Dataset
+from tcnca.data.tasks import LanguageTask
 from tcnca.errors import ConfigError, DataError
 from tests.examples import small_model
 
@@ -28,7 +28,7 @@ DISTINCT = np.random.default_rng(1).permutation(256)[:250].astype(np.uint8)
 
 def language(train: NDArray[np.uint8] = TRAIN, **options: object) -> LanguageTask:
     splits = {"train": {"bytes": train}, "validation": {"bytes": DISTINCT}, "test": {"bytes": DISTINCT[:41]}}
-    return LanguageTask(DataSet("tiny", {"kind": "language"}, splits), **{"chunk": CHUNK, **options})  # type: ignore[arg-type]
+    return LanguageTask(Dataset("tiny", {"kind": "language"}, splits), **{"chunk_size": CHUNK, **options})  # type: ignore[arg-type]
 
 
 def starts(inputs: Tensor) -> list[int]:
@@ -106,10 +106,10 @@ def test_an_epoch_covers_the_split(run: int) -> None:
 
 def test_a_short_text_is_seen_evenly() -> None:
     text = np.random.default_rng(1).integers(0, 256, 700).astype(np.uint8)
-    task = LanguageTask(DataSet("short", {}, {"train": {"bytes": text}}))
+    task = LanguageTask(Dataset("short", {}, {"train": {"bytes": text}}))
     whole, seen = text.tobytes(), np.zeros(700, int)
     for step in range(600):
-        for row in task.batch(step, 4 * task.chunk).inputs.numpy().astype(np.uint8):
+        for row in task.batch(step, 4 * task.chunk_size).inputs.numpy().astype(np.uint8):
             begin = whole.find(row.tobytes())
             seen[begin : begin + len(row)] += 1
     # The last byte is a target only. At the ends, where runs overlap, a byte is seen at most twice as often.
@@ -132,12 +132,12 @@ def test_seeds_differ() -> None:
     assert len(seen) == 24
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_processes_share_a_batch(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_processes_share_a_batch(world_size: int) -> None:
     task = language()
     for step in range(9):
         whole = task.batch(step, SIZE)
-        parts = [task.batch(step, SIZE, 0, rank, world) for rank in range(world)]
+        parts = [task.batch(step, SIZE, 0, rank, world_size) for rank in range(world_size)]
         assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
 
@@ -145,17 +145,17 @@ def test_processes_share_a_batch(world: int) -> None:
 @pytest.mark.parametrize("size", [9, 10, 200, 700])
 def test_a_tiny_text_still_makes_all_runs(size: int) -> None:
     raw = TRAIN[:size]
-    task = LanguageTask(DataSet("tiny", {}, {"train": {"bytes": raw}}))
-    assert task.chunk == (size - 1) // 8
+    task = LanguageTask(Dataset("tiny", {}, {"train": {"bytes": raw}}))
+    assert task.chunk_size == (size - 1) // 8
     lengths = set()
     for step in range(30):
-        batch = task.batch(step, 4 * task.chunk)
+        batch = task.batch(step, 4 * task.chunk_size)
         lengths.add(batch.inputs.shape[1])
         for row, target in zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True):
             window = np.append(row, target[-1]).astype(np.uint8)
             assert window.tobytes() in raw.tobytes()
             np.testing.assert_array_equal(row[1:], target[:-1])
-    assert lengths == {2 * task.chunk, 3 * task.chunk, 4 * task.chunk}
+    assert lengths == {2 * task.chunk_size, 3 * task.chunk_size, 4 * task.chunk_size}
 
 
 def counted(batches: Iterator[Batch]) -> tuple[NDArray[np.int64], list[Batch]]:
@@ -180,15 +180,15 @@ def expected_times(split: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.isin(np.arange(256), split).astype(np.int64)
 
 
-@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize("carry_state", [True, False])
 @pytest.mark.parametrize(("call", "segments", "size"), [(7, 6, 4), (64, 3, 2), (1000, 50, 64), (1, 5, 1), (5, 900, 7)])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_byte_is_predicted_once(carried: bool, call: int, segments: int, size: int, world: int) -> None:
-    task = language(call=call, segments=segments, carried=carried)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_byte_is_predicted_once(carry_state: bool, call: int, segments: int, size: int, world_size: int) -> None:
+    task = language(call=call, segments=segments, carry_state=carry_state)
     times = np.zeros(256, np.int64)
     counts, flags = set(), set()
-    for rank in range(world):
-        found, batches = counted(task.evaluation("validation", size, rank, world))
+    for rank in range(world_size):
+        found, batches = counted(task.eval_batches("validation", size, rank, world_size))
         times += found
         counts.add(len(batches))
         flags.add(tuple(batch.continues for batch in batches))
@@ -200,8 +200,8 @@ def test_every_byte_is_predicted_once(carried: bool, call: int, segments: int, s
 
 
 def test_carried_calls_go_on_inside_a_segment() -> None:
-    task = language(call=20, segments=5)
-    batches = list(task.evaluation("validation", 5))
+    task = language(eval_length=20, segments=5)
+    batches = list(task.eval_batches("validation", 5))
     # Five segments of fifty bytes: calls of 20, 20 and 10.
     assert [batch.inputs.shape for batch in batches] == [(5, 20), (5, 20), (5, 10)]
     assert [batch.continues for batch in batches] == [False, True, True]
@@ -213,13 +213,13 @@ def test_carried_calls_go_on_inside_a_segment() -> None:
 
 
 def test_segments_in_groups_start_anew() -> None:
-    batches = list(language(call=20, segments=5).evaluation("validation", 2))
+    batches = list(language(eval_length=20, segments=5).eval_batches("validation", 2))
     assert [batch.continues for batch in batches] == [False, True, True] * 3
     assert [len(batch) for batch in batches] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
 
 
 def test_separate_calls_never_go_on() -> None:
-    batches = list(language(call=60, carried=False).evaluation("validation", 3))
+    batches = list(language(eval_length=60, carry_state=False).eval_batches("validation", 3))
     assert [tuple(batch.inputs.shape) for batch in batches] == [(3, 60), (2, 60)]
     assert not any(batch.continues for batch in batches)
     assert batches[0].lengths is None
@@ -228,8 +228,8 @@ def test_separate_calls_never_go_on() -> None:
 
 
 def test_validation_falls_back_to_test() -> None:
-    data = DataSet("tiny", {}, {"train": {"bytes": TRAIN}, "test": {"bytes": DISTINCT}})
-    times, _ = counted(LanguageTask(data, call=50, segments=2).evaluation("validation", 2))
+    data = Dataset("tiny", {}, {"train": {"bytes": TRAIN}, "test": {"bytes": DISTINCT}})
+    times, _ = counted(LanguageTask(data, eval_length=50, segments=2).eval_batches("validation", 2))
     np.testing.assert_array_equal(times, expected_times(DISTINCT))
 
 
@@ -241,9 +241,9 @@ def tiny_model(task: LanguageTask) -> SequenceModel:
 def evaluated(task: LanguageTask, model: SequenceModel, size: int) -> tuple[float, int]:
     """Bits and bytes of a split, as training will evaluate it."""
     bits, number, state = 0.0, 0, None
-    for batch in task.evaluation("validation", size):
+    for batch in task.eval_batches("validation", size):
         logits, state = model(batch.inputs, lengths=batch.lengths, state=state if batch.continues else None)
-        total, count = task.tally(logits, batch)
+        total, count = task.metric_sums(logits, batch)
         bits, number = bits + float(total), number + int(count)
     return bits, number
 
@@ -258,7 +258,7 @@ def bits_of(model: SequenceModel, begin: int, end: int) -> float:
 
 @pytest.mark.parametrize("size", [2, 6])
 def test_carried_evaluation_is_one_call_over_each_segment(size: int) -> None:
-    task = language(call=17, segments=6)
+    task = language(eval_length=17, segments=6)
     model = tiny_model(task)
     bounds = [250 * segment // 6 for segment in range(7)]
     expected = sum(bits_of(model, begin, end) for begin, end in itertools.pairwise(bounds))
@@ -275,7 +275,7 @@ def test_carried_evaluation_is_one_call_over_each_segment(size: int) -> None:
 
 
 def test_evaluation_without_a_state_is_separate_calls() -> None:
-    task = language(call=17, carried=False)
+    task = language(eval_length=17, carry_state=False)
     model = tiny_model(task)
     expected = sum(bits_of(model, begin, min(begin + 17, 250)) for begin in range(0, 250, 17))
     bits, number = evaluated(task, model, 4)
@@ -290,7 +290,7 @@ def test_loss_and_bits() -> None:
     batch = Batch(inputs=torch.zeros(2, 2, dtype=torch.int64), targets=targets)
     answers = logits.double().softmax(-1)
     chances = [float(answers[0, 0, 3]), float(answers[1, 0, 0]), float(answers[1, 1, 1])]
-    bits, number = task.tally(logits, batch)
+    bits, number = task.metric_sums(logits, batch)
     assert int(number) == 3
     assert bits.dtype == torch.float64
     assert float(bits) == pytest.approx(-sum(map(math.log2, chances)), rel=1e-6)
@@ -300,15 +300,15 @@ def test_loss_and_bits() -> None:
 def test_symbols_that_occur_are_the_tokens() -> None:
     raw = np.frombuffer(b"\nbanana cabana, a bandana\n" * 20, np.uint8)
     symbols = sorted(set(raw.tolist()))
-    task = LanguageTask(DataSet("tiny", {"symbols": symbols}, {"train": {"bytes": raw}}), chunk=8)
-    assert task.input == TokenInput(vocabulary=len(symbols), scaled=True)
-    assert task.head == LanguageModelHead()
+    task = LanguageTask(Dataset("tiny", {"symbols": symbols}, {"train": {"bytes": raw}}), chunk_size=8)
+    assert task.input == TokenInputConfig(vocab_size=len(symbols), scale_embeddings=True)
+    assert task.head == LanguageModelHeadConfig()
     text = b"a banana"
     assert task.encode(text).tolist() == [[symbols.index(byte) for byte in text]]
     assert task.decode(task.encode(text)[0]) == text
     batch = task.batch(0, 64)
     assert task.decode(batch.inputs[0]) in raw.tobytes()
-    first = next(task.evaluation("train", 2))
+    first = next(task.eval_batches("train", 2))
     assert int(first.inputs[0, 0]) == symbols.index(10)
     with pytest.raises(DataError, match=r"tiny: the byte 0x7a does not occur in this set and has no token"):
         task.encode(b"banz")
@@ -316,8 +316,8 @@ def test_symbols_that_occur_are_the_tokens() -> None:
 
 def test_a_set_without_newlines_is_evaluated() -> None:
     raw = np.frombuffer(b"abcd" * 10, np.uint8)
-    task = LanguageTask(DataSet("tiny", {"symbols": [97, 98, 99, 100]}, {"train": {"bytes": raw}}), segments=1)
-    (batch,) = task.evaluation("train", 1)
+    task = LanguageTask(Dataset("tiny", {"symbols": [97, 98, 99, 100]}, {"train": {"bytes": raw}}), segments=1)
+    (batch,) = task.eval_batches("train", 1)
     assert batch.targets[0, :5].tolist() == [0, 1, 2, 3, 0]
     assert batch.inputs[0, 1:6].tolist() == [0, 1, 2, 3, 0]
     assert 0 <= int(batch.inputs[0, 0]) < 4
@@ -325,7 +325,7 @@ def test_a_set_without_newlines_is_evaluated() -> None:
 
 def test_all_bytes_are_tokens_by_default() -> None:
     task = language()
-    assert task.input == TokenInput(vocabulary=256, scaled=True)
+    assert task.input == TokenInputConfig(vocab_size=256, scale_embeddings=True)
     everything = bytes(range(256))
     assert task.encode(everything).tolist() == [list(range(256))]
     assert task.decode(torch.arange(256)) == everything
@@ -333,7 +333,7 @@ def test_all_bytes_are_tokens_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("chunk", 0), ("call", 0), ("segments", 0), ("runs", ()), ("runs", (2, 0))]
+    ("option", "value"), [("chunk_size", 0), ("call", 0), ("segments", 0), ("runs", ()), ("runs", (2, 0))]
 )
 def test_options_below_one(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option}: got 0, allowed is at least 1"):
@@ -347,7 +347,7 @@ def test_too_few_bytes() -> None:
 
 def test_a_split_that_is_not_there() -> None:
     with pytest.raises(DataError, match="tiny: has no split 'dev', it has train, validation, test"):
-        next(language().evaluation("dev", 1))
+        next(language().eval_batches("dev", 1))
 
 
 @pytest.mark.parametrize("step", range(3))
@@ -359,4 +359,4 @@ def test_a_batch_too_small_for_the_longest_run_is_refused_at_once(step: int) -> 
 @pytest.mark.parametrize("step", range(3))
 def test_a_batch_without_a_run_for_each_process_is_refused_at_once(step: int) -> None:
     with pytest.raises(ConfigError, match=r"allowed is at least one for each of 3 processes"):
-        language().batch(step, 64, world=3)
+        language().batch(step, 64, world_size=3)

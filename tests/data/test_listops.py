@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Ragged
-from tcnca.data.draw import Draw
 from tcnca.data.generators.listops import SYMBOLS, ListOps
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 SMALL = ListOps(shortest=20, longest=60, depth=4)
@@ -67,7 +67,7 @@ def parse(tokens: list[str]) -> Node:
 
 
 def expressions(generator: ListOps, count: int, seed: int = 0) -> tuple[list[list[str]], NDArray[np.int64]]:
-    made = generator.examples(Draw("test", seed), count)
+    made = generator.examples(CounterRNG("test", seed), count)
     tokens, labels = made["tokens"], made["labels"]
     assert isinstance(tokens, Ragged)
     assert isinstance(labels, np.ndarray)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.own import OwnOptions, read_own
+from tcnca.data.custom import CustomOptions, read_own
 from tcnca.errors import DataError
 
 VALUES = np.arange(60.0).reshape(20, 3)
@@ -23,9 +23,9 @@ def _with(index: tuple[int, ...], value: float, shape: tuple[int, ...] = (20, 3)
     return values
 
 
-def _refused(path: Path, message: str, options: OwnOptions | None = None) -> None:
+def _refused(path: Path, message: str, options: CustomOptions | None = None) -> None:
     with pytest.raises(DataError) as caught:
-        read_own(path, options or OwnOptions())
+        read_own(path, options or CustomOptions())
     assert str(caught.value).startswith(str(path))
     assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
 
@@ -115,14 +115,14 @@ def test_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
 )
 def test_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "a.npz", values=VALUES, y=HALVES)
-    _refused(tmp_path / "a.npz", message, OwnOptions(**options))
+    _refused(tmp_path / "a.npz", message, CustomOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_nothing_to_predict(tmp_path: Path, kind: Any) -> None:
     np.save(tmp_path / "a.npy", VALUES)
     message = "^: no array is obviously the (labels|targets), there are 'values'; say which with --(labels|targets), or"
-    _refused(tmp_path / "a.npy", message, OwnOptions(kind=kind))
+    _refused(tmp_path / "a.npy", message, CustomOptions(kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_arrays_of_no_known_role(tmp_path: Path, arrays: dict[str, Any], left: s
     path = tmp_path / "a.npz"
     np.savez(path, **arrays)
     _refused(path, f"^: the role of {left} is not known; .* --labels, .* --targets, .* --lengths, or --kind {kind} ")
-    assert read_own(path, OwnOptions(kind=kind)).kind == kind
+    assert read_own(path, CustomOptions(kind=kind)).kind == kind
 
 
 def test_an_array_of_no_known_role_in_the_file_of_a_split(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_an_array_of_no_known_role_in_the_file_of_a_split(tmp_path: Path) -> Non
 def test_what_to_predict_stays_open(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, X=VALUES, Y=HALVES, n=HALVES + 1)
-    _refused(path, "^: the role of 'Y'.* is not known", OwnOptions(**options))
+    _refused(path, "^: the role of 'Y'.* is not known", CustomOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Ragged
-from tcnca.data.content import Content
-from tcnca.data.own import OwnOptions, read_own
+from tcnca.data.custom import CustomOptions, read_own
+from tcnca.data.schema import Content
 
 Array = NDArray[Any]
 
@@ -37,14 +37,14 @@ def _array(content: Content, split: str, name: str = "values") -> Array:
 
 
 def _labels(content: Content, split: str) -> list[str]:
-    return [content.facts["classes"][label] for label in _array(content, split, "labels")]
+    return [content.facts["class_names"][label] for label in _array(content, split, "labels")]
 
 
 def test_a_classification(tmp_path: Path) -> None:
     values, labels = _noise(40, 6, 2), np.arange(40) % 4 * 10
     content = read_own(_npz(tmp_path / "a.npz", values=values, labels=labels))
     assert (content.kind, content.origin, content.verified) == ("classification", "a.npz", False)
-    assert content.facts["classes"] == ["0", "10", "20", "30"]
+    assert content.facts["class_names"] == ["0", "10", "20", "30"]
     assert {split: len(_array(content, split)) for split in content.splits} == {"train": 36, "validation": 2, "test": 2}
     left = set(range(40))
     for split in content.splits:
@@ -66,7 +66,7 @@ def test_names_of_the_values(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("y", "kind", "classes"),
+    ("y", "kind", "class_names"),
     [
         (np.arange(30) % 3, "classification", ["0", "1", "2"]),
         (np.arange(30) % 2 > 0, "classification", ["false", "true"]),
@@ -79,7 +79,7 @@ def test_names_of_the_values(tmp_path: Path, name: str) -> None:
 def test_the_type_of_y_decides(tmp_path: Path, y: Array, kind: str, classes: list[str] | None) -> None:
     content = read_own(_npz(tmp_path / "a.npz", x=_noise(30, 5), y=y))
     assert content.kind == kind
-    assert content.facts.get("classes") == classes
+    assert content.facts.get("class_names") == classes
 
 
 def test_a_regression(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_one_target_is_a_column(tmp_path: Path) -> None:
 
 def test_arrays_are_named(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", ecg=_noise(20, 5), x=_noise(3, 3), beat=np.arange(20) % 2, size=np.full(20, 3))
-    content = read_own(path, OwnOptions(values="ecg", labels="beat", lengths="size"))
+    content = read_own(path, CustomOptions(values="ecg", labels="beat", lengths="size"))
     assert content.kind == "classification"
     column = _column(content, "train")
     assert isinstance(column, Ragged)
     assert set(column.lengths) == {3}
-    assert read_own(path, OwnOptions(values="ecg", targets="beat")).kind == "regression"
+    assert read_own(path, CustomOptions(values="ecg", targets="beat")).kind == "regression"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_arrays_are_named(tmp_path: Path) -> None:
 )
 def test_arrays_that_are_not_named_are_left_out(tmp_path: Path, options: dict[str, Any], kind: str) -> None:
     path = _npz(tmp_path / "a.npz", X=_noise(20, 5), Y=np.arange(20) % 2, n=np.full(20, 3))
-    content = read_own(path, OwnOptions(**options))
+    content = read_own(path, CustomOptions(**options))
     assert content.kind == kind
     assert _array(content, "train").shape == (18, 5, 1)
 
@@ -122,7 +122,7 @@ def test_arrays_that_are_not_named_are_left_out(tmp_path: Path, options: dict[st
 @pytest.mark.parametrize("kind", ["classification", "regression", "forecast"])
 def test_the_kind_decides_between_labels_and_targets(tmp_path: Path, kind: Any) -> None:
     path = _npz(tmp_path / "a.npz", x=_noise(20, 5), labels=np.arange(20) % 2, targets=np.arange(20.0))
-    content = read_own(path, OwnOptions(kind=kind))
+    content = read_own(path, CustomOptions(kind=kind))
     assert content.kind == kind
     (columns,) = content.splits["train"]
     aim = {"classification": ["labels"], "regression": ["targets"], "forecast": []}[kind]
@@ -131,7 +131,7 @@ def test_the_kind_decides_between_labels_and_targets(tmp_path: Path, kind: Any) 
 
 def test_whole_numbers_may_be_regressed(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", x=_noise(20, 5), y=np.arange(20) % 2)
-    assert read_own(path, OwnOptions(kind="regression")).kind == "regression"
+    assert read_own(path, CustomOptions(kind="regression")).kind == "regression"
 
 
 def test_sequences_are_cut_to_their_lengths(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_what_lies_beyond_the_length_makes_no_difference(tmp_path: Path) -> None
 
 def test_the_same_sequence_never_is_in_two_splits(tmp_path: Path) -> None:
     values = _noise(10, 4)[np.arange(60) % 10]
-    content = read_own(_npz(tmp_path / "a.npz", values=values), OwnOptions(validation=0.2, test=0.2))
+    content = read_own(_npz(tmp_path / "a.npz", values=values), CustomOptions(validation=0.2, test=0.2))
     seen = [{one.tobytes() for one in _array(content, split)} for split in content.splits]
     assert [len(some) for some in seen] == [6, 2, 2]
     assert len(set.union(*seen)) == 10
@@ -205,7 +205,7 @@ def test_names_give_the_splits(tmp_path: Path, name: str) -> None:
 
 def test_masks_are_no_splits(tmp_path: Path) -> None:
     path = _npz(tmp_path / "a.npz", values=_noise(20, 4), train_mask=np.ones(20), test_mask=np.ones(20))
-    assert _array(read_own(path, OwnOptions(kind="forecast")), "train").shape == (18, 4, 1)
+    assert _array(read_own(path, CustomOptions(kind="forecast")), "train").shape == (18, 4, 1)
 
 
 def test_files_give_the_splits(tmp_path: Path) -> None:

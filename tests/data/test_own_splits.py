@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcnca.data.own import OwnOptions
-from tcnca.data.own.splits import cut, draw, fill, missing
+from tcnca.data.custom import CustomOptions
+from tcnca.data.custom.splits import cut, draw, fill, missing
 from tcnca.errors import DataError
 
 PATH = Path("set.csv")
@@ -183,22 +183,22 @@ def test_a_short_stream_leaves_two_for_each_split() -> None:
     ],
 )
 def test_what_is_missing(there: list[str], taken: list[str]) -> None:
-    assert list(missing(there, OwnOptions(), PATH)) == taken
+    assert list(missing(there, CustomOptions(), PATH)) == taken
 
 
 def test_training_cannot_be_missing() -> None:
     with pytest.raises(DataError, match=r"set\.csv: has validation and test but nothing to train on"):
-        missing(["validation", "test"], OwnOptions(), PATH)
+        missing(["validation", "test"], CustomOptions(), PATH)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_shares_are_shares(share: float) -> None:
     with pytest.raises(DataError, match=r"^--test: got .*, allowed is a share between 0 and 1"):
-        OwnOptions(test=share)
+        CustomOptions(test=share)
 
 
 def test_shares_leave_something_for_training() -> None:
     with pytest.raises(
         DataError, match=r"^--validation and --test: got 0\.5 and 0\.5, together they must be less than 1"
     ):
-        OwnOptions(validation=0.5, test=0.5)
+        CustomOptions(validation=0.5, test=0.5)

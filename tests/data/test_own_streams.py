@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.content import Content
-from tcnca.data.own import OwnOptions, read_own, streams
+from tcnca.data.custom import CustomOptions, read_own, streams
+from tcnca.data.schema import Content
 from tcnca.errors import DataError
 
 
@@ -43,7 +43,7 @@ def test_a_file_is_cut_in_three(tmp_path: Path) -> None:
 
 def test_shares_are_chosen(tmp_path: Path) -> None:
     whole = _noise(1000)
-    found = _bytes(read_own(_write(tmp_path, {"a": whole}) / "a", OwnOptions(validation=0.1, test=0.25)))
+    found = _bytes(read_own(_write(tmp_path, {"a": whole}) / "a", CustomOptions(validation=0.1, test=0.25)))
     assert found == {"train": whole[:650], "validation": whole[650:750], "test": whole[750:]}
 
 
@@ -171,7 +171,7 @@ def test_files_are_drawn_by_seed_and_name_alone(tmp_path: Path) -> None:
     _many(tmp_path / "two")
     first, again = (_bytes(read_own(tmp_path / folder)) for folder in ("one", "two"))
     assert first == again
-    assert _bytes(read_own(tmp_path / "one", OwnOptions(seed=1))) != first
+    assert _bytes(read_own(tmp_path / "one", CustomOptions(seed=1))) != first
 
 
 def test_each_split_gets_a_file_however_large(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_each_split_gets_a_file_however_large(tmp_path: Path) -> None:
 
 def test_a_table_is_bytes_if_the_user_says_so(tmp_path: Path) -> None:
     text = b"text,label\n" + b"a,1\n" * 20
-    found = _bytes(read_own(_write(tmp_path, {"a.csv": text}) / "a.csv", OwnOptions(kind="language")))
+    found = _bytes(read_own(_write(tmp_path, {"a.csv": text}) / "a.csv", CustomOptions(kind="language")))
     assert b"".join(found.values()) == text
 
 

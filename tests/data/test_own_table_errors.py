@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tcnca.data.own import OwnOptions, read_own
+from tcnca.data.custom import CustomOptions, read_own
 from tcnca.errors import DataError
 
 GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(6))
 
 
-def _refused(path: Path, content: str | bytes, message: str, options: OwnOptions | None = None) -> None:
+def _refused(path: Path, content: str | bytes, message: str, options: CustomOptions | None = None) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
-        read_own(path, options or OwnOptions())
+        read_own(path, options or CustomOptions())
     assert str(caught.value).startswith(str(path))
     assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
 
@@ -107,7 +107,7 @@ def test_the_bad_byte_is_found_far_into_the_file(tmp_path: Path) -> None:
 )
 def test_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
     row = ",".join("1" * (header.count(",") + 1))
-    _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, OwnOptions(**options))  # type: ignore[arg-type]
+    _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, CustomOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_columns(tmp_path: Path, header: str, options: dict[str, str], message: 
 def test_columns_are_explained_as_the_file_has_them(tmp_path: Path, name: str, content: str, first_line: str) -> None:
     message = f": no column is obviously the text, there are 'words', 'label'{first_line}; say which with --text, or "
     message += "--kind language to learn the bytes as they are"
-    message += " (in a recipe: data.own.text=…, data.own.kind=language)"
+    message += " (in a recipe: data.custom.text=…, data.custom.kind=language)"
     _refused(tmp_path / name, content, "^" + re.escape(message) + "$")
 
 
@@ -140,19 +140,21 @@ def test_semicolons(tmp_path: Path, content: str, message: str) -> None:
 
 def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
     content = "text,label,split\na,1,train\nb,2,holdout\n"
-    _refused(tmp_path / "a.csv", content, "^, line 3: 'split' says 'holdout', allowed are", OwnOptions(split="split"))
+    _refused(
+        tmp_path / "a.csv", content, "^, line 3: 'split' says 'holdout', allowed are", CustomOptions(split="split")
+    )
 
 
 def test_a_column_without_training(tmp_path: Path) -> None:
     content = "text,label,split\na,1,test\nb,2,test\n"
-    _refused(tmp_path / "a.csv", content, "^: has test but nothing to train on", OwnOptions(split="split"))
+    _refused(tmp_path / "a.csv", content, "^: has test but nothing to train on", CustomOptions(split="split"))
 
 
 def test_a_column_of_splits_in_files_that_are_splits(tmp_path: Path) -> None:
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(GOOD)
     with pytest.raises(DataError, match="the files are splits already, --split 'label' would be others; leave it out"):
-        read_own(tmp_path, OwnOptions(split="label"))
+        read_own(tmp_path, CustomOptions(split="label"))
 
 
 def test_columns_are_the_same_in_every_file(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_many_classes_are_classes_if_they_are_names_or_come_again(tmp_path: Path
     path = tmp_path / "a.csv"
     labels = [label.format(n // each) for n in range(150 * each)] + ["7.5"] * 10
     path.write_text("text,label\n" + "".join(f"text {n},{label}\n" for n, label in enumerate(labels)))
-    assert len(read_own(path).facts["classes"]) == len(set(labels))
+    assert len(read_own(path).facts["class_names"]) == len(set(labels))
 
 
 @pytest.mark.parametrize("name", ["table.csv", "book.txt"])

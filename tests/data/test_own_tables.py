@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tcnca.data.columns import Ragged
-from tcnca.data.content import Content
-from tcnca.data.own import OwnOptions, read_own
+from tcnca.data.custom import CustomOptions, read_own
+from tcnca.data.schema import Content
 from tcnca.errors import DataError
 
 Rows = Sequence[dict[str, Any]]
@@ -50,7 +50,7 @@ def _labels(content: Content, split: str) -> list[str]:
     (columns,) = content.splits[split]
     labels = np.asarray(columns["labels"])
     assert labels.dtype == np.int64
-    return [content.facts["classes"][label] for label in labels]
+    return [content.facts["class_names"][label] for label in labels]
 
 
 def _examples(content: Content) -> dict[str, list[tuple[str, str]]]:
@@ -66,7 +66,7 @@ def test_a_table_is_read_whole(tmp_path: Path, ending: str) -> None:
         _jsonl(path, REVIEWS)
     content = read_own(path)
     assert (content.kind, content.origin, content.verified) == ("classification", path.name, False)
-    assert dict(content.facts) == {"classes": ["bad", "good"]}
+    assert dict(content.facts) == {"class_names": ["bad", "good"]}
     found = _examples(content)
     assert {split: len(examples) for split, examples in found.items()} == {"train": 54, "validation": 3, "test": 3}
     assert sorted(itertools.chain(*found.values())) == sorted((row["text"], row["label"]) for row in REVIEWS)
@@ -85,7 +85,7 @@ def test_the_order_of_rows_does_not_change_the_splits(tmp_path: Path) -> None:
 
 def test_the_same_text_never_is_in_two_splits(tmp_path: Path) -> None:
     rows = [{"text": f"{n % 25}", "label": n % 25 % 2} for n in range(100)]
-    content = read_own(_csv(tmp_path / "a.csv", rows), OwnOptions(validation=0.2, test=0.2))
+    content = read_own(_csv(tmp_path / "a.csv", rows), CustomOptions(validation=0.2, test=0.2))
     seen = [set(_texts(content, split)) for split in content.splits]
     assert sum(len(texts) for texts in seen) == 25
     assert [len(_texts(content, split)) for split in content.splits] == [60, 20, 20]
@@ -139,7 +139,7 @@ def test_empty_texts_are_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes"),
+    ("labels", "class_names"),
     [
         (["10", "9", "-1"], ["-1", "9", "10"]),
         (["10", "9", "b"], ["10", "9", "b"]),
@@ -151,13 +151,13 @@ def test_empty_texts_are_texts(tmp_path: Path) -> None:
 )
 def test_order_of_the_classes(tmp_path: Path, labels: list[Any], classes: list[str]) -> None:
     rows = [{"text": f"{n}", "label": labels[n % 3]} for n in range(30)]
-    assert read_own(_jsonl(tmp_path / "a.jsonl", rows)).facts["classes"] == classes
+    assert read_own(_jsonl(tmp_path / "a.jsonl", rows)).facts["class_names"] == classes
 
 
 def test_columns_are_named(tmp_path: Path) -> None:
     rows = [{"body": f"{n}", "text": "no", "label": "no", "stars": n % 5} for n in range(40)]
-    content = read_own(_csv(tmp_path / "a.csv", rows), OwnOptions(text="body", label="stars"))
-    assert content.facts["classes"] == ["0", "1", "2", "3", "4"]
+    content = read_own(_csv(tmp_path / "a.csv", rows), CustomOptions(text="body", label="stars"))
+    assert content.facts["class_names"] == ["0", "1", "2", "3", "4"]
     assert all(int(text) % 5 == int(label) for text, label in _examples(content)["train"])
 
 
@@ -193,23 +193,23 @@ def test_pairs_are_found(tmp_path: Path, first: str, second: str) -> None:
 def test_pairs_are_named(tmp_path: Path) -> None:
     rows = [{"a": f"{n}", "b": f"-{n}", "text": f"+{n}", "label": n % 2} for n in range(10)]
     path = _csv(tmp_path / "a.csv", rows)
-    content = read_own(path, OwnOptions(text="a", second="b"))
+    content = read_own(path, CustomOptions(text="a", second="b"))
     assert [f"-{text}" for text in _texts(content, "train", "first")] == _texts(content, "train", "second")
-    content = read_own(path, OwnOptions(second="b"))
+    content = read_own(path, CustomOptions(second="b"))
     assert [f"-{text[1:]}" for text in _texts(content, "train", "first")] == _texts(content, "train", "second")
 
 
 def test_the_other_text_of_a_pair_is_found(tmp_path: Path) -> None:
     rows = [{"Question": f"{n}", "Answer": f"-{n}", "text": "no", "label": n % 2} for n in range(10)]
-    content = read_own(_csv(tmp_path / "a.csv", rows), OwnOptions(second="Answer"))
+    content = read_own(_csv(tmp_path / "a.csv", rows), CustomOptions(second="Answer"))
     assert [f"-{text}" for text in _texts(content, "train", "first")] == _texts(content, "train", "second")
 
 
 def test_one_text_of_a_pair_may_be_classified(tmp_path: Path) -> None:
     rows = [{"query": f"{n}", "document": f"-{n}", "label": n % 2} for n in range(10)]
     path = _csv(tmp_path / "a.csv", rows)
-    assert _texts(read_own(path, OwnOptions(kind="classification")), "train")[0].startswith("-")
-    content = read_own(path, OwnOptions(text="query"))
+    assert _texts(read_own(path, CustomOptions(kind="classification")), "train")[0].startswith("-")
+    content = read_own(path, CustomOptions(text="query"))
     assert content.kind == "classification"
     assert not _texts(content, "train")[0].startswith("-")
 
@@ -222,7 +222,7 @@ def test_pairs_that_only_join_to_the_same_text_are_different(tmp_path: Path) -> 
 def test_a_column_gives_the_splits(tmp_path: Path) -> None:
     words = ["train", "Training", "dev", "VAL", "validation", "test"]
     rows = [{"text": f"{n}", "label": n % 2, "part": words[n % 6]} for n in range(24)]
-    content = read_own(_csv(tmp_path / "a.csv", rows), OwnOptions(split="part"))
+    content = read_own(_csv(tmp_path / "a.csv", rows), CustomOptions(split="part"))
     wanted = {"train": (0, 1), "validation": (2, 3, 4), "test": (5,)}
     assert {split: _texts(content, split) for split in content.splits} == {
         split: [str(n) for n in range(24) if n % 6 in places] for split, places in wanted.items()
@@ -259,7 +259,7 @@ def test_with_training_and_validation_there_is_no_test(tmp_path: Path) -> None:
 def test_a_readme_is_no_table_if_the_kind_is_given(tmp_path: Path) -> None:
     _csv(tmp_path / "train.csv", REVIEWS)
     (tmp_path / "README.md").write_text("About.")
-    assert read_own(tmp_path, OwnOptions(kind="classification")).kind == "classification"
+    assert read_own(tmp_path, CustomOptions(kind="classification")).kind == "classification"
 
 
 def test_classes_come_from_training(tmp_path: Path) -> None:

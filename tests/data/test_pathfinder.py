@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.draw import Draw
 from tcnca.data.generators.pathfinder import PATHFINDER, PATHX, Pathfinder, Scenes
 from tcnca.data.generators.pathfinder_stamps import dashes, shrink
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -28,7 +28,7 @@ BRIDGE = {size: 2 * max(parameters.margins) + 3 for size, parameters in SETS.ite
 
 @functools.cache
 def _scenes(size: int) -> Scenes:
-    return SETS[size].scenes(Draw(1, "pathfinder"), COUNT[size])
+    return SETS[size].scenes(CounterRNG(1, "pathfinder"), COUNT[size])
 
 
 def _inked(drawing: Bytes, least: float = 1 / 3) -> list[Point]:
@@ -78,7 +78,7 @@ def test_parameters_are_those_of_long_range_arena() -> None:
 @pytest.mark.parametrize("size", SETS)
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_exactly_as_many_pictures_as_asked_for(size: int, count: int) -> None:
-    examples = SETS[size].examples(Draw("count"), count)
+    examples = SETS[size].examples(CounterRNG("count"), count)
     pixels, labels = examples["pixels"], examples["labels"]
     assert isinstance(pixels, np.ndarray)
     assert isinstance(labels, np.ndarray)
@@ -91,7 +91,7 @@ def test_exactly_as_many_pictures_as_asked_for(size: int, count: int) -> None:
 
 @pytest.mark.parametrize("size", SETS)
 def test_a_key_names_its_pictures(size: int) -> None:
-    first, again, other = (SETS[size].scenes(Draw(seed), 6) for seed in (3, 3, 4))
+    first, again, other = (SETS[size].scenes(CounterRNG(seed), 6) for seed in (3, 3, 4))
     assert np.array_equal(first.pixels, again.pixels)
     assert np.array_equal(first.labels, again.labels)
     assert not (first.pixels == other.pixels).all((1, 2)).any()
@@ -100,14 +100,14 @@ def test_a_key_names_its_pictures(size: int) -> None:
 
 @pytest.mark.parametrize("size", SETS)
 def test_examples_are_scenes_without_their_layers(size: int) -> None:
-    scenes, examples = _scenes(size), SETS[size].examples(Draw(1, "pathfinder"), COUNT[size])
+    scenes, examples = _scenes(size), SETS[size].examples(CounterRNG(1, "pathfinder"), COUNT[size])
     assert np.array_equal(scenes.pixels, examples["pixels"])  # type: ignore[arg-type]
     assert np.array_equal(scenes.labels, examples["labels"])  # type: ignore[arg-type]
 
 
 def test_more_pictures_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcnca.data.generators.pathfinder._BLOCK", 5 * 32**2)
-    scenes = PATHFINDER.scenes(Draw("blocks"), 13)
+    scenes = PATHFINDER.scenes(CounterRNG("blocks"), 13)
     assert (scenes.pixels.max((1, 2)) == 255).all()
     assert (scenes.curves.max((2, 3)) > 0).all()
     assert len(np.unique(scenes.pixels, axis=0)) == 13
@@ -115,7 +115,7 @@ def test_more_pictures_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_labels_are_balanced() -> None:
     count = 1000
-    ones = int(np.asarray(PATHFINDER.scenes(Draw("balance"), count).labels).sum())
+    ones = int(np.asarray(PATHFINDER.scenes(CounterRNG("balance"), count).labels).sum())
     assert abs(ones - count / 2) < 5 * math.sqrt(count / 4)
 
 
@@ -225,7 +225,7 @@ def test_curves_keep_off_the_border(size: int) -> None:
 def test_curves_start_at_the_published_distance() -> None:
     """With curves of two dashes the dots are near the starts: those of different curves are about as far apart."""
     short = dataclasses.replace(PATHX, curve_dashes=2, distractors=0)
-    scenes = short.scenes(Draw("near"), 200)
+    scenes = short.scenes(CounterRNG("near"), 200)
     apart = np.hypot(*(scenes.dots[:, 0] - scenes.dots[:, 1]).T)
     # A curve of two dashes is two dashes and two margins long.
     assert (apart[scenes.labels == 1] < 2 * 5 + 2 * 3 + 2).all()
@@ -263,7 +263,7 @@ def _lanczos(image: NDArray[np.int64], size: int) -> NDArray[np.float64]:
 
 
 def test_shrinking_is_a_lanczos_filter() -> None:
-    image = Draw("shrink").integers(0, 256, 13, 13)
+    image = CounterRNG("shrink").integers(0, 256, 13, 13)
     assert np.array_equal(shrink(image.astype(np.uint8), 7), _lanczos(image, 7))
 
 
@@ -278,7 +278,7 @@ def test_shrinking_is_a_lanczos_filter() -> None:
 def test_parameters_that_cannot_be_drawn_are_refused(changes: dict[str, float], message: str) -> None:
     def make() -> Pathfinder:
         made = dataclasses.replace(PATHFINDER, **changes)  # type: ignore[arg-type]
-        made.examples(Draw("refused"), 1)
+        made.examples(CounterRNG("refused"), 1)
         return made
 
     with pytest.raises(ConfigError) as caught:

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data import DataSet, OwnOptions, prepare, preparing
+from tcnca.data import CustomOptions, Dataset, prepare
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.content import Content
-from tcnca.data.preparing import data_folder
+from tcnca.data.datasets import Entry, canonical, entry
+from tcnca.data.prepare import data_folder
+from tcnca.data.schema import Content
 from tcnca.data.sources import Download
-from tcnca.data.tasks import Entry, canonical, entry
 from tcnca.errors import ConfigError, DataError
 
 # The package has a function of the same name.
@@ -37,7 +37,7 @@ def left(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
-def sizes(data: DataSet) -> dict[str, int]:
+def sizes(data: Dataset) -> dict[str, int]:
     return {split: len(next(iter(columns.values()))) for split, columns in data.splits.items()}
 
 
@@ -53,7 +53,7 @@ def test_a_made_set(tmp_path: Path) -> None:
     assert sizes(prepared.data) == SIZES
     manifest = json.loads((prepared.folder / "manifest.json").read_text())
     assert (manifest["kind"], manifest["verified"], manifest["seed"]) == ("classification", True, 0)
-    assert manifest["classes"] == manifest["symbols"] == [*"abcde", *"12345"]
+    assert manifest["class_names"] == manifest["symbols"] == [*"abcde", *"12345"]
     # Shards are gone, and nothing else was left.
     assert left(tmp_path) == ["recall-64-10"]
     for columns in prepared.data.splits.values():
@@ -129,9 +129,9 @@ def test_own_data(tmp_path: Path, table: Path) -> None:
     assert sizes(prepared.data) == {"train": 54, "validation": 3, "test": 3}
     manifest = prepared.data.manifest
     assert (manifest["kind"], manifest["origin"], manifest["verified"]) == ("classification", "reviews.csv", False)
-    assert manifest["classes"] == ["bad", "good"]
+    assert manifest["class_names"] == ["bad", "good"]
     texts = {
-        tokens.decode(): manifest["classes"][label]
+        tokens.decode(): manifest["class_names"][label]
         for columns in prepared.data.splits.values()
         for tokens, label in zip(texts_of(columns), np.asarray(columns["labels"]), strict=True)
     }
@@ -153,7 +153,7 @@ def test_own_data_that_changed(tmp_path: Path, table: Path) -> None:
 def test_own_data_read_otherwise(tmp_path: Path, table: Path) -> None:
     prepare("reviews", tmp_path, origin=table)
     with pytest.raises(DataError, match=r"reviews: was prepared with --seed 0, asked for is 1; --force"):
-        prepare("reviews", tmp_path, origin=table, own=OwnOptions(seed=1))
+        prepare("reviews", tmp_path, origin=table, custom=CustomOptions(seed=1))
 
 
 def test_an_own_folder_that_changed(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_of_two_who_prepare_at_once_one_waits(tmp_path: Path, seed: int) -> None
     other.join()
     assert told[0] == "waiting for another process that prepares recall-64-10"
     assert [f"was prepared with seed 0, asked for is {seed}" in news for news in told[1:]] == [True] * seed
-    data = DataSet.open(tmp_path / "recall-64-10")
+    data = Dataset.open(tmp_path / "recall-64-10")
     assert data.manifest["seed"] == 0
     for name, file in data.manifest["files"].items():
         values = np.load(tmp_path / "recall-64-10" / name)
@@ -271,7 +271,7 @@ def tiny_text(origin: Path, *, unverified: bool = False) -> Content:
         splits={"train": parts, "test": parts},
         origin=origin.name,
         verified=not unverified,
-        facts={"classes": ["negative", "positive"]},
+        facts={"class_names": ["negative", "positive"]},
     )
 
 
@@ -279,7 +279,7 @@ def tiny_text(origin: Path, *, unverified: bool = False) -> Content:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The set `text` with a tiny reader, and what was fetched for it."""
     small: Entry = dataclasses.replace(entry("text"), read=tiny_text, downloads=(DOWNLOAD,), disk=1000)
-    monkeypatch.setattr(preparing, "entry", lambda name: small)
+    monkeypatch.setattr("tcnca.data.prepare.entry", lambda name: small)
     files: list[Path] = []
 
     def fetch(download: Download, folder: Path, progress: object) -> Path:
@@ -346,9 +346,9 @@ def test_where_sets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 FIRST_BATCH = """
 import sys, time
 import torch, tcnca
-from tcnca.data import task
+from tcnca.data import load_task
 start = time.perf_counter()
-batch = task(sys.argv[1], sys.argv[2]).batch(0, int(sys.argv[3]))
+batch = load_task(sys.argv[1], sys.argv[2]).batch(0, int(sys.argv[3]))
 print(time.perf_counter() - start, *batch.inputs.shape)
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tcnca.data import OwnOptions, prepare
+from tcnca.data import CustomOptions, prepare
 from tcnca.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_options_that_make_no_difference_are_refused(tmp_path: Path, table: Path
     with pytest.raises(
         ConfigError, match="recall-64-10: is a known set, and options for data of your own mean nothing"
     ):
-        prepare("recall", tmp_path, own=OwnOptions(label="stars"))
+        prepare("recall", tmp_path, custom=CustomOptions(label="stars"))
     with pytest.raises(ConfigError, match="seed: got 3, but nothing of text is drawn; leave --seed out"):
         prepare("text", tmp_path, origin=table, seed=3)
     with pytest.raises(ConfigError, match="unverified: there is no published reviews to check against"):
@@ -52,13 +52,13 @@ def test_options_that_make_no_difference_are_refused(tmp_path: Path, table: Path
 
 
 def test_the_seed_splits_data_of_your_own(tmp_path: Path, table: Path) -> None:
-    def test_texts(place: str, seed: int, own: OwnOptions | None) -> set[bytes]:
-        data = prepare("reviews", tmp_path / place, origin=table, seed=seed, own=own).data
+    def test_texts(place: str, seed: int, custom: CustomOptions | None) -> set[bytes]:
+        data = prepare("reviews", tmp_path / place, origin=table, seed=seed, custom=custom).data
         tokens = data.columns("test")["tokens"]
         return {bytes(tokens[index]) for index in range(len(tokens))}
 
     assert test_texts("a", 0, None) != test_texts("b", 1, None)
-    assert test_texts("b", 1, None) == test_texts("c", 0, OwnOptions(seed=1))
+    assert test_texts("b", 1, None) == test_texts("c", 0, CustomOptions(seed=1))
 
 
 def test_sets_that_differ_have_other_digests(tmp_path: Path) -> None:

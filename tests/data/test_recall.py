@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.draw import Draw
 from tcnca.data.generators.recall import Recall
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 GENERATORS = [
     Recall(),
-    Recall(length=2, vocabulary=4),
-    Recall(length=4, vocabulary=6),
-    Recall(length=6, vocabulary=256),
-    Recall(length=300, vocabulary=20),
+    Recall(length=2, vocab_size=4),
+    Recall(length=4, vocab_size=6),
+    Recall(length=6, vocab_size=256),
+    Recall(length=300, vocab_size=20),
 ]
 
 # What the key of `test_examples_of_a_key_never_change` gives.
@@ -27,7 +27,7 @@ each_generator = pytest.mark.parametrize("generator", GENERATORS, ids=str)
 
 
 def examples(generator: Recall, count: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    made = generator.examples(Draw("test", seed), count)
+    made = generator.examples(CounterRNG("test", seed), count)
     tokens, labels = made["tokens"], made["labels"]
     assert isinstance(tokens, np.ndarray)
     assert isinstance(labels, np.ndarray)
@@ -65,12 +65,12 @@ def test_every_key_has_one_value(generator: Recall) -> None:
 @each_generator
 def test_keys_are_the_first_half_and_values_the_second(generator: Recall) -> None:
     tokens, labels = examples(generator, 300)
-    half = generator.vocabulary // 2
+    half = generator.vocab_size // 2
     assert (tokens[:, ::2] < half).all()
     assert (tokens[:, 1::2] >= half).all()
-    assert tokens.max() < generator.vocabulary
+    assert tokens.max() < generator.vocab_size
     assert labels.min() >= half
-    assert labels.max() < generator.vocabulary
+    assert labels.max() < generator.vocab_size
 
 
 @each_generator
@@ -80,7 +80,7 @@ def test_question_is_a_key_that_occurs(generator: Recall) -> None:
 
 
 def test_all_keys_and_values_occur_as_often() -> None:
-    tokens, labels = examples(Recall(length=8, vocabulary=10), 4000)
+    tokens, labels = examples(Recall(length=8, vocab_size=10), 4000)
     for place in range(0, 8, 2):
         assert chi_square(np.bincount(tokens[:, place], minlength=5)) < 4
         assert chi_square(np.bincount(tokens[:, place + 1] - 5, minlength=5)) < 4
@@ -89,7 +89,7 @@ def test_all_keys_and_values_occur_as_often() -> None:
 
 
 def test_values_do_not_depend_on_keys_or_on_each_other() -> None:
-    tokens, _ = examples(Recall(length=4, vocabulary=6), 12_000)
+    tokens, _ = examples(Recall(length=4, vocab_size=6), 12_000)
     two = tokens[tokens[:, 0] != tokens[:, 2]].astype(np.int64)
     pairs = np.bincount(3 * (two[:, 1] - 3) + two[:, 3] - 3, minlength=9)
     assert chi_square(pairs) < 3
@@ -98,7 +98,7 @@ def test_values_do_not_depend_on_keys_or_on_each_other() -> None:
 
 def test_each_key_that_occurs_is_as_likely_to_be_asked() -> None:
     """However often and wherever it occurs: a key seen three times in four pairs is asked half of the time."""
-    tokens, _ = examples(Recall(length=8, vocabulary=4), 8000)
+    tokens, _ = examples(Recall(length=8, vocab_size=4), 8000)
     often = asked = 0
     for sequence in tokens.tolist():
         occurrences = collections.Counter(sequence[:-1:2])
@@ -110,7 +110,7 @@ def test_each_key_that_occurs_is_as_likely_to_be_asked() -> None:
 
 
 def test_first_and_last_pair_are_asked_as_often() -> None:
-    tokens, _ = examples(Recall(length=6, vocabulary=20), 10_000)
+    tokens, _ = examples(Recall(length=6, vocab_size=20), 10_000)
     story = tokens[:, :-1:2]
     distinct = np.array([len(set(keys)) == 3 for keys in story.tolist()])
     places = (story[distinct] == tokens[distinct, -1:]).argmax(axis=1)
@@ -125,7 +125,7 @@ def test_same_key_same_examples() -> None:
 
 def test_examples_of_a_key_never_change() -> None:
     """If they have to, the version of the generator is raised with these sequences."""
-    tokens, labels = examples(Recall(length=6, vocabulary=8), 3, seed=1)
+    tokens, labels = examples(Recall(length=6, vocab_size=8), 3, seed=1)
     assert Recall.version == 1
     assert tokens.tolist() == GOLDEN
     assert labels.tolist() == [6, 7, 5]
@@ -142,19 +142,19 @@ def test_length_of_half_a_pair_is_refused(length: int) -> None:
         Recall(length=length)
 
 
-@pytest.mark.parametrize("vocabulary", [-4, 0, 2, 5, 11, 258])
-def test_vocabulary_of_unequal_halves_is_refused(vocabulary: int) -> None:
-    with pytest.raises(ConfigError, match=f"vocabulary: got {vocabulary}, allowed are even numbers from 4 to 256"):
-        Recall(vocabulary=vocabulary)
+@pytest.mark.parametrize("vocab_size", [-4, 0, 2, 5, 11, 258])
+def test_vocabulary_of_unequal_halves_is_refused(vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"vocabulary: got {vocab_size}, allowed are even numbers from 4 to 256"):
+        Recall(vocab_size=vocab_size)
 
 
 def test_symbols_are_letters_and_numbers() -> None:
     assert Recall().symbols == ("a", "b", "c", "d", "e", "1", "2", "3", "4", "5")
 
 
-@pytest.mark.parametrize("vocabulary", [4, 20, 52, 54, 256])
-def test_every_token_has_a_symbol_of_its_own(vocabulary: int) -> None:
-    symbols = Recall(vocabulary=vocabulary).symbols
-    assert len(set(symbols)) == len(symbols) == vocabulary
-    assert all(symbol.isdigit() for symbol in symbols[vocabulary // 2 :])
-    assert not any(symbol.isdigit() for symbol in symbols[: vocabulary // 2])
+@pytest.mark.parametrize("vocab_size", [4, 20, 52, 54, 256])
+def test_every_token_has_a_symbol_of_its_own(vocab_size: int) -> None:
+    symbols = Recall(vocab_size=vocab_size).symbols
+    assert len(set(symbols)) == len(symbols) == vocab_size
+    assert all(symbol.isdigit() for symbol in symbols[vocab_size // 2 :])
+    assert not any(symbol.isdigit() for symbol in symbols[: vocab_size // 2])

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tcnca import ConfigError, LanguageModelHead, SequenceModel, TokenInput, build, preset
-from tcnca.data import Batch, DataSet, Task, entries
+from tcnca import ConfigError, LanguageModelHeadConfig, SequenceModel, TokenInputConfig, build, preset
+from tcnca.data import Batch, Dataset, Task, entries
 from tcnca.data.columns import Column, Ragged
-from tcnca.data.content import SPLITS
-from tcnca.data.draw import Draw
+from tcnca.data.datasets import canonical, entry, known
 from tcnca.data.generators.listops import ListOps
-from tcnca.data.tasks import canonical, entry, known
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import SPLITS
 
 PUBLISHED = {
     "enwik8": (90_000_000, 5_000_000, 5_000_000),
@@ -56,7 +56,7 @@ def test_disk_is_what_the_examples_take(name: str) -> None:
     known_set = entry(name)
     assert known_set.generator is not None
     count = 1 if name.startswith("path") else 64
-    made = known_set.generator.examples(Draw(0), count)
+    made = known_set.generator.examples(CounterRNG(0), count)
     size = 0
     for column in made.values():
         size += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
@@ -139,28 +139,28 @@ def test_sets_that_are_read_are_not_made() -> None:
         entry("text").stream()
 
 
-def small_set(name: str) -> DataSet:
+def small_set(name: str) -> Dataset:
     """Four short examples in the form of a set."""
     known_set, random = entry(name), np.random.default_rng(0)
     labels = np.arange(4) % 2
     texts = Ragged.of([random.integers(0, 256, length).astype(np.uint8) for length in (40, 300, 7, 120)])
     columns: dict[str, Column]
-    facts: dict[str, Any] = {"classes": ["no", "yes"], **known_set.facts}
+    facts: dict[str, Any] = {"class_names": ["no", "yes"], **known_set.facts}
     if name == "enwik8":
         columns = {"bytes": random.integers(0, 205, 400).astype(np.uint8)}
         facts["symbols"] = list(range(205))
     elif name == "listops":
-        columns = ListOps(shortest=20, longest=200).examples(Draw(0), 4)
+        columns = ListOps(shortest=20, longest=200).examples(CounterRNG(0), 4)
     elif known_set.generator is not None:
-        columns = known_set.generator.examples(Draw(0), 1 if name == "pathx" else 4)
+        columns = known_set.generator.examples(CounterRNG(0), 1 if name == "pathx" else 4)
     elif name == "image":
         columns = {"pixels": random.integers(0, 256, (4, 32, 32)).astype(np.uint8), "labels": np.arange(4) + 6}
-        facts["classes"] = list("0123456789")
+        facts["class_names"] = list("0123456789")
     elif name == "text":
         columns = {"tokens": texts, "labels": labels}
     else:
         columns = {"first": texts, "second": texts.take(np.array([2, 3, 0, 1])), "labels": labels}
-    return DataSet(name, facts, {"train": columns, "validation": columns})
+    return Dataset(name, facts, {"train": columns, "validation": columns})
 
 
 def run(model: SequenceModel, task: Task, batch: Batch) -> None:
@@ -173,10 +173,10 @@ def run(model: SequenceModel, task: Task, batch: Batch) -> None:
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
     assert any(bool(gradient.any()) for gradient in gradients if gradient is not None)
-    assert int(task.tally(logits, batch)[1]) > 0
+    assert int(task.metric_sums(logits, batch)[1]) > 0
 
 
-SHRUNK = {"layers": 1, "width": 8, "feed_forward": 8, "key_width": 4, "value_width": 8}
+SHRUNK = {"num_layers": 1, "d_model": 8, "d_ff": 8, "d_key": 4, "d_value": 8}
 
 
 @pytest.mark.parametrize(
@@ -198,22 +198,22 @@ SHRUNK = {"layers": 1, "width": 8, "feed_forward": 8, "key_width": 4, "value_wid
 def test_a_batch_goes_through_the_presets_model(family: str, name: str, of: str) -> None:
     task = entry(name).task(small_set(canonical(name)))
     family = "tcnca-simple" if family == "tcnca" and of.startswith("recall") else family
-    changes: dict[str, Any] = {"vocabulary": 20} if name == "recall-1024-20" else {}
+    changes: dict[str, Any] = {"vocab_size": 20} if name == "recall-1024-20" else {}
     found = preset(f"{family}-{of}", **changes).model
     assert found.causal == task.causal
-    if isinstance(task.input, TokenInput):
-        assert isinstance(found.input, TokenInput)
-        assert task.input.vocabulary <= found.input.vocabulary
-        assert task.input.scaled == found.input.scaled
+    if isinstance(task.input, TokenInputConfig):
+        assert isinstance(found.input, TokenInputConfig)
+        assert task.input.vocab_size <= found.input.vocab_size
+        assert task.input.scale_embeddings == found.input.scale_embeddings
     else:
         assert found.input == task.input
     assert type(found.head) is type(task.head)
-    if isinstance(found.head, LanguageModelHead):
+    if isinstance(found.head, LanguageModelHeadConfig):
         assert found.head == task.head
     else:
-        assert found.head.classes == len(task.classes)  # type: ignore[union-attr]
+        assert found.head.num_classes == len(task.classes)  # type: ignore[union-attr]
         changes["head.hidden"] = 8
     if name == "pathx":
-        changes["chunk"] = 128  # attention over chunks of 4096 would take most of a minute
+        changes["chunk_size"] = 128  # attention over chunks of 4096 would take most of a minute
     batch = task.batch(0, 4 * 64 if name == "enwik8" else 2)
     run(build(f"{family}-{of}", **SHRUNK, **changes).train(), task, batch)

@@ -22,17 +22,17 @@ import numpy as np
 import pytest
 
 from tcnca.data.columns import Column, Columns, count
-from tcnca.data.content import SPLITS
-from tcnca.data.draw import Draw
 from tcnca.data.generators import shards
 from tcnca.data.generators.generator import Generator, shares
 from tcnca.data.generators.listops import ListOps
 from tcnca.data.generators.recall import Recall
 from tcnca.data.generators.shards import SETTINGS, Plan, make, make_in_memory
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import SPLITS
 from tcnca.errors import DataError
 
 SIZES = {"train": 60, "validation": 9, "test": 7}
-SHORT = Recall(length=4, vocabulary=6)
+SHORT = Recall(length=4, vocab_size=6)
 LISTS = ListOps(shortest=20, longest=60, depth=4)
 FULL = Path("/dev/full")
 PAUSE = "TESTS_PAUSE"
@@ -46,7 +46,7 @@ class Slow:
 
     version: ClassVar[int] = 1
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """Those of `LISTS`."""
         time.sleep(float(os.environ.get(PAUSE, "0")))
         return LISTS.examples(draw, count)
@@ -58,7 +58,7 @@ class Dying:
 
     version: ClassVar[int] = 1
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """Only in the process of the tests itself."""
         if multiprocessing.parent_process() is not None:
             os._exit(1)
@@ -94,7 +94,7 @@ def drawn(wanted: Plan) -> Iterator[Example]:
     """All examples, shard after shard."""
     number = 0
     while True:
-        draw = Draw(repr(wanted.generator), wanted.generator.version, wanted.seed, "set", number)
+        draw = CounterRNG(repr(wanted.generator), wanted.generator.version, wanted.seed, "set", number)
         yield from listed(wanted.generator.examples(draw, wanted.shard))
         number += 1
 
@@ -359,7 +359,7 @@ def test_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
 def test_too_few_different_examples_are_refused(tmp_path: Path) -> None:
     wanted = plan(SHORT, shard=500, train=1000)
     message = (
-        r"Recall\(length=4, vocabulary=6\): .* wanted are still missing: there are too few different ones; ask for"
+        r"Recall\(length=4, vocab_size=6\): .* wanted are still missing: there are too few different ones; ask for"
     )
     with pytest.raises(DataError, match=message):
         made(wanted, tmp_path / "shards")

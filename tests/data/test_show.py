@@ -10,19 +10,19 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from tcnca.data import DataSet, SplitSummary, summarize_data
+from tcnca.data import Dataset, SplitSummary, summarize_data
 from tcnca.data.columns import Columns, Ragged
 from tcnca.data.show import Shown, blocks, save_pictures, shown
 from tcnca.errors import DataError
 
-CLASSES = {"classes": ["cat", "dog"]}
+CLASSES = {"class_names": ["cat", "dog"]}
 
 
-def made(columns: Columns, **facts: Any) -> DataSet:
-    return DataSet("tiny", {**CLASSES, **facts}, {"train": columns})
+def made(columns: Columns, **facts: Any) -> Dataset:
+    return Dataset("tiny", {**CLASSES, **facts}, {"train": columns})
 
 
-def texts(*each: str, **facts: Any) -> DataSet:
+def texts(*each: str, **facts: Any) -> Dataset:
     return made(
         {"tokens": Ragged.of_bytes(text.encode() for text in each), "labels": np.arange(len(each)) % 2}, **facts
     )
@@ -62,7 +62,7 @@ def test_pairs_show_both() -> None:
 
 
 def test_a_stream_from_a_byte_on() -> None:
-    data = DataSet("tiny", {}, {"test": {"bytes": np.frombuffer(b"0123456789" * 300, np.uint8)}})
+    data = Dataset("tiny", {}, {"test": {"bytes": np.frombuffer(b"0123456789" * 300, np.uint8)}})
     found = shown(data, "test", 1205)
     assert found.title == "tiny, test from byte 1,205"
     assert found.body == "5678901234" * 100
@@ -105,7 +105,7 @@ def test_shades_grow_with_brightness() -> None:
     assert set(shades) == set(range(5))
 
 
-def pictures() -> DataSet:
+def pictures() -> Dataset:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32)).astype(np.uint8)
     return made({"pixels": pixels, "labels": np.arange(5) % 2})
 
@@ -180,7 +180,7 @@ def test_a_split_in_numbers() -> None:
 
 
 def test_numbers_of_other_kinds() -> None:
-    stream = DataSet("tiny", {}, {"train": {"bytes": np.frombuffer(b"banana", np.uint8)}})
+    stream = Dataset("tiny", {}, {"train": {"bytes": np.frombuffer(b"banana", np.uint8)}})
     found = summarize_data(stream)["train"]
     assert (found.examples, found.shortest, found.longest, found.symbols, found.classes) == (6, 6, 6, 3, {})
     found = summarize_data(pictures())["train"]
@@ -204,5 +204,5 @@ def test_an_empty_split_in_numbers() -> None:
 
 def test_a_text_does_not_command_the_terminal() -> None:
     texts = Ragged.of_bytes([b"a\x1b]0;mine\x07\tb\r\nc\xc2\x9bd"])
-    data = DataSet("tricky", {"classes": ["no"]}, {"train": {"tokens": texts, "labels": np.zeros(1, np.int64)}})
+    data = Dataset("tricky", {"class_names": ["no"]}, {"train": {"tokens": texts, "labels": np.zeros(1, np.int64)}})
     assert shown(data, "train", 0).body == "a\ufffd]0;mine\ufffd\tb\ufffd\nc\ufffdd"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources import aan
 from tcnca.data.sources.published import note_checksum
 from tcnca.errors import DataError
@@ -70,7 +70,7 @@ def test_pairs_are_read(tmp_path: Path) -> None:
     content = aan.read(write(tmp_path, files()))
     # The counts agree, but there is no checksum that says the texts do.
     assert (content.kind, content.verified) == ("pairs", False)
-    assert content.facts == {"classes": ["unrelated", "related"]}
+    assert content.facts == {"class_names": ["unrelated", "related"]}
     for name, pairs in PAIRS.items():
         columns = split(content, name)
         labels = np.asarray(columns["labels"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources import acl_citations
 from tcnca.errors import DataError
 from tests.data.small_sources import PACKINGS, Files, assert_same_content, packed, split, texts, write
@@ -39,7 +39,7 @@ def pairs(content: Content, name: str) -> list[tuple[int, int, int]]:
 def test_labels_are_what_the_citations_say(tmp_path: Path) -> None:
     content = acl_citations.read(write(tmp_path, files()))
     assert (content.kind, content.verified) == ("pairs", False)
-    assert content.facts == {"classes": ["unrelated", "related"]}
+    assert content.facts == {"class_names": ["unrelated", "related"]}
     linked = {frozenset(edge) for edge in EDGES}
     for name in ("train", "validation", "test"):
         found = pairs(content, name)

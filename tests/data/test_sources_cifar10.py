@@ -100,7 +100,7 @@ def test_gray_is_pillows() -> None:
 def test_splits(tmp_path: Path) -> None:
     content = cifar10.read(written(tmp_path / "cifar.npz", arrays(COLOR)))
     assert (content.kind, content.verified, content.origin) == ("classification", True, "cifar.npz")
-    assert content.facts["classes"] == list(cifar10.CLASSES)
+    assert content.facts["class_names"] == list(cifar10.CLASSES)
     places = {"train": slice(0, 18), "validation": slice(18, 20), "test": slice(20, 24)}
     for name, place in places.items():
         columns = split(content, name)

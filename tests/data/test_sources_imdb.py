@@ -75,7 +75,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reviews_are_whole_and_mixed(tmp_path: Path) -> None:
     content = imdb.read(write(tmp_path, files()))
     assert (content.kind, content.verified) == ("classification", True)
-    assert content.facts == {"classes": ["negative", "positive"]}
+    assert content.facts == {"class_names": ["negative", "positive"]}
     assert list(content.splits) == ["train", "test"]
     for name, reviews in NORMAL.items():
         columns = split(content, name)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Columns, Ragged, join
-from tcnca.data.store import MANIFEST, DataSet, SetWriter, read_manifest, replace_folder, restore_folder
+from tcnca.data.store import MANIFEST, Dataset, SetWriter, read_manifest, replace_folder, restore_folder
 from tcnca.errors import DataError
 from tests.data.small_sets import beside, small, write
 
@@ -110,11 +110,11 @@ def test_empty_split_and_empty_sequences_come_back(tmp_path: Path) -> None:
 
 def test_set_knows_its_name_facts_and_order_of_splits(tmp_path: Path) -> None:
     part: list[Columns] = [{"labels": np.arange(2)}]
-    data = write(tmp_path / "some set", {"train": part, "test": part}, kind="language", classes=["ä", "b"])
+    data = write(tmp_path / "some set", {"train": part, "test": part}, kind="language", num_classes=["ä", "b"])
     assert data.name == "some set"
     assert list(data.splits) == ["train", "test"]
     assert data.manifest["kind"] == "language"
-    assert read_manifest(tmp_path / "some set")["classes"] == ["ä", "b"]
+    assert read_manifest(tmp_path / "some set")["class_names"] == ["ä", "b"]
 
 
 def test_files_can_be_read_without_the_library(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_opening_reads_no_values(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     manifest["files"]["train.labels.npy"] |= {"bytes": path.stat().st_size, "shape": [rows]}
     (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    labels = DataSet.open(folder).columns("train")["labels"]
+    labels = Dataset.open(folder).columns("train")["labels"]
     assert len(labels) == rows
     assert [int(labels[index]) for index in (0, 1, 2, rows - 1)] == [1, 2, 3, 0]
 
@@ -158,9 +158,9 @@ def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
         writer.append("train", {"labels": np.arange(3)})
         assert not folder.exists()
         with pytest.raises(DataError, match=r"set: no prepared set is there; `tcnca data prepare` makes one"):
-            DataSet.open(folder)
+            Dataset.open(folder)
         writer.finish({})
-    assert DataSet.open(folder).example("train", 2) == {"labels": 2}
+    assert Dataset.open(folder).example("train", 2) == {"labels": 2}
     assert beside(folder) == []
 
 
@@ -179,7 +179,7 @@ def test_block_that_is_left_leaves_what_was_there(tmp_path: Path, error: type[Ba
     assert beside(folder) == []
     assert folder.exists() == before
     if before:
-        assert DataSet.open(folder).example("train", 0)["labels"] == 1
+        assert Dataset.open(folder).example("train", 0)["labels"] == 1
 
 
 def test_block_that_ends_without_finish_leaves_nothing(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_old_set_is_replaced_by_a_whole_new_one(tmp_path: Path) -> None:
     small(folder)
     with SetWriter(folder) as writer:
         writer.append("test", {"targets": np.arange(3) + 100})
-        assert DataSet.open(folder).example("train", 0)["labels"] == 1
+        assert Dataset.open(folder).example("train", 0)["labels"] == 1
         writer.finish({})
-    assert list(DataSet.open(folder).splits) == ["test"]
+    assert list(Dataset.open(folder).splits) == ["test"]
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "test.targets.npy"]
     assert beside(folder) == []
 
@@ -223,7 +223,7 @@ def test_killed_writer_leaves_no_set_and_the_next_one_works(tmp_path: Path) -> N
     assert beside(folder) == [".set.partial"]
     for place in (folder, tmp_path / ".set.partial"):
         with pytest.raises(DataError, match="no prepared set is there"):
-            DataSet.open(place)
+            Dataset.open(place)
     assert small(folder).example("train", 2)["labels"] == 3
     assert beside(folder) == []
 
@@ -254,9 +254,9 @@ def test_old_set_comes_back_after_a_kill_between_renames(tmp_path: Path, monkeyp
     killed_at_second_rename(monkeypatch, lambda: replace_folder(new, folder))
     assert not folder.exists()
     restore_folder(folder)
-    assert DataSet.open(folder).example("train", 0)["labels"] == 1
+    assert Dataset.open(folder).example("train", 0)["labels"] == 1
     replace_folder(new, folder)
-    assert DataSet.open(folder).example("train", 0)["labels"] == 50
+    assert Dataset.open(folder).example("train", 0)["labels"] == 50
     assert beside(folder) == []
 
 
@@ -267,7 +267,7 @@ def test_next_writer_that_fails_brings_the_old_set_back(tmp_path: Path, monkeypa
     assert not folder.exists()
     with SetWriter(folder):
         pass
-    assert DataSet.open(folder).example("train", 0)["labels"] == 1
+    assert Dataset.open(folder).example("train", 0)["labels"] == 1
     assert beside(folder) == []
 
 
@@ -275,7 +275,7 @@ def test_restoring_never_touches_a_set_that_is_there(tmp_path: Path) -> None:
     small(tmp_path / "set", label=1)
     small(tmp_path / ".set.old", label=50)
     restore_folder(tmp_path / "set")
-    assert DataSet.open(tmp_path / "set").example("train", 0)["labels"] == 1
+    assert Dataset.open(tmp_path / "set").example("train", 0)["labels"] == 1
     restore_folder(tmp_path / "no set")
     assert not (tmp_path / "no set").exists()
 
@@ -290,6 +290,6 @@ def test_set_is_sent_to_another_process_as_its_place(tmp_path: Path) -> None:
 
 
 def test_set_in_memory_is_sent_whole() -> None:
-    data = pickle.loads(pickle.dumps(DataSet("tiny", {"kind": "language"}, {"train": {"bytes": np.arange(3)}})))
+    data = pickle.loads(pickle.dumps(Dataset("tiny", {"kind": "language"}, {"train": {"bytes": np.arange(3)}})))
     assert (data.name, data.manifest) == ("tiny", {"kind": "language"})
     assert data.columns("train")["bytes"].tolist() == [0, 1, 2]

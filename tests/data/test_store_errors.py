@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.store import MANIFEST, DataSet, SetWriter, check_space, read_manifest
+from tcnca.data.store import MANIFEST, Dataset, SetWriter, check_space, read_manifest
 from tcnca.errors import DataError
 from tests.data.small_sets import beside, small, write
 
@@ -31,14 +31,14 @@ def test_column_file_of_another_size_is_refused(tmp_path: Path, name: str, chang
     os.truncate(path, max(size + change, 0))
     message = rf"{name}: has {max(size + change, 0)} bytes, the manifest says {size} bytes; prepare .* with --force"
     with pytest.raises(DataError, match=message):
-        DataSet.open(tmp_path / "set")
+        Dataset.open(tmp_path / "set")
 
 
 def test_missing_column_file_is_named(tmp_path: Path) -> None:
     small(tmp_path / "set")
     (tmp_path / "set" / "train.tokens.npy").unlink()
     with pytest.raises(DataError, match=r"train.tokens.npy: is missing, the manifest says 136 bytes; prepare the set"):
-        DataSet.open(tmp_path / "set")
+        Dataset.open(tmp_path / "set")
 
 
 @pytest.mark.parametrize("place", [0, 6, 8, 12, 40])
@@ -49,7 +49,7 @@ def test_column_file_with_a_damaged_header_is_refused(tmp_path: Path, place: int
     data[place] ^= 0xFF
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"train.labels.npy: .*prepare the set again with --force"):
-        DataSet.open(tmp_path / "set")
+        Dataset.open(tmp_path / "set")
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"format": 1, "spl', b"\xff\xfe", b"\0" * 100])
@@ -57,7 +57,7 @@ def test_damaged_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
     small(tmp_path / "set")
     (tmp_path / "set" / MANIFEST).write_bytes(text)
     with pytest.raises(DataError, match=r"manifest.json: cannot be read \(.*; prepare the set again with --force"):
-        DataSet.open(tmp_path / "set")
+        Dataset.open(tmp_path / "set")
 
 
 @pytest.mark.parametrize("change", [{"splits": None}, {"splits": []}, {"files": None}, {"files": {}}], ids=str)
@@ -66,14 +66,14 @@ def test_manifest_that_lacks_what_it_should_hold_is_refused(tmp_path: Path, chan
     path = tmp_path / "set" / MANIFEST
     path.write_text(json.dumps({**read_manifest(path.parent), **change}), encoding="utf-8")
     with pytest.raises(DataError, match=r"manifest.json: .*prepare the set again with --force"):
-        DataSet.open(tmp_path / "set")
+        Dataset.open(tmp_path / "set")
 
 
 @pytest.mark.parametrize("found", ["{}", "[]", '"text"', '{"format": 2}', '{"format": "1"}'])
 def test_manifest_of_another_format_is_refused(tmp_path: Path, found: str) -> None:
     (tmp_path / MANIFEST).write_text(found, encoding="utf-8")
     with pytest.raises(DataError, match=r"manifest.json: has format .*, this version of tcnca reads 1; prepare"):
-        DataSet.open(tmp_path)
+        Dataset.open(tmp_path)
 
 
 def test_unknown_split_is_refused(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_full_disk_is_named_and_nothing_is_left(tmp_path: Path, name: str, rows:
     with pytest.raises(DataError, match=r"set: the disk is full; free some space .* --out"):
         write(folder, {"train": parts()})
     assert beside(folder) == []
-    assert DataSet.open(folder).example("train", 0)["labels"] == 1
+    assert Dataset.open(folder).example("train", 0)["labels"] == 1
 
 
 def test_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Columns, Ragged, count
-from tcnca.data.content import SPLITS
-from tcnca.data.draw import Draw
 from tcnca.data.generators.generator import Generator, Stream, fingerprints, shares, split_of
 from tcnca.data.generators.listops import ListOps
 from tcnca.data.generators.recall import Recall
 from tcnca.data.generators.shards import Plan, make_in_memory
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import SPLITS
 
 SIZES = {"train": 40, "validation": 10, "test": 10}
-TINY = Recall(length=4, vocabulary=6)
+TINY = Recall(length=4, vocab_size=6)
 LISTS = ListOps(shortest=20, longest=60, depth=4)
 GENERATORS: dict[str, Generator] = {"arrays": TINY, "sequences": LISTS}
 BLOCK = 8
@@ -130,7 +130,7 @@ def test_stream_shows_all_that_is_not_held_out_and_nothing_else() -> None:
 
 def test_labels_are_shared_as_without_holding_out() -> None:
     shown = stream(LISTS, 500).take(0, 0, 8000)["labels"]
-    drawn = LISTS.examples(Draw("labels"), 8000)["labels"]
+    drawn = LISTS.examples(CounterRNG("labels"), 8000)["labels"]
     counts = np.array([[np.count_nonzero(labels == value) for value in range(10)] for labels in (shown, drawn)])
     # Chi-square of two samples of equal size; 27.9 is exceeded once in a thousand times.
     assert float((np.diff(counts, axis=0) ** 2 / counts.sum(axis=0)).sum()) < 27.9
@@ -165,7 +165,7 @@ def test_small_splits_get_a_tenth_more_than_their_share() -> None:
 
 def test_splits_are_as_large_as_their_shares() -> None:
     share = {"train": 0.7, "validation": 0.2, "test": 0.1}
-    found = np.bincount(split_of(Draw("prints").raw(100_000), share), minlength=3) / 100_000
+    found = np.bincount(split_of(CounterRNG("prints").raw(100_000), share), minlength=3) / 100_000
     assert np.abs(found - list(share.values())).max() < 0.006
 
 
@@ -183,7 +183,7 @@ class Rare:
     def __repr__(self) -> str:
         return "Rare()"
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """Mostly the same number, which is held out."""
         numbers: NDArray[np.int64] = np.where(draw.uniform(count) < 0.97, self.held, draw.integers(0, 1000, count))
         return {"tokens": numbers[:, None], "labels": numbers}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tcnca.data import DataSet, Task
+from tcnca.data import Dataset, Task
 from tcnca.data.columns import Ragged
-from tcnca.data.kinds import ClassificationTask, ForecastTask, LanguageTask, RegressionTask
+from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, RegressionTask
 from tcnca.errors import ConfigError
 
 RANDOM = np.random.default_rng(0)
@@ -17,18 +17,18 @@ SPREAD = {"mean": [0.0, 0.0], "deviation": [1.0, 1.0]}
 TOKENS = Ragged.of([RANDOM.integers(0, 256, length).astype(np.uint8) for length in range(1, 51)])
 SERIES = Ragged.of([RANDOM.normal(size=(length, 2)).astype(np.float32) for length in range(2, 60)])
 TASKS: dict[str, tuple[Task, int]] = {
-    "language": (LanguageTask(DataSet("one", {}, {"train": {"bytes": TOKENS.values}}), chunk=8), 10 * 32),
+    "language": (LanguageTask(Dataset("one", {}, {"train": {"bytes": TOKENS.values}}), chunk_size=8), 10 * 32),
     "classification": (
         ClassificationTask(
-            DataSet("two", {"classes": [*"abc"]}, {"train": {"tokens": TOKENS, "labels": np.arange(50) % 3}})
+            Dataset("two", {"class_names": [*"abc"]}, {"train": {"tokens": TOKENS, "labels": np.arange(50) % 3}})
         ),
         10,
     ),
     "regression": (
-        RegressionTask(DataSet("three", SPREAD, {"train": {"values": VALUES, "targets": VALUES[:, 0]}})),
+        RegressionTask(Dataset("three", SPREAD, {"train": {"values": VALUES, "targets": VALUES[:, 0]}})),
         10,
     ),
-    "forecast": (ForecastTask(DataSet("four", SPREAD, {"train": {"values": SERIES}}), window=16), 10),
+    "forecast": (ForecastTask(Dataset("four", SPREAD, {"train": {"values": SERIES}}), window=16), 10),
 }
 each_task = pytest.mark.parametrize("name", TASKS)
 
@@ -41,20 +41,20 @@ def answers(task: Task, targets: torch.Tensor) -> torch.Tensor:
 
 
 @each_task
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_processes_together_have_the_loss_of_the_batch(name: str, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_processes_together_have_the_loss_of_the_batch(name: str, world_size: int) -> None:
     task, size = TASKS[name]
     uneven = False
     for step in range(6):
         whole = task.batch(step, size, seed=3)
         assert whole.weight == 1
-        parts = [task.batch(step, size, 3, rank, world) for rank in range(world)]
+        parts = [task.batch(step, size, 3, rank, world_size) for rank in range(world_size)]
         losses = [task.loss(answers(task, part.targets), part) for part in parts]
         mean = torch.stack([loss * part.weight for loss, part in zip(losses, parts, strict=True)]).mean()
         torch.testing.assert_close(mean, task.loss(answers(task, whole.targets), whole))
         uneven |= not torch.allclose(mean, torch.stack(losses).mean(), rtol=1e-4)
     # Parts of equal weight would not do.
-    assert uneven or world in (1, 2)
+    assert uneven or world_size in (1, 2)
 
 
 @each_task
@@ -74,10 +74,10 @@ def test_where_nothing_counts_the_loss_is_nothing(name: str) -> None:
 @pytest.mark.parametrize("size", [0, -1])
 def test_evaluation_of_no_rows_at_once(name: str, size: int) -> None:
     with pytest.raises(ConfigError, match=f"size: got {size}, allowed is at least 1"):
-        next(TASKS[name][0].evaluation("train", size))
+        next(TASKS[name][0].eval_batches("train", size))
 
 
-@pytest.mark.parametrize("longest", [0, -3])
-def test_sequences_cut_to_nothing(longest: int) -> None:
-    with pytest.raises(ConfigError, match=f"longest: got {longest}, allowed is at least 1"):
-        ClassificationTask(TASKS["classification"][0].data, longest=longest)
+@pytest.mark.parametrize("max_length", [0, -3])
+def test_sequences_cut_to_nothing(max_length: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_length: got {max_length}, allowed is at least 1"):
+        ClassificationTask(TASKS["classification"][0].data, max_length=max_length)

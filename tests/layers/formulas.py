@@ -80,12 +80,12 @@ def tcn(module: TCN, x: Tensor) -> Tensor:
                 h = bent
         x = x + h if config.block == "residual" else h
     x = x if module.omega is None else x + module.omega * given
-    return functions[config.activation](x) if config.finish == "activation" else x
+    return functions[config.activation](x) if config.output == "activation" else x
 
 
 def ema(module: EMA, x: Tensor) -> Tensor:
     """`silu(Σ_l k[l] x[t - l] + ω x[t])`, or without SiLU, and the same over the future with the second parameters."""
-    time, hidden = x.shape[1], module.config.hidden
+    time, hidden = x.shape[1], module.config.d_state
     p = torch.sigmoid(module.delta)
     q = 1 - p * torch.sigmoid(module.alpha)
     y = x * module.omega
@@ -94,7 +94,7 @@ def ema(module: EMA, x: Tensor) -> Tensor:
             tap = (p * module.beta * q**lag * module.gamma)[direction].sum(-1) / math.sqrt(hidden)
             moved = F.pad(x, (0, 0, lag, 0))[:, :time] if direction == 0 else F.pad(x, (0, 0, 0, lag))[:, lag:]
             y = y + tap * moved
-    return F.silu(y) if module.config.finish == "activation" else y
+    return F.silu(y) if module.config.output == "activation" else y
 
 
 def mixed(module: TCN | EMA | None, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def turned(vector: Tensor, position: int) -> Tensor:
 def attention(module: ChunkedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Chunk by chunk and query by query, for whole sequences."""
     time = q.shape[1]
-    chunk = module.chunk or time
+    chunk = module.chunk_size or time
     out = torch.zeros_like(v)
     for row in range(q.shape[0]):
         for m in range(time):
@@ -127,7 +127,7 @@ def attention(module: ChunkedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def _weights(module: ChunkedAttention, q: Tensor, k: Tensor, m: int, visible: range) -> Tensor:
-    position, function = module.config.position, module.config.function
+    position, function = module.config.position, module.config.activation
     scale = q.shape[-1] ** -0.5 if function == "softmax" else 1 / len(visible)
     scores = []
     for n in visible:

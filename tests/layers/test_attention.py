@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tcnca import AttentionConfig, ConfigError, StateError
 from tcnca.layers import ChunkedAttention
-from tcnca.layers.config import Position
-from tcnca.ops import ATTENTION_FUNCTIONS
+from tcnca.layers.attention import Position
+from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
 from tests.layers import formulas
 
@@ -21,7 +21,7 @@ DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bi
 
 
 def _attention(causal: bool = True, **fields: Any) -> ChunkedAttention:
-    config = AttentionConfig(**{"key_width": 4, "value_width": 3, "chunk": 5, "max_length": 16, **fields})
+    config = AttentionConfig(**{"d_key": 4, "d_value": 3, "chunk_size": 5, "max_length": 16, **fields})
     module = ChunkedAttention(config, causal).double().eval()
     formulas.scramble(module)
     return module
@@ -34,10 +34,10 @@ def _qkv(time: int = 13) -> tuple[Tensor, Tensor, Tensor]:
 
 @DIRECTIONS
 @POSITIONS
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
-@pytest.mark.parametrize("chunk", [1, 5, 16, None])
-def test_equals_the_formula(causal: bool, position: str, function: str, chunk: int | None) -> None:
-    module = _attention(causal, position=position, function=function, chunk=chunk)
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, None])
+def test_equals_the_formula(causal: bool, position: str, function: str, chunk_size: int | None) -> None:
+    module = _attention(causal, position=position, function=function, chunk_size=chunk_size)
     q, k, v = _qkv()
     with torch.no_grad():
         assert_close(module(q, k, v)[0], formulas.attention(module, q, k, v))
@@ -50,30 +50,30 @@ def test_number_of_learned_values(position: str, learned: int) -> None:
 
 @pytest.mark.parametrize("position", ["simple", "rotary"])
 def test_position_parameters_start_small(position: str) -> None:
-    config = AttentionConfig(key_width=2000, chunk=2000, position=position)  # type: ignore[arg-type]
+    config = AttentionConfig(d_key=2000, chunk_size=2000, position=position)  # type: ignore[arg-type]
     for parameter in ChunkedAttention(config).parameters():
         assert abs(float(parameter.detach().std()) / 0.02 - 1) < 5 / math.sqrt(2 * parameter.numel())
 
 
 @DIRECTIONS
 @POSITIONS
-@pytest.mark.parametrize("chunk", [1, 3, 16, None])
-def test_set_chunk_equals_a_module_with_that_chunk(causal: bool, position: str, chunk: int | None) -> None:
-    module, other = _attention(causal, position=position), _attention(causal, position=position, chunk=chunk)
+@pytest.mark.parametrize("chunk_size", [1, 3, 16, None])
+def test_set_chunk_equals_a_module_with_that_chunk(causal: bool, position: str, chunk_size: int | None) -> None:
+    module, other = _attention(causal, position=position), _attention(causal, position=position, chunk_size=chunk_size)
     other.load_state_dict(module.state_dict())
     q, k, v = _qkv()
     with torch.no_grad():
         before = module(q, k, v)[0]
-        module.set_chunk(chunk)
+        module.set_chunk_size(chunk_size)
         assert_close(module(q, k, v)[0], other(q, k, v)[0])
-        module.set_chunk(5)
+        module.set_chunk_size(5)
         assert_close(module(q, k, v)[0], before)
 
 
 @POSITIONS
 def test_streaming_after_set_chunk(position: str) -> None:
     module = _attention(position=position)
-    module.set_chunk(7)
+    module.set_chunk_size(7)
     q, k, v = _qkv()
     with torch.no_grad():
         parallel = module(q, k, v)[0]
@@ -87,38 +87,38 @@ def test_streaming_after_set_chunk(position: str) -> None:
 def test_set_chunk_beyond_the_reach_of_a_simple_bias_is_refused() -> None:
     module = _attention(position="simple")
     with pytest.raises(ConfigError, match="chunk: got 17, allowed is at most 16"):
-        module.set_chunk(17)
-    assert module.chunk == 5
+        module.set_chunk_size(17)
+    assert module.chunk_size == 5
 
 
 @pytest.mark.parametrize("position", ["none", "rotary", "rope"])
 def test_set_chunk_has_no_limit_for_other_positions(position: str) -> None:
     module = _attention(position=position)
-    module.set_chunk(1000)
+    module.set_chunk_size(1000)
     q, k, v = _qkv()
     with torch.no_grad():
         assert_close(module(q, k, v)[0], formulas.attention(module, q, k, v))
 
 
-@pytest.mark.parametrize("chunk", [0, -1, 2.5, True])
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
 def test_set_chunk_takes_whole_numbers_from_one(chunk: Any) -> None:
     with pytest.raises(ConfigError, match="chunk: got"):
-        _attention().set_chunk(chunk)
+        _attention().set_chunk_size(chunk)
 
 
 def test_state_of_another_chunk_is_refused() -> None:
     module = _attention()
     q, k, v = _qkv()
     _, state = module(q, k, v, return_state=True)
-    module.set_chunk(6)
+    module.set_chunk_size(6)
     with pytest.raises(StateError, match=r"state\.keys"):
         module(q, k, v, state=state)
 
 
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 def test_dropout_drops_weights_in_training_only(function: str) -> None:
     # Values that are unit vectors make the output the weights themselves.
-    module = _attention(dropout=0.25, function=function, value_width=5)
+    module = _attention(dropout=0.25, function=function, d_value=5)
     q, k = (torch.randn(40, 5, 4, dtype=torch.float64) for _ in range(2))
     v = torch.eye(5, dtype=torch.float64).expand(40, 5, 5)
     with torch.no_grad():

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tcnca import EMAConfig
 from tcnca.layers import EMA
-from tcnca.layers.config import EMAFinish
-from tcnca.ops import Method
+from tcnca.layers.ema import EMAOutput
+from tcnca.ops import EMABackend
 from tcnca.ops.ema import plain
 from tests.comparison import assert_close
 from tests.layers import formulas
@@ -32,7 +32,7 @@ def _is_normal(values: Tensor, mean: float, deviation: float) -> bool:
 
 @DIRECTIONS
 def test_start(causal: bool) -> None:
-    module = EMA(256, EMAConfig(hidden=16), causal)
+    module = EMA(256, EMAConfig(d_state=16), causal)
     assert _is_normal(module.delta, 0, 0.2)
     assert _is_normal(module.alpha, 0, 0.2)
     assert _is_normal(module.beta[..., 0::2], 1, 0.02)
@@ -43,7 +43,7 @@ def test_start(causal: bool) -> None:
 
 @DIRECTIONS
 def test_spread_start(causal: bool) -> None:
-    module = EMA(256, EMAConfig(hidden=16, spread=True), causal)
+    module = EMA(256, EMAConfig(d_state=16, spread=True), causal)
     decays = (1 - module.alpha.sigmoid() * module.delta.sigmoid()).detach().flatten()
     assert float(decays.min()) > 0.4
     assert float(decays.max()) < 1.0
@@ -54,24 +54,24 @@ def test_spread_start(causal: bool) -> None:
 
 @pytest.mark.parametrize(("causal", "learned"), [(True, 32), (False, 64)], ids=["causal", "bidirectional"])
 def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
-    module = EMA(10, EMAConfig(hidden=8), causal)
+    module = EMA(10, EMAConfig(d_state=8), causal)
     without_skip = sum(parameter.numel() for name, parameter in module.named_parameters() if name != "omega")
     assert without_skip == 10 * learned
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 1, 4, 50])
-@pytest.mark.parametrize("finish", get_args(EMAFinish))
-def test_equals_the_formula(causal: bool, method: Method, truncation: int | None, finish: EMAFinish) -> None:
-    module = EMA(5, EMAConfig(hidden=3, truncation=truncation, method=method, finish=finish), causal).double()
+@pytest.mark.parametrize("output", get_args(EMAOutput))
+def test_equals_the_formula(causal: bool, backend: EMABackend, truncation: int | None, output: EMAOutput) -> None:
+    module = EMA(5, EMAConfig(d_state=3, truncation=truncation, backend=backend, output=output), causal).double()
     formulas.scramble(module)
     x = torch.randn(2, 13, 5, dtype=torch.float64)
     assert_close(module(x)[0].detach(), formulas.ema(module, x).detach())
 
 
 def test_channels_do_not_mix() -> None:
-    module, x = EMA(5, EMAConfig(hidden=3)).double(), torch.randn(2, 13, 5, dtype=torch.float64)
+    module, x = EMA(5, EMAConfig(d_state=3)).double(), torch.randn(2, 13, 5, dtype=torch.float64)
     changed = x.clone()
     changed[..., 0] += 1
     moved = (module(changed)[0] - module(x)[0]).abs().amax((0, 1))
@@ -80,14 +80,16 @@ def test_channels_do_not_mix() -> None:
 
 
 def test_padding_is_silent() -> None:
-    module, x = EMA(5, EMAConfig(hidden=3), causal=False).double(), torch.randn(1, 13, 5, dtype=torch.float64)
+    module, x = EMA(5, EMAConfig(d_state=3), causal=False).double(), torch.randn(1, 13, 5, dtype=torch.float64)
     padded = module(x, lengths=torch.tensor([6]))[0]
     assert_close(padded[:, :6].detach(), module(x[:, :6])[0].detach())
 
 
-@pytest.mark.parametrize("method", [*PLAIN, "auto"])
-def test_the_method_of_the_configuration_is_the_one_that_runs(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    forms = {"fft": "ema_fft", "steps": "ema_steps", "scan": "ema_scan"}
+@pytest.mark.parametrize("backend", [*PLAIN, "auto"])
+def test_the_method_of_the_configuration_is_the_one_that_runs(
+    backend: EMABackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = {"fft": "ema_fft", "recurrent": "ema_steps", "scan": "ema_scan"}
     ran = []
     for name, form in forms.items():
         real = getattr(plain, form)
@@ -97,5 +99,5 @@ def test_the_method_of_the_configuration_is_the_one_that_runs(method: Method, mo
             return real(*args)
 
         monkeypatch.setattr(plain, form, spy)
-    EMA(2, EMAConfig(hidden=2, method=method))(torch.randn(1, 5, 2))
-    assert ran == ["fft" if method == "auto" else method]
+    EMA(2, EMAConfig(d_state=2, backend=backend))(torch.randn(1, 5, 2))
+    assert ran == ["fft" if backend == "auto" else backend]

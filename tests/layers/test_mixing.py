@@ -11,27 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.layers import AttentionConfig, Block, BlockConfig, GatedMixing, PlainMixing
-from tcnca.layers.config import Position
-from tcnca.ops import ATTENTION_FUNCTIONS
+from tcnca.layers import AttentionConfig, Block, BlockConfig, GatedBlock, ResidualBlock
+from tcnca.layers.attention import Position
+from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
 from tests.examples import ATTENTION, EMA, TCN
 from tests.layers import formulas
 
 WIDTH = 8
 CONFIG = BlockConfig(
-    width=WIDTH,
+    d_model=WIDTH,
     causal=True,
     mixer=TCN,
     attention=ATTENTION,
     gated=True,
-    feed_forward=12,
+    d_ff=12,
     activation="silu",
     norm="layer",
     prenorm=True,
     dropout=0.0,
     value_dropout=0.0,
-    feed_forward_dropout=0.0,
+    ff_dropout=0.0,
     feature_dropout=False,
 )
 MIXERS = pytest.mark.parametrize("mixer", [TCN, EMA, None], ids=["tcn", "ema", "no-mixer"])
@@ -50,14 +50,14 @@ def _config(**changes: Any) -> BlockConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
-def _gated(**changes: Any) -> GatedMixing:
-    module = GatedMixing(_config(**changes)).double().eval()
+def _gated(**changes: Any) -> GatedBlock:
+    module = GatedBlock(_config(**changes)).double().eval()
     formulas.scramble(module)
     return module
 
 
-def _plain(**changes: Any) -> PlainMixing:
-    module = PlainMixing(_config(gated=False, **changes)).double().eval()
+def _plain(**changes: Any) -> ResidualBlock:
+    module = ResidualBlock(_config(gated=False, **changes)).double().eval()
     formulas.scramble(module)
     return module
 
@@ -75,11 +75,11 @@ def _affine(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gated_formula(module: GatedMixing, config: BlockConfig, x: Tensor) -> Tensor:
+def gated_formula(module: GatedBlock, config: BlockConfig, x: Tensor) -> Tensor:
     """Section 3.3 of MEGA with any mixer, line by line."""
     assert config.attention is not None
     act = getattr(F, config.activation)
-    d, z, v = config.width, config.attention.key_width, config.attention.value_width
+    d, z, v = config.d_model, config.attention.d_key, config.attention.d_value
     entered = formulas.normalized(module.norm, config.norm, x) if config.prenorm else x
     values = act(_affine(module.values, entered))
     projected = _affine(module.gates, formulas.mixed(module.mixer, entered))
@@ -94,7 +94,7 @@ def gated_formula(module: GatedMixing, config: BlockConfig, x: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def plain_formula(module: PlainMixing, config: BlockConfig, x: Tensor) -> Tensor:
+def plain_formula(module: ResidualBlock, config: BlockConfig, x: Tensor) -> Tensor:
     """`x + mixer`, `x + attention`."""
     if module.mixer is not None:
         assert module.mixer_norm is not None
@@ -103,7 +103,7 @@ def plain_formula(module: PlainMixing, config: BlockConfig, x: Tensor) -> Tensor
         x = x if config.prenorm else formulas.normalized(module.mixer_norm, config.norm, x)
     if module.attention is not None:
         assert config.attention is not None
-        z = config.attention.key_width
+        z = config.attention.d_key
         entered = formulas.normalized(module.attention_norm, config.norm, x) if config.prenorm else x
         projected = _affine(module.projection, entered)
         q, k, values = projected[..., :z], projected[..., z : 2 * z], projected[..., 2 * z :]
@@ -123,9 +123,9 @@ def test_gated_mixing_equals_the_formula(mixer: Any, causal: bool, prenorm: bool
 
 
 @pytest.mark.parametrize("position", get_args(Position))
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 def test_gated_mixing_with_any_attention(position: str, function: str) -> None:
-    attention = dataclasses.replace(ATTENTION, position=position, function=function)  # type: ignore[arg-type]
+    attention = dataclasses.replace(ATTENTION, position=position, activation=function)  # type: ignore[arg-type]
     module, x = _gated(attention=attention, activation="gelu"), _x()
     assert_close(_run(module, x), gated_formula(module, _config(attention=attention, activation="gelu"), x))
 
@@ -148,11 +148,11 @@ def test_block_is_mixing_then_a_feed_forward_net(gated: bool) -> None:
     assert block.feed_forward is not None
     mixed = block.mixing(x, None, None, False, False)[0]
     assert_close(block(x)[0].detach(), block.feed_forward(mixed).detach())
-    assert Block(_config(gated=gated, feed_forward=0)).feed_forward is None
+    assert Block(_config(gated=gated, d_ff=0)).feed_forward is None
 
 
 def test_start_of_the_gates() -> None:
-    module = GatedMixing(_config(attention=AttentionConfig(key_width=2000)))
+    module = GatedBlock(_config(attention=AttentionConfig(d_key=2000)))
     assert abs(float(module.gamma.detach().std()) / 0.02 - 1) < 5 / math.sqrt(2 * module.gamma.numel())
     assert not module.beta.any()
     assert not torch.equal(module.gamma[0], module.gamma[1]), "queries and keys have transforms of their own"
@@ -191,7 +191,7 @@ def test_plain_mixing_drops_values() -> None:
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_probabilities_arrive_where_they_belong(gated: bool) -> None:
-    changes = {"dropout": 0.1, "value_dropout": 0.2, "feed_forward_dropout": 0.3, "feature_dropout": True}
+    changes = {"dropout": 0.1, "value_dropout": 0.2, "ff_dropout": 0.3, "feature_dropout": True}
     block = Block(_config(gated=gated, **changes))
     assert block.feed_forward is not None
     parts = (block.mixing, block.feed_forward)

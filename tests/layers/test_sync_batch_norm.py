@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from tcnca import ClassifierHead, SequenceModel
+from tcnca import ClassifierHeadConfig, SequenceModel
 from tcnca.layers import BatchNorm
 from tcnca.ops import length_mask
 from tests.comparison import assert_close
@@ -35,7 +35,7 @@ def _layer() -> nn.Module:
 
 def _model() -> SequenceModel:
     torch.manual_seed(2)
-    head = ClassifierHead(classes=3, pooling="none")
+    head = ClassifierHeadConfig(num_classes=3, pooling="none")
     return SequenceModel(small_config("tcnca-simple", norm="sync_batch", causal=False, head=head)).double().train()
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tcnca import TCNConfig
 from tcnca.layers import TCN
-from tcnca.layers.config import TCNBlock, TCNFinish, TCNInit, TCNNorm
 from tcnca.layers.norm import fold
+from tcnca.layers.tcn import TCNBlock, TCNInit, TCNNorm, TCNOutput
 from tcnca.ops import tcn
 from tests.comparison import TOLERANCE, assert_close
 from tests.layers import formulas
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "dilation_factor": 2,
     "depth": 3,
     "block": "residual",
-    "finish": "none",
+    "output": "none",
     "norm": "none",
 }
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -56,11 +56,11 @@ def _has_deviation(values: Tensor, deviation: float) -> bool:
 @pytest.mark.parametrize("convolutions", [1, 2])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("block", get_args(TCNBlock))
-@pytest.mark.parametrize("finish", get_args(TCNFinish))
+@pytest.mark.parametrize("output", get_args(TCNOutput))
 def test_equals_the_blocks_written_as_loops(
-    causal: bool, norm: str, convolutions: int, bias: bool, block: str, finish: str
+    causal: bool, norm: str, convolutions: int, bias: bool, block: str, output: str
 ) -> None:
-    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias, block=block, finish=finish)
+    module = _tcn(causal, norm=norm, convolutions=convolutions, bias=bias, block=block, output=output)
     x = _x()
     with torch.no_grad():
         assert_close(module(x)[0], formulas.tcn(module, x))
@@ -217,7 +217,7 @@ def test_every_block_learns_from_the_first_update(norm: str, convolutions: int, 
 
 
 def test_a_chain_begins_without_bends() -> None:
-    module = TCN(WIDTH, TCNConfig(block="chain", finish="skip"))
+    module = TCN(WIDTH, TCNConfig(block="chain", output="skip"))
     assert module.gain is not None
     assert module.omega is not None
     assert not module.gain.any()
@@ -228,8 +228,8 @@ def test_a_chain_begins_without_bends() -> None:
 @DIRECTIONS
 @pytest.mark.parametrize("init", ["decay", "normal"])
 def test_bias_starts_at_zero_and_weight_norm_starts_with_the_kernels_as_drawn(causal: bool, init: str) -> None:
-    module = TCN(WIDTH, TCNConfig(kernel_size=3, norm="weight", finish="none", bias=True, init=init), causal).double()  # type: ignore[arg-type]
-    plain = TCN(WIDTH, TCNConfig(kernel_size=3, norm="none", finish="none", init=init), causal).double()  # type: ignore[arg-type]
+    module = TCN(WIDTH, TCNConfig(kernel_size=3, norm="weight", output="none", bias=True, init=init), causal).double()  # type: ignore[arg-type]
+    plain = TCN(WIDTH, TCNConfig(kernel_size=3, norm="none", output="none", init=init), causal).double()  # type: ignore[arg-type]
     with torch.no_grad():
         plain.weight.copy_(module.weight)
     x = _x()

@@ -110,13 +110,13 @@ def loaded(args: Arguments, weights: dict[str, Tensor]) -> SequenceModel:
         return load_mega_checkpoint(write(Path(folder) / "checkpoint.pt", args, weights)).double()
 
 
-def weight_shapes(args: Arguments, vocabulary: int | None) -> dict[str, Sequence[int]]:
+def weight_shapes(args: Arguments, vocab_size: int | None) -> dict[str, Sequence[int]]:
     """The name and shape of every weight that MEGA writes for these arguments; no vocabulary for real-valued input."""
     if "decoder_layers" in args:
-        shapes: dict[str, Sequence[int]] = _decoder_shapes(args, vocabulary or 0)
+        shapes: dict[str, Sequence[int]] = _decoder_shapes(args, vocab_size or 0)
         prefix, side, causal = "decoder.", "decoder_", True
     else:
-        shapes = _encoder_shapes(args, vocabulary)
+        shapes = _encoder_shapes(args, vocab_size)
         prefix, side, causal = "encoder.encoder.", "", False
     width, hidden = (args[f"{'decoder' if causal else 'encoder'}_{part}_dim"] for part in ("embed", "hidden"))
     ffn = args["decoder_ffn_embed_dim" if causal else "encoder_ffn_embed_dim"]
@@ -158,15 +158,15 @@ def weight_shapes(args: Arguments, vocabulary: int | None) -> dict[str, Sequence
     return shapes
 
 
-def _decoder_shapes(args: Arguments, vocabulary: int) -> dict[str, Sequence[int]]:
-    matrix = (vocabulary, args["decoder_embed_dim"])
+def _decoder_shapes(args: Arguments, vocab_size: int) -> dict[str, Sequence[int]]:
+    matrix = (vocab_size, args["decoder_embed_dim"])
     return {"decoder.version": (1,), "decoder.embed_tokens.weight": matrix, "decoder.output_projection.weight": matrix}
 
 
-def _encoder_shapes(args: Arguments, vocabulary: int | None) -> dict[str, Sequence[int]]:
+def _encoder_shapes(args: Arguments, vocab_size: int | None) -> dict[str, Sequence[int]]:
     width, hidden = args["encoder_embed_dim"], args["classifier_out_dim"]
-    embedding: dict[str, Sequence[int]] = {"embed.weight": (vocabulary or 0, width)}
-    if vocabulary is None:
+    embedding: dict[str, Sequence[int]] = {"embed.weight": (vocab_size or 0, width)}
+    if vocab_size is None:
         embedding = {"weight": (width,), "bias": (width,)}
     shapes = {f"encoder.encoder.embed_tokens.{name}": shape for name, shape in embedding.items()}
     for number in range(args["classifier_layers"]):

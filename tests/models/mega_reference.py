@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def language_model(args: Arguments, weights: Weights, tokens: Array) -> Array:
-    """Logits `[batch, time, vocabulary]`, zero where a token of `tokens` (`[batch, time]`) is padding."""
+    """Logits `[batch, time, vocab_size]`, zero where a token of `tokens` (`[batch, time]`) is padding."""
     embedding = weights["decoder.embed_tokens.weight"]
     tied = args["share_decoder_input_output_embed"]
     matrix = embedding if tied else weights["decoder.output_projection.weight"]
@@ -66,7 +66,7 @@ def language_model(args: Arguments, weights: Weights, tokens: Array) -> Array:
 
 
 def classifier(args: Arguments, weights: Weights, inputs: Array, second: Array | None = None) -> Array:
-    """Logits `[batch, classes]` of tokens or real values `[batch, time]`, or of pairs of documents."""
+    """Logits `[batch, num_classes]` of tokens or real values `[batch, time]`, or of pairs of documents."""
     pooled = _pooled(args, weights, inputs)
     if second is not None:
         pooled = np.concatenate([_pooled(args, weights, second), pooled], 1)
@@ -99,7 +99,7 @@ class _Stack:
         self.prenorm = args["normalize_before" if causal else "encoder_normalize_before"]
         self.norm_type = args["normalization_type" if causal else "norm_type"]
         self.layers = args["decoder_layers" if causal else "encoder_layers"]
-        self.chunk = args["decoder_chunk_size" if causal else "chunk_size"]
+        self.chunk_size = args["decoder_chunk_size" if causal else "chunk_size"]
         self.keys = args["decoder_z_dim" if causal else "z_dim"]
         self.function = ACTIVATIONS[args["activation_fn"]]
 
@@ -156,7 +156,7 @@ class _Stack:
 
     def attention(self, name: str, query: Array, key: Array, values: Array) -> Array:
         time = len(query)
-        size = self.chunk if self.chunk > 0 else time
+        size = self.chunk_size if self.chunk_size > 0 else time
         out = np.zeros_like(values)
         for t in range(time):
             start = t // size * size

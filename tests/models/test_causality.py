@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import ClassifierHead, ModelConfig, RegressionHead, SequenceModel, ValueInput
+from tcnca import ClassifierHeadConfig, ModelConfig, RegressionHeadConfig, SequenceModel, ValueInputConfig
 from tests.comparison import TOLERANCE
 from tests.examples import FAMILY, VOCABULARY, small_config, small_model
 
 TIME = 22
-EVERY = ClassifierHead(classes=3, pooling="none")
+EVERY = ClassifierHeadConfig(num_classes=3, pooling="none")
 
 CAUSAL: dict[str, ModelConfig] = {family: small_config(family) for family in FAMILY}
 for _position in ("none", "rotary", "rope"):
@@ -22,8 +22,8 @@ for _function in ("relu2", "laplace"):
     CAUSAL[f"mega-full-{_function}"] = small_config("mega-full", function=_function)
 CAUSAL |= {
     "mega-truncated": small_config("mega", truncation=5),
-    "mega-scan": small_config("mega", method="scan"),
-    "mega-steps": small_config("mega", method="steps"),
+    "mega-scan": small_config("mega", backend="scan"),
+    "mega-steps": small_config("mega", backend="recurrent"),
     "tcn-two-convolutions": small_config("tcn-mlp", convolutions=2),
     "tcnca-post-norm": small_config("tcnca", norm="scale", prenorm=False),
     "tcnca-batch-norm": small_config("tcnca", norm="batch"),
@@ -65,7 +65,7 @@ def test_without_an_fft_nothing_before_moves_by_a_single_bit(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILY)
 @pytest.mark.parametrize("time", [0, 3, 4, 13, TIME - 2])
 def test_gradients_by_later_inputs_are_zero(family: str, time: int) -> None:
-    model = small_model(family, input=ValueInput(features=3), head=RegressionHead(pooling="none"))
+    model = small_model(family, input=ValueInputConfig(features=3), head=RegressionHeadConfig(pooling="none"))
     x = torch.randn(2, TIME, 3, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).logits[:, time].sum(), x)
     size = float(gradient.abs().max())
@@ -93,7 +93,9 @@ def test_bidirectional_models_see_the_future(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_bidirectional_models_see_past_and_future_alike_far(family: str) -> None:
-    model = small_model(family, causal=False, head=RegressionHead(pooling="none"), input=ValueInput(), layers=1)
+    model = small_model(
+        family, causal=False, head=RegressionHeadConfig(pooling="none"), input=ValueInputConfig(), num_layers=1
+    )
     x = torch.randn(1, TIME, dtype=torch.float64, requires_grad=True)
     place = 10
     (gradient,) = torch.autograd.grad(model(x).logits[:, place].sum(), x)
@@ -109,7 +111,9 @@ def test_bidirectional_models_see_past_and_future_alike_far(family: str) -> None
 @pytest.mark.parametrize("family", ["tcnca", "mega", "tcnca-simple"])
 def test_attention_does_not_look_over_the_edge_of_its_chunk(family: str) -> None:
     # Without a mixer only attention moves things in time.
-    model = small_model(family, mixer=None, causal=False, head=RegressionHead(pooling="none"), input=ValueInput())
+    model = small_model(
+        family, mixer=None, causal=False, head=RegressionHeadConfig(pooling="none"), input=ValueInputConfig()
+    )
     x = torch.randn(1, TIME, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).logits[:, 9].sum(), x)
     assert (gradient[0] != 0).nonzero().flatten().tolist() == [8, 9, 10, 11]

@@ -17,12 +17,12 @@ from torch import Tensor
 import tcnca.models.checkpoint
 from tcnca import (
     CheckpointError,
-    ClassifierHead,
+    ClassifierHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
+    PairHeadConfig,
+    RegressionHeadConfig,
     SequenceModel,
-    ValueInput,
+    ValueInputConfig,
     load,
     save,
 )
@@ -63,42 +63,42 @@ def test_language_model_comes_back(tmp_path: Path, family: str, kind: torch.dtyp
 @pytest.mark.parametrize(
     "head",
     [
-        ClassifierHead(classes=3, hidden=5, hidden_layers=2),
-        ClassifierHead(classes=3, pooling="none"),
-        RegressionHead(outputs=2, pooling="last"),
-        PairHead(hidden=5, combination="features"),
+        ClassifierHeadConfig(num_classes=3, hidden=5, hidden_layers=2),
+        ClassifierHeadConfig(num_classes=3, pooling="none"),
+        RegressionHeadConfig(outputs=2, pooling="last"),
+        PairHeadConfig(hidden=5, combination="features"),
     ],
     ids=["classifier", "tagger", "regression", "pair"],
 )
 def test_every_head_comes_back(tmp_path: Path, head: Any) -> None:
     model = small_model(small_config(head=head, causal=False))
-    inputs = [tokens() for _ in range(1 + isinstance(head, PairHead))]
+    inputs = [tokens() for _ in range(1 + isinstance(head, PairHeadConfig))]
     assert_same(load(save(model, tmp_path)), model, *inputs)
 
 
 def test_model_of_real_values_comes_back(tmp_path: Path) -> None:
-    model = small_model(small_config(head=ClassifierHead(), input=ValueInput(features=3, norm=True)))
+    model = small_model(small_config(head=ClassifierHeadConfig(), input=ValueInputConfig(features=3, norm=True)))
     assert_same(load(save(model, tmp_path)), model, torch.randn(2, 9, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("position", ["none", "simple", "rotary", "rope"])
-@pytest.mark.parametrize("chunk", [2, None])
-def test_chunk_that_was_set_comes_back(tmp_path: Path, position: str, chunk: int | None) -> None:
-    model = small_model(position=position, max_length=9).set_chunk(chunk)
+@pytest.mark.parametrize("chunk_size", [2, None])
+def test_chunk_that_was_set_comes_back(tmp_path: Path, position: str, chunk_size: int | None) -> None:
+    model = small_model(position=position, max_length=9).set_chunk_size(chunk_size)
     loaded = load(save(model, tmp_path))
     assert_same(loaded, model, tokens())
     assert loaded.config.attention is not None
-    assert loaded.config.attention.chunk == chunk
+    assert loaded.config.attention.chunk_size == chunk_size
 
 
 @pytest.mark.parametrize(
-    ("block", "finish", "left_out"),
-    [("residual", "none", ["block", "finish"]), ("residual", "none", ["finish"]), ("chain", "activation", ["finish"])],
+    ("block", "output", "left_out"),
+    [("residual", "none", ["block", "output"]), ("residual", "none", ["output"]), ("chain", "activation", ["output"])],
 )
 def test_earlier_checkpoint_that_does_not_say_how_its_tcn_ends(
-    tmp_path: Path, block: str, finish: str, left_out: list[str]
+    tmp_path: Path, block: str, output: str, left_out: list[str]
 ) -> None:
-    model = SequenceModel(small_config(block=block, finish=finish)).eval()
+    model = SequenceModel(small_config(block=block, output=output)).eval()
     save(model, tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
     for name in left_out:
@@ -111,7 +111,7 @@ def test_simple_bias_survives_a_smaller_chunk(tmp_path: Path) -> None:
     """It keeps its reach, so that the chunk can be set back after loading."""
     model, x = small_model(), tokens()
     before = model(x).logits
-    loaded = load(save(model.set_chunk(2), tmp_path)).set_chunk(4)
+    loaded = load(save(model.set_chunk_size(2), tmp_path)).set_chunk_size(4)
     assert torch.equal(loaded(x).logits, before)
 
 
@@ -269,7 +269,7 @@ CONFIGURATIONS = {
     "list-for-model": (b'{"format": "tcnca-model-1", "model": []}', "model"),
     "number-for-model": (b'{"format": "tcnca-model-1", "model": 3}', "model"),
     "unknown-field": (b'{"format": "tcnca-model-1", "model": {"layer": 2}}', "layer: no such field"),
-    "wrong-field": (b'{"format": "tcnca-model-1", "model": {"layers": 0}}', "layers: got 0, allowed"),
+    "wrong-field": (b'{"format": "tcnca-model-1", "model": {"num_layers": 0}}', "layers: got 0, allowed"),
 }
 
 
@@ -313,7 +313,7 @@ def test_weight_of_whole_numbers(folder: Path) -> None:
 
 
 def test_weights_of_another_model(folder: Path, tmp_path: Path) -> None:
-    other = save(small_model("tcnca", width=6), tmp_path / "other")
+    other = save(small_model("tcnca", d_model=6), tmp_path / "other")
     (other / WEIGHTS).replace(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .*got shape .*6.*, allowed is .*8"):
         load(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import ClassifierHead, SequenceModel
+from tcnca import ClassifierHeadConfig, SequenceModel
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 from tests.models.gradients import assert_gradients_close, gradients
@@ -31,7 +31,7 @@ def _tokens(time: int = TIME, batch: int = 2) -> Tensor:
 
 def _model(family: str, **changes: Any) -> SequenceModel:
     # One layer is all that a graph needs to break.
-    return small_model(family, layers=1, **changes)
+    return small_model(family, num_layers=1, **changes)
 
 
 def _compiled(model: SequenceModel, backend: str = "aot_eager") -> Any:
@@ -61,7 +61,7 @@ def test_language_model_trains(family: str) -> None:
     ids=[*(f"{family}-lengths" for family in FAMILY), "tcnca-whole", "mega-whole"],
 )
 def test_bidirectional_classifier_trains(family: str, lengths: Tensor | None) -> None:
-    model = _model(family, causal=False, head=ClassifierHead(classes=3, hidden=4))
+    model = _model(family, causal=False, head=ClassifierHeadConfig(num_classes=3, hidden=4))
     _assert_trains_alike(model, _compiled(model), _tokens(), lengths=lengths)
 
 
@@ -96,7 +96,7 @@ def test_generation_compiles_one_step_once(family: str) -> None:
 def test_other_descriptions_of_a_batch(description: str) -> None:
     model = _model("tcnca")
     if description == "mask":
-        _assert_trains_alike(model, _compiled(model), _tokens(), mask=torch.rand(2, TIME) < 0.6)
+        _assert_trains_alike(model, _compiled(model), _tokens(), attention_mask=torch.rand(2, TIME) < 0.6)
     else:
         starts = torch.tensor([0, 3, 3, 10])
         _assert_trains_alike(model, _compiled(model), _tokens(batch=1), cu_seqlens=starts, max_seqlen=7)
@@ -154,4 +154,4 @@ def test_inductor_streams() -> None:
 def _inductors_model(family: str) -> SequenceModel:
     # Each part of the graph costs a run of the C++ compiler.
     shallow = {"depth": 1} if family == "tcnca" else {}
-    return _model(family, feed_forward=0, position="none", **shallow)
+    return _model(family, d_ff=0, position="none", **shallow)

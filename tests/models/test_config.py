@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 
 from tcnca import (
     AttentionConfig,
-    ClassifierHead,
+    ClassifierHeadConfig,
     ConfigError,
     EMAConfig,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
+    PairHeadConfig,
+    RegressionHeadConfig,
     TCNConfig,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tcnca.layers import NORM_KINDS
-from tcnca.layers.config import Position, TCNInit, TCNNorm
+from tcnca.layers.attention import Position
+from tcnca.layers.tcn import TCNInit, TCNNorm
 from tcnca.models.config import Combination, Pooling
-from tcnca.ops import ACTIVATIONS, ATTENTION_FUNCTIONS, METHODS
+from tcnca.ops import ACTIVATIONS, ATTENTION_ACTIVATIONS, EMA_BACKENDS
 from tests.examples import small_config
 
 sizes = st.integers(1, 9)
@@ -44,26 +45,29 @@ tcns = st.builds(
     bias=flags,
     dropout=probabilities,
     block=st.sampled_from(["linear", "chain"]),
-    finish=st.just("activation"),
+    output=st.just("activation"),
     init=st.sampled_from(get_args(TCNInit)),
 )
-emas = st.builds(EMAConfig, hidden=sizes, method=st.sampled_from(METHODS)) | st.builds(
-    EMAConfig, hidden=sizes, truncation=sizes, method=st.sampled_from([name for name in METHODS if name != "fused"])
+emas = st.builds(EMAConfig, hidden=sizes, backend=st.sampled_from(EMA_BACKENDS)) | st.builds(
+    EMAConfig,
+    hidden=sizes,
+    truncation=sizes,
+    backend=st.sampled_from([name for name in EMA_BACKENDS if name != "fused"]),
 )
 attentions = st.builds(
     AttentionConfig,
-    key_width=sizes.map(lambda half: 2 * half),
-    value_width=sizes,
-    chunk=st.none() | sizes,
-    function=st.sampled_from(ATTENTION_FUNCTIONS),
+    d_key=sizes.map(lambda half: 2 * half),
+    d_value=sizes,
+    chunk_size=st.none() | sizes,
+    function=st.sampled_from(ATTENTION_ACTIVATIONS),
     position=st.sampled_from(get_args(Position)),
     max_length=st.integers(9, 20),
     dropout=probabilities,
 )
 token_inputs = st.builds(
-    TokenInput, vocabulary=st.integers(4, 9), scaled=flags, norm=flags, padding_index=st.none() | st.integers(0, 3)
+    TokenInputConfig, vocab_size=st.integers(4, 9), scaled=flags, norm=flags, pad_token_id=st.none() | st.integers(0, 3)
 )
-inputs = token_inputs | st.builds(ValueInput, features=sizes, norm=flags)
+inputs = token_inputs | st.builds(ValueInputConfig, features=sizes, norm=flags)
 pooled = {
     "hidden": sizes,
     "hidden_layers": sizes,
@@ -72,11 +76,11 @@ pooled = {
 }
 poolings = st.sampled_from(get_args(Pooling))
 pooled_heads = (
-    st.builds(ClassifierHead, classes=sizes, pooling=poolings, **pooled)
-    | st.builds(RegressionHead, outputs=sizes, pooling=poolings, **pooled)
+    st.builds(ClassifierHeadConfig, num_classes=sizes, pooling=poolings, **pooled)
+    | st.builds(RegressionHeadConfig, outputs=sizes, pooling=poolings, **pooled)
     | st.builds(
-        PairHead,
-        classes=sizes,
+        PairHeadConfig,
+        num_classes=sizes,
         pooling=st.sampled_from(("mean", "last", "first")),
         combination=st.sampled_from(get_args(Combination)),
         **pooled,
@@ -90,22 +94,22 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     language_model = draw(flags)
     attention = draw(st.none() | attentions)
     return ModelConfig(
-        layers=draw(sizes),
-        width=draw(sizes),
-        feed_forward=draw(st.integers(0, 9)),
+        num_layers=draw(sizes),
+        d_model=draw(sizes),
+        d_ff=draw(st.integers(0, 9)),
         mixer=draw(st.none() | tcns | emas),
         attention=attention,
         gated=attention is not None and draw(flags),
         causal=language_model or draw(flags),
         input=draw(token_inputs if language_model else inputs),
-        head=LanguageModelHead(tied=draw(flags)) if language_model else draw(pooled_heads),
+        head=LanguageModelHeadConfig(tie_embeddings=draw(flags)) if language_model else draw(pooled_heads),
         activation=draw(activations),  # type: ignore[arg-type]
         norm=draw(st.sampled_from(NORM_KINDS)),
         prenorm=draw(flags),
         final_norm_affine=draw(flags),
         dropout=draw(probabilities),
         value_dropout=draw(probabilities),
-        feed_forward_dropout=draw(probabilities),
+        ff_dropout=draw(probabilities),
         feature_dropout=draw(flags),
     )
 
@@ -128,7 +132,7 @@ def test_dictionary_names_every_field(config: ModelConfig) -> None:
 
 def test_fields_left_out_of_a_dictionary_have_their_defaults() -> None:
     assert ModelConfig.from_dict({}) == ModelConfig()
-    assert ModelConfig.from_dict({"mixer": {"kind": "ema", "hidden": 3}}) == ModelConfig(mixer=EMAConfig(hidden=3))
+    assert ModelConfig.from_dict({"mixer": {"kind": "ema", "hidden": 3}}) == ModelConfig(mixer=EMAConfig(d_state=3))
     assert ModelConfig.from_dict({"mixer": {"depth": 2}}) == ModelConfig(mixer=TCNConfig(depth=2))
 
 
@@ -139,13 +143,13 @@ def test_fields_left_out_of_a_dictionary_have_their_defaults() -> None:
         ({"mixer": {"kind": "ema", "hiden": 2}}, r"mixer\.hiden: no such field, .* did you mean mixer\.hidden"),
         (
             {"mixer": {"kind": "ema", "depth": 2}},
-            r"mixer\.depth: no such field, allowed are finish, hidden, method, spread, truncation",
+            r"mixer\.depth: no such field, allowed are finish, hidden, backend, spread, truncation",
         ),
         ({"mixer": {"kind": "lstm"}}, r"mixer\.kind: got 'lstm', allowed are tcn, ema"),
         ({"head": {"kind": "tagger"}}, r"head\.kind: got 'tagger', allowed are language-model, classifier"),
         ({"mixer": "tcn"}, "mixer: got 'tcn', allowed are TCNConfig, EMAConfig, None"),
-        ({"input": None}, "input: got None, allowed are TokenInput, ValueInput"),
-        ({"layers": 0}, "layers: got 0, allowed is a whole number of at least 1"),
+        ({"input": None}, "input: got None, allowed are TokenInputConfig, ValueInputConfig"),
+        ({"num_layers": 0}, "layers: got 0, allowed is a whole number of at least 1"),
     ],
 )
 def test_dictionary_that_gives_no_model(values: dict[str, Any], message: str) -> None:
@@ -154,27 +158,27 @@ def test_dictionary_that_gives_no_model(values: dict[str, Any], message: str) ->
 
 
 def test_override_of_bare_names_finds_the_part() -> None:
-    config = small_config().override(layers=3, vocabulary=256, chunk=2, kernel_size=5, tied=False)
-    assert config.layers == 3
-    assert config.input == TokenInput(vocabulary=256)
+    config = small_config().override(num_layers=3, vocab_size=256, chunk_size=2, kernel_size=5, tie_embeddings=False)
+    assert config.num_layers == 3
+    assert config.input == TokenInputConfig(vocab_size=256)
     assert config.attention is not None
-    assert config.attention.chunk == 2
+    assert config.attention.chunk_size == 2
     assert isinstance(config.mixer, TCNConfig)
     assert (config.mixer.kernel_size, config.mixer.depth) == (5, 3)
-    assert config.head == LanguageModelHead(tied=False)
+    assert config.head == LanguageModelHeadConfig(tie_embeddings=False)
 
 
 def test_override_of_dotted_names() -> None:
-    config = small_config("mega", head=ClassifierHead()).override(**{"mixer.hidden": 5, "head.hidden": 7})
-    assert config.mixer == EMAConfig(hidden=5)
-    assert config.head == ClassifierHead(hidden=7)
+    config = small_config("mega", head=ClassifierHeadConfig()).override(**{"mixer.d_state": 5, "head.hidden": 7})
+    assert config.mixer == EMAConfig(d_state=5)
+    assert config.head == ClassifierHeadConfig(hidden=7)
 
 
 def test_override_leaves_the_original_and_all_else_alone() -> None:
     before = small_config()
-    after = before.override(chunk=3)
+    after = before.override(chunk_size=3)
     assert before == small_config()
-    assert after.override(chunk=4) == before
+    assert after.override(chunk_size=4) == before
 
 
 def test_bare_name_of_the_model_itself_goes_before_its_parts() -> None:
@@ -185,7 +189,7 @@ def test_bare_name_of_the_model_itself_goes_before_its_parts() -> None:
 
 
 def test_override_of_a_name_that_several_parts_have() -> None:
-    config = small_config("mega", head=ClassifierHead())
+    config = small_config("mega", head=ClassifierHeadConfig())
     with pytest.raises(
         ConfigError, match=r"hidden: is a field of several parts, allowed are mixer\.hidden, head\.hidden"
     ):
@@ -195,11 +199,11 @@ def test_override_of_a_name_that_several_parts_have() -> None:
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        ("chunks", "chunk"),
-        ("vocab", "vocabulary"),
+        ("chunks", "chunk_size"),
+        ("vocab", "vocab_size"),
         ("kernelsize", "kernel_size"),
         ("layer", "layers"),
-        ("attention.chnk", "attention.chunk"),
+        ("attention.chnk", "attention.chunk_size"),
     ],
 )
 def test_override_suggests_what_a_typo_meant(name: str, suggestion: str) -> None:
@@ -211,21 +215,21 @@ def test_override_of_what_this_model_does_not_have() -> None:
     with pytest.raises(ConfigError, match="truncation: no such field"):
         small_config("tcnca").override(truncation=3)
     with pytest.raises(ConfigError, match="chunk: no such field"):
-        small_config("tcn-mlp").override(chunk=3)
+        small_config("tcn-mlp").override(chunk_size=3)
 
 
 def test_override_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"attention\.chunk: got 0, allowed"):
-        small_config().override(chunk=0)
+    with pytest.raises(ConfigError, match=r"attention\.chunk_size: got 0, allowed"):
+        small_config().override(chunk_size=0)
     with pytest.raises(ConfigError, match="gated: got True without attention"):
         small_config().override(attention=None)
 
 
 def test_override_of_a_part_and_of_its_fields_together() -> None:
-    config = small_config("tcnca").override(mixer=EMAConfig(hidden=2), truncation=7)
-    assert config.mixer == EMAConfig(hidden=2, truncation=7)
-    config = small_config("tcn-mlp").override(attention=AttentionConfig(), chunk=7)
-    assert config.attention == AttentionConfig(chunk=7)
+    config = small_config("tcnca").override(mixer=EMAConfig(d_state=2), truncation=7)
+    assert config.mixer == EMAConfig(d_state=2, truncation=7)
+    config = small_config("tcn-mlp").override(attention=AttentionConfig(), chunk_size=7)
+    assert config.attention == AttentionConfig(chunk_size=7)
 
 
 def test_override_of_a_part_and_of_fields_that_the_new_part_does_not_have() -> None:

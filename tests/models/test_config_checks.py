@@ -12,16 +12,16 @@ import pytest
 
 from tcnca import (
     AttentionConfig,
-    ClassifierHead,
+    ClassifierHeadConfig,
     ConfigError,
     EMAConfig,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
+    PairHeadConfig,
+    RegressionHeadConfig,
     TCNConfig,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 
 WHOLE = "allowed is a whole number of at least {}"
@@ -43,10 +43,10 @@ def wrong_values(allowed: str) -> list[Any]:
 
 # Every field: how to make its configuration, the name in messages, what is allowed.
 FIELDS: list[tuple[Callable[..., Any], str, str]] = [
-    *[(ModelConfig, name, WHOLE.format(1)) for name in ("layers", "width")],
-    (ModelConfig, "feed_forward", WHOLE.format(0)),
+    *[(ModelConfig, name, WHOLE.format(1)) for name in ("num_layers", "width")],
+    (ModelConfig, "d_ff", WHOLE.format(0)),
     *[(ModelConfig, name, FLAG) for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout")],
-    *[(ModelConfig, name, PROBABILITY) for name in ("dropout", "value_dropout", "feed_forward_dropout")],
+    *[(ModelConfig, name, PROBABILITY) for name in ("dropout", "value_dropout", "ff_dropout")],
     (ModelConfig, "activation", "allowed are silu, gelu, gelu_tanh, relu, none"),
     (ModelConfig, "norm", "allowed are layer, scale, rms, batch, sync_batch"),
     *[
@@ -56,32 +56,32 @@ FIELDS: list[tuple[Callable[..., Any], str, str]] = [
     (TCNConfig, "mixer.activation", "allowed are silu, gelu, gelu_tanh, relu, none"),
     (TCNConfig, "mixer.norm", "allowed are none, weight, rms, layer, batch, sync_batch"),
     (TCNConfig, "mixer.block", "allowed are linear, chain, residual"),
-    (TCNConfig, "mixer.finish", "allowed are none, skip, activation"),
+    (TCNConfig, "mixer.output", "allowed are none, skip, activation"),
     (TCNConfig, "mixer.init", "allowed are ema, series, decay, near, graded, normal"),
     (TCNConfig, "mixer.bias", FLAG),
     (TCNConfig, "mixer.dropout", PROBABILITY),
-    (EMAConfig, "mixer.hidden", WHOLE.format(1)),
+    (EMAConfig, "mixer.d_state", WHOLE.format(1)),
     (EMAConfig, "mixer.truncation", WHOLE.format(1)),
-    (EMAConfig, "mixer.method", "allowed are fft, steps, scan, fused, auto"),
+    (EMAConfig, "mixer.backend", "allowed are fft, steps, scan, fused, auto"),
     (EMAConfig, "mixer.spread", FLAG),
-    (EMAConfig, "mixer.finish", "allowed are skip, activation"),
-    *[(AttentionConfig, f"attention.{name}", WHOLE.format(1)) for name in ("key_width", "value_width", "chunk")],
+    (EMAConfig, "mixer.output", "allowed are skip, activation"),
+    *[(AttentionConfig, f"attention.{name}", WHOLE.format(1)) for name in ("d_key", "d_value", "chunk_size")],
     (AttentionConfig, "attention.max_length", WHOLE.format(1)),
-    (AttentionConfig, "attention.function", "allowed are softmax, relu2, laplace"),
+    (AttentionConfig, "attention.activation", "allowed are softmax, relu2, laplace"),
     (AttentionConfig, "attention.position", "allowed are none, simple, rotary, rope"),
     (AttentionConfig, "attention.dropout", PROBABILITY),
-    (TokenInput, "input.vocabulary", WHOLE.format(1)),
-    (TokenInput, "input.padding_index", WHOLE.format(0)),
-    *[(TokenInput, f"input.{name}", FLAG) for name in ("scaled", "norm")],
-    (ValueInput, "input.features", WHOLE.format(1)),
-    (ValueInput, "input.norm", FLAG),
-    (LanguageModelHead, "head.tied", FLAG),
-    (RegressionHead, "head.outputs", WHOLE.format(1)),
-    (PairHead, "head.combination", "allowed are concat, features"),
-    *[(head, "head.classes", WHOLE.format(1)) for head in (ClassifierHead, PairHead)],
+    (TokenInputConfig, "input.vocab_size", WHOLE.format(1)),
+    (TokenInputConfig, "input.pad_token_id", WHOLE.format(0)),
+    *[(TokenInputConfig, f"input.{name}", FLAG) for name in ("scaled", "norm")],
+    (ValueInputConfig, "input.features", WHOLE.format(1)),
+    (ValueInputConfig, "input.norm", FLAG),
+    (LanguageModelHeadConfig, "head.tie_embeddings", FLAG),
+    (RegressionHeadConfig, "head.outputs", WHOLE.format(1)),
+    (PairHeadConfig, "head.combination", "allowed are concat, features"),
+    *[(head, "head.num_classes", WHOLE.format(1)) for head in (ClassifierHeadConfig, PairHeadConfig)],
     *[
         (head, f"head.{name}", allowed)
-        for head in (ClassifierHead, RegressionHead, PairHead)
+        for head in (ClassifierHeadConfig, RegressionHeadConfig, PairHeadConfig)
         for name, allowed in {
             "pooling": "allowed are mean, last, first, none",
             "hidden": WHOLE.format(1),
@@ -107,10 +107,10 @@ def test_field_that_is_wrong(make: Callable[..., Any], name: str, value: Any, al
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation": "gelu"}, "mixer.activation: got 'gelu', but block 'linear' with finish 'skip' has none"),
+        ({"activation": "gelu"}, "mixer.activation: got 'gelu', but block 'linear' with output 'skip' has none"),
         (
-            {"activation": "none", "finish": "none"},
-            "mixer.activation: got 'none', but block 'linear' with finish 'none'",
+            {"activation": "none", "output": "none"},
+            "mixer.activation: got 'none', but block 'linear' with output 'none'",
         ),
         ({"block": "residual", "init": "series"}, "mixer.init: got 'series' with block 'residual', allowed is it with"),
     ],
@@ -120,7 +120,7 @@ def test_what_a_tcn_would_ignore(fields: dict[str, Any], message: str) -> None:
         TCNConfig(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"block": "chain"}, {"block": "residual"}, {"finish": "activation"}])
+@pytest.mark.parametrize("fields", [{"block": "chain"}, {"block": "residual"}, {"output": "activation"}])
 def test_what_a_tcn_uses(fields: dict[str, Any]) -> None:
     assert TCNConfig(activation="gelu", **fields).activation == "gelu"
 
@@ -138,16 +138,20 @@ def test_table_has_every_field() -> None:
     [
         (ModelConfig, {"mixer": 3}, "mixer: got 3, allowed are TCNConfig, EMAConfig, None"),
         (ModelConfig, {"attention": "full"}, "attention: got 'full', allowed are AttentionConfig, None"),
-        (ModelConfig, {"input": None}, "input: got None, allowed are TokenInput, ValueInput"),
-        (ModelConfig, {"head": None}, "head: got None, allowed are LanguageModelHead, ClassifierHead"),
+        (ModelConfig, {"input": None}, "input: got None, allowed are TokenInputConfig, ValueInputConfig"),
+        (ModelConfig, {"head": None}, "head: got None, allowed are LanguageModelHeadConfig, ClassifierHeadConfig"),
         (ModelConfig, {"attention": None}, "gated: got True without attention, allowed is False"),
-        (ModelConfig, {"input": ValueInput()}, "head: got LanguageModelHead on real-valued .*, allowed is TokenInput"),
-        (ModelConfig, {"causal": False}, "causal: got False with a LanguageModelHead, allowed is True"),
-        (PairHead, {"pooling": "none"}, r"head\.pooling: got 'none', allowed are mean, last, first"),
-        (AttentionConfig, {"key_width": 5, "position": "rope"}, r"attention\.key_width: got 5, allowed is an even"),
-        (AttentionConfig, {"key_width": 5, "position": "rotary"}, r"attention\.key_width: got 5, allowed is an even"),
-        (AttentionConfig, {"chunk": None}, r"attention\.max_length: got None, allowed is a whole number"),
-        (AttentionConfig, {"chunk": 9, "max_length": 8}, r"attention\.chunk: got 9, allowed is at most 8"),
+        (
+            ModelConfig,
+            {"input": ValueInputConfig()},
+            "head: got LanguageModelHeadConfig on real-valued .*, allowed is TokenInputConfig",
+        ),
+        (ModelConfig, {"causal": False}, "causal: got False with a LanguageModelHeadConfig, allowed is True"),
+        (PairHeadConfig, {"pooling": "none"}, r"head\.pooling: got 'none', allowed are mean, last, first"),
+        (AttentionConfig, {"d_key": 5, "position": "rope"}, r"attention\.d_key: got 5, allowed is an even"),
+        (AttentionConfig, {"d_key": 5, "position": "rotary"}, r"attention\.d_key: got 5, allowed is an even"),
+        (AttentionConfig, {"chunk_size": None}, r"attention\.max_length: got None, allowed is a whole number"),
+        (AttentionConfig, {"chunk_size": 9, "max_length": 8}, r"attention\.chunk_size: got 9, allowed is at most 8"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else getattr(value, "__name__", str(value).split(",")[0]),
 )
@@ -158,23 +162,25 @@ def test_fields_that_do_not_fit_together(make: Callable[..., Any], fields: dict[
 
 def test_hidden_layers_of_no_width() -> None:
     with pytest.raises(ConfigError, match=r"^head\.hidden_layers: got 2 without head\.hidden"):
-        RegressionHead(hidden_layers=2)
+        RegressionHeadConfig(hidden_layers=2)
 
 
 def test_padding_index_outside_the_vocabulary() -> None:
-    TokenInput(vocabulary=8, padding_index=7)
-    with pytest.raises(ConfigError, match=r"^input\.padding_index: got 8, allowed is below the vocabulary, 8"):
-        TokenInput(vocabulary=8, padding_index=8)
+    TokenInputConfig(vocab_size=8, pad_token_id=7)
+    with pytest.raises(ConfigError, match=r"^input\.pad_token_id: got 8, allowed is below the vocabulary, 8"):
+        TokenInputConfig(vocab_size=8, pad_token_id=8)
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
-    head = RegressionHead(outputs=np.int64(5), dropout=np.float32(0.5))  # type: ignore[arg-type]
+    head = RegressionHeadConfig(outputs=np.int64(5), dropout=np.float32(0.5))  # type: ignore[arg-type]
     assert type(head.outputs) is int
     assert type(head.dropout) is float
-    assert head == RegressionHead(outputs=5, dropout=0.5)
+    assert head == RegressionHeadConfig(outputs=5, dropout=0.5)
 
 
-@pytest.mark.parametrize("config", [ModelConfig, TCNConfig, EMAConfig, AttentionConfig, TokenInput, PairHead])
+@pytest.mark.parametrize(
+    "config", [ModelConfig, TCNConfig, EMAConfig, AttentionConfig, TokenInputConfig, PairHeadConfig]
+)
 def test_help_explains_every_field(config: type) -> None:
     for field in dataclasses.fields(config):
         assert f"\n    {field.name}: " in (config.__doc__ or ""), field.name

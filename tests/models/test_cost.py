@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tcnca
-from tcnca import ClassifierHead, EMAConfig, SequenceModel, TCNConfig
+from tcnca import ClassifierHeadConfig, EMAConfig, SequenceModel, TCNConfig
 from tests.examples import FAMILY, small_config
 
 LENGTH = 16
@@ -27,14 +27,14 @@ def test_tcn_models(family: str) -> None:
     attention = model.config.attention
     # Plain PyTorch computes the half of the scores that a causal mask then hides.
     hidden = 0.0
-    if attention is not None and attention.chunk is not None:
-        hidden = model.config.layers * (attention.chunk - (attention.chunk + 1) // 2)
-        hidden *= attention.key_width + attention.value_width
+    if attention is not None and attention.chunk_size is not None:
+        hidden = model.config.num_layers * (attention.chunk_size - (attention.chunk_size + 1) // 2)
+        hidden *= attention.d_key + attention.d_value
     assert model.macs_per_token(LENGTH) == pytest.approx(counted(model, LENGTH) - hidden)
 
 
 def test_bidirectional_attention_sees_whole_chunks() -> None:
-    config = small_config("tcnca", causal=False, head=ClassifierHead(classes=3, pooling="none"))
+    config = small_config("tcnca", causal=False, head=ClassifierHeadConfig(num_classes=3, pooling="none"))
     model = SequenceModel(config)
     assert model.macs_per_token(LENGTH) == pytest.approx(counted(model, LENGTH))
 
@@ -44,19 +44,19 @@ def test_full_attention_costs_more_with_the_length() -> None:
     attention = model.config.attention
     assert attention is not None
     more = model.macs_per_token(33) - model.macs_per_token(17)
-    assert more == model.config.layers * 8 * (attention.key_width + attention.value_width)
+    assert more == model.config.num_layers * 8 * (attention.d_key + attention.d_value)
 
 
 def test_an_ema_counts_as_its_recurrence() -> None:
     without = SequenceModel(small_config("ema-mlp", mixer=None)).macs_per_token(LENGTH)
     states = 2 * 8 * 3  # layers, channels, hidden states
     for truncation, products in ((None, 3), (LENGTH, 3), (5, 4)):
-        model = SequenceModel(small_config("ema-mlp", mixer=EMAConfig(hidden=3, truncation=truncation)))
+        model = SequenceModel(small_config("ema-mlp", mixer=EMAConfig(d_state=3, truncation=truncation)))
         assert model.macs_per_token(LENGTH) - without == products * states
 
 
 def test_a_summary_adds_up() -> None:
-    entry = tcnca.preset("mega-enwik8", chunk=None)
+    entry = tcnca.preset("mega-enwik8", chunk_size=None)
     summary = tcnca.models.summarize(entry)
     assert summary.receptive_field is None
     # 16 hidden states a channel, all keys and values, and two positions a layer.

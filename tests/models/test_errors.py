@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tcnca import (
-    ClassifierHead,
+    ClassifierHeadConfig,
     ConfigError,
     InputError,
-    PairHead,
+    PairHeadConfig,
     SequenceModel,
     StateError,
     TcncaError,
-    ValueInput,
+    ValueInputConfig,
     VocabularyError,
     build,
     generate,
@@ -35,11 +35,11 @@ def tokens(batch: int = BATCH, time: int = TIME) -> Tensor:
 
 
 def value_model(features: int) -> SequenceModel:
-    return small_model(small_config(head=ClassifierHead(), input=ValueInput(features=features)))
+    return small_model(small_config(head=ClassifierHeadConfig(), input=ValueInputConfig(features=features)))
 
 
 def pair_model() -> SequenceModel:
-    return small_model(small_config(head=PairHead(), causal=False))
+    return small_model(small_config(head=PairHeadConfig(), causal=False))
 
 
 @pytest.mark.parametrize("kind", [ConfigError, InputError, StateError, CheckpointError, VocabularyError])
@@ -202,33 +202,33 @@ def test_second_documents_of_another_number() -> None:
 
 
 def test_chunk_longer_than_the_simple_bias_reaches() -> None:
-    with pytest.raises(ConfigError, match=r"^attention\.chunk: got 5, allowed is at most 4, as far as the simple"):
-        small_config(chunk=5, max_length=4)
+    with pytest.raises(ConfigError, match=r"^attention\.chunk_size: got 5, allowed is at most 4, as far as the simple"):
+        small_config(chunk_size=5, max_length=4)
     with pytest.raises(ConfigError, match=r"^chunk: got 5, allowed is at most 4, as far as the simple"):
-        small_model().set_chunk(5)
+        small_model().set_chunk_size(5)
     q = torch.randn(1, 5, 2)
     with pytest.raises(InputError, match=r"^bias: got shape \[7\], allowed is \[2 · reach - 1\] with a reach of .* 5"):
-        chunked_attention(q, q, q, chunk=5, bias=torch.zeros(7))
+        chunked_attention(q, q, q, chunk_size=5, bias=torch.zeros(7))
 
 
 def test_refused_chunk_changes_nothing() -> None:
     model, x = small_model(), tokens()
     before, config = model(x).logits, model.config
     with pytest.raises(ConfigError):
-        model.set_chunk(5)
+        model.set_chunk_size(5)
     assert model.config == config
     assert torch.equal(model(x).logits, before)
 
 
-@pytest.mark.parametrize("chunk", [0, -1, 2.0])
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0])
 def test_chunk_that_is_no_size(chunk: Any) -> None:
     with pytest.raises(ConfigError, match=f"^chunk: got {chunk}, allowed is a whole number of at least 1"):
-        small_model().set_chunk(chunk)
+        small_model().set_chunk_size(chunk)
 
 
 def test_chunk_of_a_model_without_attention() -> None:
     with pytest.raises(InputError, match=r"^chunk: this model has no attention"):
-        small_model("tcn-mlp").set_chunk(4)
+        small_model("tcn-mlp").set_chunk_size(4)
 
 
 def test_sequence_longer_than_a_full_simple_bias_reaches() -> None:
@@ -272,19 +272,19 @@ def test_generation_checks_its_arguments_before_the_first_token() -> None:
 
 
 def test_generation_of_what_is_no_language_model() -> None:
-    with pytest.raises(InputError, match=r"^model: got a ClassifierHead, allowed is a language model"):
-        generate(small_model(small_config(head=ClassifierHead())), tokens(), 2)
+    with pytest.raises(InputError, match=r"^model: got a ClassifierHeadConfig, allowed is a language model"):
+        generate(small_model(small_config(head=ClassifierHeadConfig())), tokens(), 2)
 
 
-@pytest.mark.parametrize("vocabulary", [128, 256, 300, 50_000])
+@pytest.mark.parametrize("vocab_size", [128, 256, 300, 50_000])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str)
-def test_tokens_of_any_whole_type(dtype: torch.dtype, vocabulary: int) -> None:
+def test_tokens_of_any_whole_type(dtype: torch.dtype, vocab_size: int) -> None:
     x = torch.tensor([[97, 98, 99]])
-    model = small_model(vocabulary=vocabulary)
+    model = small_model(vocab_size=vocab_size)
     assert torch.equal(model(x.to(dtype)).logits, model(x).logits)
     assert torch.equal(model(x.to(dtype), lengths=[2]).logits, model(x, lengths=[2]).logits)
     with pytest.raises(VocabularyError, match=r"allowed are 0 to 98; got \[99\]"):
-        small_model(vocabulary=99)(x.to(dtype))
+        small_model(vocab_size=99)(x.to(dtype))
 
 
 def test_inputs_that_are_no_tensors() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from tcnca import ClassifierHead, ModelState, SequenceModel
+from tcnca import ClassifierHeadConfig, ModelState, SequenceModel
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
@@ -29,7 +29,7 @@ def _export(model: SequenceModel, x: Tensor, time: Any = None, **arguments: Any)
 @FAMILIES
 @torch.no_grad()
 def test_language_model(family: str) -> None:
-    model, x = small_model(family, layers=1), _tokens(10)
+    model, x = small_model(family, num_layers=1), _tokens(10)
     logits, state = _export(model, _tokens(10)).module()(x)
     expected = model(x)
     assert_close(logits, expected.logits)
@@ -41,7 +41,7 @@ def test_language_model(family: str) -> None:
 @FAMILIES
 @torch.no_grad()
 def test_bidirectional_classifier_with_lengths(family: str) -> None:
-    model = small_model(family, layers=1, causal=False, head=ClassifierHead(classes=3, hidden=4))
+    model = small_model(family, num_layers=1, causal=False, head=ClassifierHeadConfig(num_classes=3, hidden=4))
     x, lengths = _tokens(10), torch.tensor([4, 10])
     program = _export(model, _tokens(10), lengths=torch.tensor([10, 7]))
     assert_close(program.module()(x, lengths=lengths).logits, model(x, lengths=lengths).logits)
@@ -72,7 +72,7 @@ def test_one_step_of_full_attention() -> None:
 @pytest.mark.parametrize("return_state", [False, True], ids=["no-state", "state"])
 @torch.no_grad()
 def test_any_length(family: str, return_state: bool) -> None:
-    model = small_model(family, layers=1)
+    model = small_model(family, num_layers=1)
     run = _export(model, _tokens(20), Dim.DYNAMIC, return_state=return_state).module()
     # Whole chunks and not. With a state, fewer tokens than a dilation has steps take another way, that of a step.
     for time in (5, 8, 23, 60):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tcnca
-from tcnca import AttentionConfig, ClassifierHead, EMAConfig, TCNConfig, ValueInput
+from tcnca import AttentionConfig, ClassifierHeadConfig, EMAConfig, TCNConfig, ValueInputConfig
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
@@ -88,19 +88,19 @@ def test_compiles_whole(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mixer", [TCNConfig(kernel_size=5, dilation_factor=3, depth=3), EMAConfig(hidden=8)], ids=["tcn", "ema"]
+    "mixer", [TCNConfig(kernel_size=5, dilation_factor=3, depth=3), EMAConfig(d_state=8)], ids=["tcn", "ema"]
 )
 def test_autocast_stays_near_float32(mixer: TCNConfig | EMAConfig) -> None:
     torch.manual_seed(0)
     model = tcnca.build(
         tcnca.ModelConfig(
-            layers=2,
-            width=64,
-            feed_forward=128,
+            num_layers=2,
+            d_model=64,
+            d_ff=128,
             mixer=mixer,
-            attention=AttentionConfig(key_width=32, value_width=128, chunk=64),
-            input=ValueInput(features=4),
-            head=ClassifierHead(classes=5, pooling="none"),
+            attention=AttentionConfig(d_key=32, d_value=128, chunk_size=64),
+            input=ValueInputConfig(features=4),
+            head=ClassifierHeadConfig(num_classes=5, pooling="none"),
         )
     )
     model = model.cuda().eval()

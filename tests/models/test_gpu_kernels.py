@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tcnca
-from tcnca import AttentionConfig, ModelConfig, SequenceModel, TCNConfig, TokenInput
+from tcnca import AttentionConfig, ModelConfig, SequenceModel, TCNConfig, TokenInputConfig
 from tcnca.layers import TCN
 from tests.comparison import TOLERANCE, assert_close
 
@@ -20,13 +20,13 @@ MIXER = TCNConfig(kernel_size=17, dilation_factor=4, depth=3)
 def _model(gated: bool) -> SequenceModel:
     torch.manual_seed(0)
     config = ModelConfig(
-        layers=2,
-        width=64,
-        feed_forward=128,
+        num_layers=2,
+        d_model=64,
+        d_ff=128,
         mixer=MIXER,
-        attention=AttentionConfig(key_width=32, value_width=128, chunk=64),
+        attention=AttentionConfig(d_key=32, d_value=128, chunk_size=64),
         gated=gated,
-        input=TokenInput(vocabulary=VOCABULARY),
+        input=TokenInputConfig(vocab_size=VOCABULARY),
     )
     return tcnca.build(config).cuda()
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca import (
-    ClassifierHead,
+    ClassifierHeadConfig,
     InputError,
-    LanguageModelHead,
-    PairHead,
-    RegressionHead,
+    LanguageModelHeadConfig,
+    PairHeadConfig,
+    RegressionHeadConfig,
     SequenceModel,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tests.comparison import assert_close
 from tests.examples import VOCABULARY, small_config, small_model
@@ -33,8 +33,8 @@ def _tokens(batch: int = 3, time: int = 7) -> Tensor:
 
 def _features(model: SequenceModel, x: Tensor, **described: Any) -> Tensor:
     """What reaches the head, seen through a head that is the identity."""
-    width = model.config.width
-    reader = SequenceModel(model.config.override(head=RegressionHead(outputs=width, pooling="none")))
+    width = model.config.d_model
+    reader = SequenceModel(model.config.override(head=RegressionHeadConfig(outputs=width, pooling="none")))
     body = {name: value for name, value in model.state_dict().items() if not name.startswith("head.")}
     identity = {"head.output.weight": torch.eye(width), "head.output.bias": torch.zeros(width)}
     reader.double().eval().load_state_dict(body | identity)
@@ -60,7 +60,7 @@ def _through(model: SequenceModel, pooled: Tensor, activation: str = "gelu") -> 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "lengths"])
 def test_pooling_is_over_real_tokens(pooling: str, causal: bool, padded: bool) -> None:
-    head = ClassifierHead(classes=4, pooling=pooling, hidden=5, hidden_layers=2)  # type: ignore[arg-type]
+    head = ClassifierHeadConfig(num_classes=4, pooling=pooling, hidden=5, hidden_layers=2)  # type: ignore[arg-type]
     model, x = small_model("tcnca", causal=causal, head=head), _tokens()
     lengths = LENGTHS if padded else torch.full((3,), 7)
     described = {"lengths": LENGTHS} if padded else {}
@@ -70,17 +70,17 @@ def test_pooling_is_over_real_tokens(pooling: str, causal: bool, padded: bool) -
 
 @POOLINGS
 def test_pooling_after_left_padding_finds_the_real_tokens(pooling: str) -> None:
-    model = small_model("mega", causal=False, head=ClassifierHead(pooling=pooling))  # type: ignore[arg-type]
+    model = small_model("mega", causal=False, head=ClassifierHeadConfig(pooling=pooling))  # type: ignore[arg-type]
     x = _tokens()
     mask = torch.arange(7) >= 7 - LENGTHS.unsqueeze(1)
     for row in range(3):
         alone = model(x[row : row + 1, mask[row]]).logits
-        assert_close(model(x, mask=mask).logits[row : row + 1], alone)
+        assert_close(model(x, attention_mask=mask).logits[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
 def test_regression_head_without_pooling_gives_values_at_every_time(activation: str) -> None:
-    head = RegressionHead(outputs=2, pooling="none", hidden=5, activation=activation)  # type: ignore[arg-type]
+    head = RegressionHeadConfig(outputs=2, pooling="none", hidden=5, activation=activation)  # type: ignore[arg-type]
     model, x = small_model("tcnca", head=head), _tokens()
     values = model(x).logits.detach()
     assert values.shape == (3, 7, 2)
@@ -88,12 +88,12 @@ def test_regression_head_without_pooling_gives_values_at_every_time(activation: 
 
 
 def test_regression_has_a_bias_and_classifiers_have_none() -> None:
-    assert "head.output.bias" in small_model(head=RegressionHead()).state_dict()
-    assert "head.output.bias" not in small_model(head=ClassifierHead()).state_dict()
+    assert "head.output.bias" in small_model(head=RegressionHeadConfig()).state_dict()
+    assert "head.output.bias" not in small_model(head=ClassifierHeadConfig()).state_dict()
 
 
 def _pair(combination: str = "concat", **fields: Any) -> SequenceModel:
-    return small_model("tcnca", causal=False, head=PairHead(classes=3, combination=combination, **fields))  # type: ignore[arg-type]
+    return small_model("tcnca", causal=False, head=PairHeadConfig(num_classes=3, combination=combination, **fields))  # type: ignore[arg-type]
 
 
 @POOLINGS
@@ -136,7 +136,7 @@ def test_one_encoder_reads_both_documents() -> None:
 
 
 def test_a_causal_pair_model_reads_whole_documents() -> None:
-    model = small_model("mega", head=PairHead(pooling="last"))
+    model = small_model("mega", head=PairHeadConfig(pooling="last"))
     assert not model.streams
     assert model(_tokens(), _tokens()).state is None
 
@@ -148,9 +148,9 @@ def test_pair_head_asks_for_two_documents_and_others_for_one() -> None:
         small_model()(_tokens(), _tokens())
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tie_embeddings", "untied"])
 def test_language_model_head_reads_with_the_embedding_or_a_matrix_of_its_own(tied: bool) -> None:
-    model, x = small_model("tcnca", head=LanguageModelHead(tied=tied)), _tokens()
+    model, x = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=tied)), _tokens()
     own = dict(model.named_parameters()).get("head.weight")
     assert (own is None) == tied
     matrix = model.embedding.weight if own is None else own
@@ -158,8 +158,10 @@ def test_language_model_head_reads_with_the_embedding_or_a_matrix_of_its_own(tie
 
 
 def test_tied_matrix_is_counted_once_and_gets_both_gradients() -> None:
-    tied, untied = (small_model("tcnca", head=LanguageModelHead(tied=choice)) for choice in (True, False))
-    size = VOCABULARY * tied.config.width
+    tied, untied = (
+        small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=choice)) for choice in (True, False)
+    )
+    size = VOCABULARY * tied.config.d_model
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == size
     with torch.no_grad():
         untied.load_state_dict({**tied.state_dict(), "head.weight": tied.embedding.weight})
@@ -188,20 +190,22 @@ def test_post_norm_models_have_no_last_norm() -> None:
 
 
 def test_embeddings_are_scaled_by_the_root_of_the_width() -> None:
-    plain = small_model("tcnca", head=LanguageModelHead(tied=False))
+    plain = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=False))
     scaled = small_model(
-        "tcnca", head=LanguageModelHead(tied=False), input=TokenInput(vocabulary=VOCABULARY, scaled=True)
+        "tcnca",
+        head=LanguageModelHeadConfig(tie_embeddings=False),
+        input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True),
     )
     scaled.load_state_dict(plain.state_dict())
     with torch.no_grad():
-        scaled.embedding.weight.div_(plain.config.width**0.5)
+        scaled.embedding.weight.div_(plain.config.d_model**0.5)
     x = _tokens()
     assert_close(scaled(x).logits.detach(), plain(x).logits.detach())
 
 
 @pytest.mark.parametrize("features", [1, 3])
 def test_real_values_enter_as_a_vector_a_feature_plus_a_bias(features: int) -> None:
-    model = small_model("tcnca", input=ValueInput(features=features), head=RegressionHead())
+    model = small_model("tcnca", input=ValueInputConfig(features=features), head=RegressionHeadConfig())
     embedding: Any = model.embedding
     x = torch.randn(2, 5, features, dtype=torch.float64)
     expected = embedding.bias + sum(x[..., i : i + 1] * embedding.weight[i] for i in range(features))
@@ -211,7 +215,7 @@ def test_real_values_enter_as_a_vector_a_feature_plus_a_bias(features: int) -> N
 
 
 def test_dropout_of_a_head_is_for_training() -> None:
-    model, x = small_model("tcnca", head=ClassifierHead(hidden=50, dropout=0.5)), _tokens()
+    model, x = small_model("tcnca", head=ClassifierHeadConfig(hidden=50, dropout=0.5)), _tokens()
     with torch.no_grad():
         assert torch.equal(model(x).logits, model(x).logits)
         model.head.train()
@@ -221,16 +225,21 @@ def test_dropout_of_a_head_is_for_training() -> None:
 def test_head_of_a_configuration_alone_decides_the_outputs() -> None:
     shapes = {
         "language model": (small_config("tcnca"), (3, 7, VOCABULARY)),
-        "classifier": (small_config("tcnca", head=ClassifierHead(classes=4)), (3, 4)),
-        "classifier of every token": (small_config("tcnca", head=ClassifierHead(classes=4, pooling="none")), (3, 7, 4)),
-        "regression": (small_config("tcnca", head=RegressionHead(outputs=2)), (3, 2)),
+        "classifier": (small_config("tcnca", head=ClassifierHeadConfig(num_classes=4)), (3, 4)),
+        "classifier of every token": (
+            small_config("tcnca", head=ClassifierHeadConfig(num_classes=4, pooling="none")),
+            (3, 7, 4),
+        ),
+        "regression": (small_config("tcnca", head=RegressionHeadConfig(outputs=2)), (3, 2)),
     }
     for name, (config, shape) in shapes.items():
         assert small_model(config)(_tokens()).logits.shape == shape, name
 
 
-@pytest.mark.parametrize("head", [RegressionHead(outputs=2, pooling="none"), ClassifierHead(classes=2, pooling="none")])
-def test_answers_at_every_time_are_zero_in_the_padding(head: RegressionHead | ClassifierHead) -> None:
+@pytest.mark.parametrize(
+    "head", [RegressionHeadConfig(outputs=2, pooling="none"), ClassifierHeadConfig(num_classes=2, pooling="none")]
+)
+def test_answers_at_every_time_are_zero_in_the_padding(head: RegressionHeadConfig | ClassifierHeadConfig) -> None:
     model = small_model(head=head)
     tokens = torch.randint(VOCABULARY, (2, 6))
     logits = model(tokens, lengths=[6, 3]).logits

@@ -9,26 +9,26 @@ import torch
 
 from tcnca import (
     AttentionConfig,
-    ClassifierHead,
+    ClassifierHeadConfig,
     EMAConfig,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    RegressionHead,
+    RegressionHeadConfig,
     SequenceModel,
     TCNConfig,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tcnca.ops import ACTIVATIONS
 from tests.examples import FAMILY, small_config
 
 WIDE = ModelConfig(
-    layers=1,
-    width=256,
-    feed_forward=300,
-    attention=AttentionConfig(key_width=64, value_width=200, chunk=128),
-    input=TokenInput(vocabulary=500, padding_index=3),
-    head=LanguageModelHead(tied=False),
+    num_layers=1,
+    d_model=256,
+    d_ff=300,
+    attention=AttentionConfig(d_key=64, d_value=200, chunk_size=128),
+    input=TokenInputConfig(vocab_size=500, pad_token_id=3),
+    head=LanguageModelHeadConfig(tie_embeddings=False),
 )
 
 
@@ -53,13 +53,15 @@ def test_matrices_start_at_their_deviations() -> None:
 
 @pytest.mark.parametrize("features", [1, 4])
 def test_real_valued_inputs_start_at_their_deviations(features: int) -> None:
-    model = SequenceModel(WIDE.override(width=4096, input=ValueInput(features=features), head=RegressionHead()))
+    model = SequenceModel(
+        WIDE.override(d_model=4096, input=ValueInputConfig(features=features), head=RegressionHeadConfig())
+    )
     assert deviation(model, "embedding.weight") == pytest.approx(features**-0.5, rel=0.05)
     assert deviation(model, "embedding.bias") == pytest.approx(0.1, rel=0.05)
 
 
 def test_heads_start_as_xavier_has_it() -> None:
-    model = SequenceModel(WIDE.override(head=ClassifierHead(classes=300, hidden=400)))
+    model = SequenceModel(WIDE.override(head=ClassifierHeadConfig(num_classes=300, hidden=400)))
     for name, inputs, outputs in (("head.hidden.0.weight", 256, 400), ("head.output.weight", 400, 300)):
         weight = model.get_parameter(name)
         bound = (6 / (inputs + outputs)) ** 0.5
@@ -73,10 +75,10 @@ CONFIGS = {
         mixer=TCNConfig(kernel_size=3, dilation_factor=2, depth=2, bias=True, norm="batch"),
         norm="batch",
         position="rotary",
-        input=ValueInput(features=2, norm=True),
-        head=ClassifierHead(classes=3, hidden=4),
+        input=ValueInputConfig(features=2, norm=True),
+        head=ClassifierHeadConfig(num_classes=3, hidden=4),
     ),
-    "scale": small_config("ema-mlp", norm="scale", mixer=EMAConfig(hidden=2)),
+    "scale": small_config("ema-mlp", norm="scale", mixer=EMAConfig(d_state=2)),
 }
 
 

@@ -10,13 +10,13 @@ import torch
 
 from tcnca import (
     AttentionConfig,
-    ClassifierHead,
+    ClassifierHeadConfig,
     EMAConfig,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    TokenInput,
-    ValueInput,
+    PairHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
     load_mega_checkpoint,
 )
 from tests.comparison import assert_close
@@ -60,20 +60,20 @@ ANY_CLASSIFIER: dict[str, Any] = {
 }
 
 
-def write_zeros(path: Path, given: dict[str, Any], full: dict[str, Any], vocabulary: int | None) -> Path:
+def write_zeros(path: Path, given: dict[str, Any], full: dict[str, Any], vocab_size: int | None) -> Path:
     """A checkpoint with the arguments `given`, and zeros for the weights of a model with the arguments `full`.
 
     The zeros share one number, so that a large model makes a small file.
     """
     weights = {
         name: torch.zeros((), dtype=torch.long if name.endswith("tracked") else None).expand(tuple(shape))
-        for name, shape in weight_shapes(full, vocabulary).items()
+        for name, shape in weight_shapes(full, vocab_size).items()
     }
     return write(path, given, weights)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers", "width", "hidden", "keys", "dropouts"),
+    ("architecture", "num_layers", "d_model", "hidden", "keys", "dropouts"),
     [
         ("mega_lm", 6, 512, 1664, 128, (0.1, 0.0, 0.0)),
         (None, 6, 512, 1664, 128, (0.1, 0.0, 0.0)),
@@ -85,27 +85,33 @@ def write_zeros(path: Path, given: dict[str, Any], full: dict[str, Any], vocabul
 def test_language_models(
     tmp_path: Path,
     architecture: str | None,
-    layers: int,
-    width: int,
+    num_layers: int,
+    d_model: int,
     hidden: int,
     keys: int,
     dropouts: tuple[float, float, float],
 ) -> None:
-    sizes = {"layers": layers, "embed_dim": width, "hidden_dim": hidden, "ffn_embed_dim": hidden, "z_dim": keys}
+    sizes = {
+        "num_layers": num_layers,
+        "embed_dim": d_model,
+        "hidden_dim": hidden,
+        "ffn_embed_dim": hidden,
+        "z_dim": keys,
+    }
     full = {**ANY_LANGUAGE_MODEL, **{f"decoder_{name}": value for name, value in sizes.items()}}
     given = {} if architecture is None else {"arch": architecture}
     model = load_mega_checkpoint(write_zeros(tmp_path / "lm.pt", given, full, 40))
     dropout, attention_dropout, value_dropout = dropouts
     assert model.config == ModelConfig(
-        layers=layers,
-        width=width,
-        feed_forward=hidden,
-        mixer=EMAConfig(hidden=16, truncation=2048),
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=hidden,
+        mixer=EMAConfig(d_state=16, truncation=2048),
         attention=AttentionConfig(
-            key_width=keys, value_width=hidden, chunk=None, max_length=1024, dropout=attention_dropout
+            d_key=keys, d_value=hidden, chunk_size=None, max_length=1024, dropout=attention_dropout
         ),
-        input=TokenInput(vocabulary=40, scaled=True, padding_index=1),
-        head=LanguageModelHead(tied=False),
+        input=TokenInputConfig(vocab_size=40, scale_embeddings=True, pad_token_id=1),
+        head=LanguageModelHeadConfig(tie_embeddings=False),
         prenorm=False,
         dropout=dropout,
         value_dropout=value_dropout,
@@ -113,7 +119,7 @@ def test_language_models(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers", "width", "keys", "classes", "norm", "length", "truncation"),
+    ("architecture", "num_layers", "d_model", "keys", "classes", "norm", "length", "truncation"),
     [
         ("mega_lra_listop", 6, 80, 64, 10, "scalenorm", 2002, 1024),
         ("mega_lra_imdb", 4, 128, 64, 2, "scalenorm", 4002, 1024),
@@ -130,10 +136,10 @@ def test_language_models(
 def test_long_range_arena(
     tmp_path: Path,
     architecture: str,
-    layers: int,
-    width: int,
+    num_layers: int,
+    d_model: int,
     keys: int,
-    classes: int,
+    num_classes: int,
     norm: str,
     length: int,
     truncation: int,
@@ -142,39 +148,39 @@ def test_long_range_arena(
     chunk = None if text else length
     full = {
         **ANY_CLASSIFIER,
-        "encoder_layers": layers,
-        "encoder_embed_dim": width,
-        "encoder_hidden_dim": 2 * width,
-        "encoder_ffn_embed_dim": 2 * width,
+        "encoder_layers": num_layers,
+        "encoder_embed_dim": d_model,
+        "encoder_hidden_dim": 2 * d_model,
+        "encoder_ffn_embed_dim": 2 * d_model,
         "z_dim": keys,
         "chunk_size": chunk or -1,
         "max_positions": length,
         "norm_type": norm,
         "encoder_normalize_before": False,
-        "classifier_in_dim": 2 * width if pair else width,
-        "classifier_out_dim": 2 * width,
-        "sentence_class_num": classes,
+        "classifier_in_dim": 2 * d_model if pair else d_model,
+        "classifier_out_dim": 2 * d_model,
+        "sentence_class_num": num_classes,
     }
     given = {"arch": architecture, "input_type": "text" if text else "image"}
     model = load_mega_checkpoint(write_zeros(tmp_path / "lra.pt", given, full, 30 if text else None))
-    head: dict[str, Any] = {"classes": classes, "hidden": 2 * width, "dropout": 0.1}
+    head: dict[str, Any] = {"classes": num_classes, "hidden": 2 * d_model, "dropout": 0.1}
     ours = {"layernorm": "layer", "scalenorm": "scale", "rmsnorm": "rms", "batchnorm": "batch"}
     assert model.config == ModelConfig(
-        layers=layers,
-        width=width,
-        feed_forward=2 * width,
-        mixer=EMAConfig(hidden=16, truncation=truncation),
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=2 * d_model,
+        mixer=EMAConfig(d_state=16, truncation=truncation),
         attention=AttentionConfig(
-            key_width=keys,
-            value_width=2 * width,
-            chunk=chunk,
-            function="relu2",
+            d_key=keys,
+            d_value=2 * d_model,
+            chunk_size=chunk,
+            activation="relu2",
             max_length=length if text else None,
             dropout=0.1,
         ),
         causal=False,
-        input=TokenInput(vocabulary=30, padding_index=1) if text else ValueInput(),
-        head=PairHead(**head) if pair else ClassifierHead(**head),
+        input=TokenInputConfig(vocab_size=30, pad_token_id=1) if text else ValueInputConfig(),
+        head=PairHeadConfig(**head) if pair else ClassifierHeadConfig(**head),
         norm=ours[norm],  # type: ignore[arg-type]
         prenorm=False,
         dropout=0.1,
@@ -182,7 +188,7 @@ def test_long_range_arena(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "width", "keys"),
+    ("architecture", "d_model", "keys"),
     [("sc_raw", 60, 30), ("mega_sc_raw", 60, 30), ("mega_sc_raw_base", 60, 30), ("mega_sc_raw_big", 72, 36)],
 )
 def test_speech_commands(tmp_path: Path, architecture: str, width: int, keys: int) -> None:
@@ -202,14 +208,14 @@ def test_speech_commands(tmp_path: Path, architecture: str, width: int, keys: in
     }
     model = load_mega_checkpoint(write_zeros(tmp_path / "sc.pt", {"arch": architecture}, full, None))
     assert model.config == ModelConfig(
-        layers=6,
-        width=width,
-        feed_forward=2 * width,
-        mixer=EMAConfig(hidden=16, truncation=1000),
-        attention=AttentionConfig(key_width=keys, value_width=2 * width, chunk=1000, function="laplace"),
+        num_layers=6,
+        d_model=width,
+        d_ff=2 * width,
+        mixer=EMAConfig(d_state=16, truncation=1000),
+        attention=AttentionConfig(d_key=keys, d_value=2 * width, chunk_size=1000, activation="laplace"),
         causal=False,
-        input=ValueInput(),
-        head=ClassifierHead(classes=10, hidden=2 * width),
+        input=ValueInputConfig(),
+        head=ClassifierHeadConfig(num_classes=10, hidden=2 * width),
         norm="batch",
         prenorm=True,
     )

@@ -154,9 +154,9 @@ def test_classifier_of_no_known_architecture_is_taken_for_one_of_transformers(tm
     [
         (LM, "decoder_layers", 0, "layers"),
         (LM, "decoder_embed_dim", "wide", "width"),
-        (LM, "decoder_n_dim", -1, "mixer.hidden"),
+        (LM, "decoder_n_dim", -1, "mixer.d_state"),
         (LM, "dropout", 2.0, "dropout"),
-        (LM, "decoder_ffn_embed_dim", "wide", "feed_forward"),
+        (LM, "decoder_ffn_embed_dim", "wide", "d_ff"),
         (LM, "truncation_length", "long", "mixer.truncation"),
         (LRA, "encoder_embed_dim", None, "width"),
         (LRA, "classifier_layers", None, "head.hidden_layers"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import ClassifierHead, ModelConfig, RegressionHead, ValueInput
+from tcnca import ClassifierHeadConfig, ModelConfig, RegressionHeadConfig, ValueInputConfig
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_config, small_model
 from tests.models.gradients import assert_gradients_close, gradients
@@ -23,14 +23,16 @@ PACKINGS = {
     "single-tokens": [1] * 9,
     "whole-chunks": [4, 8, 4],
 }
-EVERY = RegressionHead(outputs=2, pooling="none")
+EVERY = RegressionHeadConfig(outputs=2, pooling="none")
 CASES: dict[str, ModelConfig] = {family: small_config(family) for family in FAMILY}
 CASES |= {f"{family}-bidirectional": small_config(family, causal=False, head=EVERY) for family in FAMILY}
 CASES |= {f"tcnca-{position}": small_config("tcnca", position=position) for position in ("none", "rotary", "rope")}
-CASES["mega-laplace-truncated"] = small_config("mega", function="laplace", truncation=3)
+CASES["mega-laplace-truncated"] = small_config("mega", activation="laplace", truncation=3)
 CASES["tcnca-simple-batch"] = small_config("tcnca-simple", norm="batch")
 POOLED = {
-    f"{family}-{pooling}": small_config(family, causal=causal, head=ClassifierHead(classes=3, pooling=pooling))
+    f"{family}-{pooling}": small_config(
+        family, causal=causal, head=ClassifierHeadConfig(num_classes=3, pooling=pooling)
+    )
     for family, causal in (("tcnca", True), ("mega", False))
     for pooling in ("mean", "last", "first")
 }
@@ -113,7 +115,7 @@ def test_a_change_in_one_document_moves_nothing_in_the_others(name: str, changed
 
 @pytest.mark.parametrize("name", ["tcnca", "mega", "tcn-mlp"])
 def test_no_gradient_crosses_from_one_document_to_another(name: str) -> None:
-    model = small_model(name, input=ValueInput(), head=EVERY, causal=False)
+    model = small_model(name, input=ValueInputConfig(), head=EVERY, causal=False)
     lengths = PACKINGS["several"]
     x, starts = torch.randn(1, sum(lengths), dtype=torch.float64, requires_grad=True), _starts(lengths)
     logits = model(x, cu_seqlens=starts).logits
@@ -146,7 +148,7 @@ def test_state_has_a_row_a_document_and_goes_on(family: str) -> None:
 @pytest.mark.parametrize("features", [1, 3])
 @torch.no_grad()
 def test_real_values_can_be_packed(features: int) -> None:
-    model = small_model("mega", input=ValueInput(features=features), head=EVERY)
+    model = small_model("mega", input=ValueInputConfig(features=features), head=EVERY)
     lengths = PACKINGS["empty-ones"]
     shape = (1, sum(lengths)) if features == 1 else (1, sum(lengths), features)
     x = torch.randn(shape, dtype=torch.float64)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tcnca import (
-    ClassifierHead,
+    ClassifierHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
+    PairHeadConfig,
+    RegressionHeadConfig,
     SequenceModel,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tcnca.layers import NORM_KINDS
 from tests.comparison import assert_close
@@ -26,7 +26,7 @@ TIME = 14
 LENGTHS = (14, 5, 1, 9, 0)
 PADDINGS = ("right", "left", "holes")
 
-EVERY = ClassifierHead(classes=3, pooling="none", hidden=5)
+EVERY = ClassifierHeadConfig(num_classes=3, pooling="none", hidden=5)
 CASES: dict[str, ModelConfig] = {family: small_config(family) for family in FAMILY}
 CASES |= {f"{family}-bidirectional": small_config(family, causal=False, head=EVERY) for family in FAMILY}
 for _causal in (True, False):
@@ -36,8 +36,8 @@ for _causal in (True, False):
     for _function in ("relu2", "laplace"):
         CASES[f"{_way}-{_function}"] = small_config("mega", causal=_causal, head=EVERY, function=_function)
         CASES[f"{_way}-full-{_function}"] = small_config("mega-full", causal=_causal, head=EVERY, function=_function)
-    for _method in ("scan", "steps"):
-        CASES[f"{_way}-{_method}"] = small_config("mega", causal=_causal, head=EVERY, method=_method, truncation=6)
+    for _method in ("scan", "recurrent"):
+        CASES[f"{_way}-{_method}"] = small_config("mega", causal=_causal, head=EVERY, backend=_method, truncation=6)
     for _norm in NORM_KINDS:
         # Not with a linear mixer: the norm after it would leave nothing of the scale of the norm before, whose gradient
         # would be all rounding.
@@ -89,7 +89,7 @@ def test_each_token_and_every_gradient_as_if_alone(name: str, padding: str) -> N
 @pytest.mark.parametrize("pooling", ["mean", "last", "first"])
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_pooled_features_are_those_of_real_tokens(family: str, causal: bool, pooling: str, padding: str) -> None:
-    head = ClassifierHead(classes=3, pooling=pooling, hidden=5)  # type: ignore[arg-type]
+    head = ClassifierHeadConfig(num_classes=3, pooling=pooling, hidden=5)  # type: ignore[arg-type]
     model, mask = small_model(family, causal=causal, head=head), _mask(padding)
     x = torch.randint(VOCABULARY, mask.shape)
     logits = model(x, **_described(mask, padding)).logits
@@ -113,7 +113,7 @@ def test_logits_of_a_language_model_are_zero_in_the_padding(family: str, padding
 @pytest.mark.parametrize("features", [1, 3])
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_nan_in_the_padding_does_not_leak(family: str, causal: bool, features: int, padding: str) -> None:
-    head, inputs = RegressionHead(outputs=2, pooling="none"), ValueInput(features=features, norm=True)
+    head, inputs = RegressionHeadConfig(outputs=2, pooling="none"), ValueInputConfig(features=features, norm=True)
     model, mask = small_model(family, causal=causal, head=head, input=inputs), _mask(padding)
     shape = (*mask.shape, features) if features > 1 else mask.shape
     clean = torch.randn(shape, dtype=torch.float64)
@@ -182,7 +182,7 @@ def test_padding_does_not_use_up_the_reach_of_full_attention() -> None:
         mask = torch.zeros(1, 25, dtype=torch.bool)
         mask[0, 3] = True
         real.append(start + 3)
-        state = model(x[:, start : start + 25], mask=mask, state=state).state
+        state = model(x[:, start : start + 25], attention_mask=mask, state=state).state
     logits = model(x[:, :1], state=state).logits
     assert_close(logits[:, 0], model(x[:, [*real, 0]]).logits[:, -1])
 
@@ -191,19 +191,19 @@ def test_padding_does_not_use_up_the_reach_of_full_attention() -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @torch.no_grad()
 def test_padding_index_means_a_mask(family: str, causal: bool) -> None:
-    inputs = TokenInput(vocabulary=VOCABULARY, padding_index=3)
+    inputs = TokenInputConfig(vocab_size=VOCABULARY, pad_token_id=3)
     model = small_model(family, causal=causal, head=EVERY, input=inputs)
     x = torch.randint(VOCABULARY, (3, TIME))
     x[1, :4] = 3
-    assert_close(model(x).logits, model(x, mask=x != 3).logits)
+    assert_close(model(x).logits, model(x, attention_mask=x != 3).logits)
     # Where padding is described otherwise the symbol is a token like all others.
     everything = torch.ones_like(x, dtype=torch.bool)
-    assert_close(model(x, lengths=[TIME] * 3).logits, model(x, mask=everything).logits)
-    assert float((model(x).logits - model(x, mask=everything).logits).abs().max()) > 1e-3
+    assert_close(model(x, lengths=[TIME] * 3).logits, model(x, attention_mask=everything).logits)
+    assert float((model(x).logits - model(x, attention_mask=everything).logits).abs().max()) > 1e-3
 
 
 def test_embedding_of_the_padding_index_starts_at_zero() -> None:
-    weight = SequenceModel(small_config(input=TokenInput(vocabulary=VOCABULARY, padding_index=3))).embedding.weight
+    weight = SequenceModel(small_config(input=TokenInputConfig(vocab_size=VOCABULARY, pad_token_id=3))).embedding.weight
     assert not weight[3].any()
     assert bool(weight[:3].any(-1).all())
 
@@ -237,7 +237,7 @@ def test_batch_statistics_of_training_are_those_of_real_tokens(norm: str, causal
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("combination", ["concat", "features"])
 def test_pairs_are_padded_each_on_its_own(padding: str, combination: str) -> None:
-    model = small_model("tcnca", causal=False, head=PairHead(combination=combination))  # type: ignore[arg-type]
+    model = small_model("tcnca", causal=False, head=PairHeadConfig(combination=combination))  # type: ignore[arg-type]
     mask, mask2 = _mask(padding), _mask(padding).roll(1, 0)
     x, second = (torch.randint(VOCABULARY, mask.shape) for _ in range(2))
     described = _described(mask, padding)
@@ -260,4 +260,4 @@ def test_lengths_may_be_any_whole_numbers(kind: str) -> None:
 def test_mask_may_be_truths_or_ones_and_zeros(dtype: torch.dtype) -> None:
     model, x = small_model("mega"), torch.randint(VOCABULARY, (1, 6))
     mask = torch.tensor([[0, 1, 1, 0, 1, 1]]).to(dtype)
-    assert_close(model(x, mask=mask).logits[:, [1, 2, 4, 5]], model(x[:, [1, 2, 4, 5]]).logits)
+    assert_close(model(x, attention_mask=mask).logits[:, [1, 2, 4, 5]], model(x[:, [1, 2, 4, 5]]).logits)

@@ -9,16 +9,16 @@ import torch
 
 from tcnca import (
     AttentionConfig,
-    ClassifierHead,
+    ClassifierHeadConfig,
     ConfigError,
     EMAConfig,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
+    PairHeadConfig,
     SequenceModel,
     TCNConfig,
-    TokenInput,
-    ValueInput,
+    TokenInputConfig,
+    ValueInputConfig,
     build,
     preset,
     presets,
@@ -28,8 +28,8 @@ from tcnca import (
 class Row(NamedTuple):
     """A line of the published table, and what its caption says about all tasks or some."""
 
-    layers: int
-    width: int
+    num_layers: int
+    d_model: int
     hidden: int
     keys: int
     function: str
@@ -40,13 +40,13 @@ class Row(NamedTuple):
     rate: float
     dropout: float
     decay: float
-    updates: int
-    warmup: int
-    chunk: int = 128
+    max_steps: int
+    warmup_steps: int
+    chunk_size: int = 128
     truncation: int | None = 1024
     position: str = "simple"
     power: int = 1
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
 
 
 TABLE = {
@@ -57,17 +57,17 @@ TABLE = {
     "pathfinder": Row(6, 128, 256, 64, "laplace", "batch", True, 1024, 128, 0.01, 0.0, 0.01, 250_000, 50_000),
     "pathx": Row(
         *(4, 64, 128, 32, "laplace", "sync_batch", True, 16_384, 128, 0.01, 0.0, 0.01, 125_000, 25_000),
-        chunk=4096,
+        chunk_size=4096,
         truncation=4096,
         power=2,
     ),
     "enwik8": Row(
         *(12, 512, 1024, 128, "softmax", "layer", True, 8192, 65_536, 0.005, 0.1, 0.1, 400_000, 24_000),
-        chunk=2048,
+        chunk_size=2048,
         # 8192 in the published command: as long as the longest run, so it never cuts anything off.
         truncation=None,
         position="rotary",
-        clip=0.25,
+        max_grad_norm=0.25,
     ),
 }
 RECALL_LENGTHS = (64, 1024, 4096, 8192)
@@ -80,13 +80,13 @@ each_model = pytest.mark.parametrize("family", ["tcnca", "mega"])
 @each_model
 def test_structure_is_the_tables(family: str, task: str) -> None:
     row, model = TABLE[task], preset(f"{family}-{task}").model
-    assert (model.layers, model.width, model.feed_forward) == (row.layers, row.width, row.hidden)
+    assert (model.num_layers, model.d_model, model.d_ff) == (row.num_layers, row.d_model, row.hidden)
     assert (model.norm, model.prenorm, model.dropout) == (row.norm, row.prenorm, row.dropout)
     assert model.attention == AttentionConfig(
-        key_width=row.keys,
-        value_width=row.hidden,
-        chunk=row.chunk,
-        function=row.function,  # type: ignore[arg-type]
+        d_key=row.keys,
+        d_value=row.hidden,
+        chunk_size=row.chunk_size,
+        activation=row.function,  # type: ignore[arg-type]
         position=row.position,  # type: ignore[arg-type]
     )
     assert model.gated
@@ -98,23 +98,23 @@ def test_structure_is_the_tables(family: str, task: str) -> None:
 @each_model
 def test_optimization_is_the_tables(family: str, task: str) -> None:
     row, got = TABLE[task], preset(f"{family}-{task}").optimization
-    assert (got.batch, got.learning_rate, got.warmup, got.warmup_power) == (row.batch, row.rate, row.warmup, row.power)
+    assert (got.batch, got.lr, got.warmup_steps, got.warmup_power) == (row.batch, row.rate, row.warmup_steps, row.power)
     if (family, task) != ("tcnca", "enwik8"):
-        assert (got.updates, got.weight_decay) == (row.updates, row.decay)
-    assert got.clip == row.clip
+        assert (got.max_steps, got.weight_decay) == (row.max_steps, row.decay)
+    assert got.max_grad_norm == row.max_grad_norm
     assert (got.betas, got.eps, got.warmup_start) == ((0.9, 0.98), 1e-8, 1e-7)
 
 
 def test_optimization_of_tcnca_on_enwik8_is_the_papers() -> None:
     got = preset("tcnca-enwik8").optimization
-    assert (got.learning_rate, got.weight_decay) == (0.005, 0.2)
+    assert (got.lr, got.weight_decay) == (0.005, 0.2)
     # 250 epochs of 90 million bytes, in updates of 65,536 tokens, to the nearest epoch.
-    assert round(got.updates * 65_536 / 90_000_000) == 250
+    assert round(got.max_steps * 65_536 / 90_000_000) == 250
 
 
 @each_task
 def test_mega_has_sixteen_hidden_states_and_the_truncation_of_its_task(task: str) -> None:
-    assert preset(f"mega-{task}").model.mixer == EMAConfig(hidden=16, truncation=TABLE[task].truncation)
+    assert preset(f"mega-{task}").model.mixer == EMAConfig(d_state=16, truncation=TABLE[task].truncation)
 
 
 @each_task
@@ -133,12 +133,12 @@ def test_tcn_sees_the_whole_sequence(name: str) -> None:
 @pytest.mark.parametrize(
     ("task", "kind", "head", "classes"),
     [
-        ("listops", TokenInput, ClassifierHead, 10),
-        ("text", TokenInput, ClassifierHead, 2),
-        ("retrieval", TokenInput, PairHead, 2),
-        ("image", ValueInput, ClassifierHead, 10),
-        ("pathfinder", ValueInput, ClassifierHead, 2),
-        ("pathx", ValueInput, ClassifierHead, 2),
+        ("listops", TokenInputConfig, ClassifierHeadConfig, 10),
+        ("text", TokenInputConfig, ClassifierHeadConfig, 2),
+        ("retrieval", TokenInputConfig, PairHeadConfig, 2),
+        ("image", ValueInputConfig, ClassifierHeadConfig, 10),
+        ("pathfinder", ValueInputConfig, ClassifierHeadConfig, 2),
+        ("pathx", ValueInputConfig, ClassifierHeadConfig, 2),
     ],
 )
 @each_model
@@ -146,9 +146,9 @@ def test_inputs_and_classes_are_the_tasks(family: str, task: str, kind: type, he
     model = preset(f"{family}-{task}").model
     assert type(model.input) is kind
     assert type(model.head) is head
-    assert isinstance(model.head, ClassifierHead | PairHead)
-    assert (model.head.classes, model.head.pooling) == (classes, "mean")
-    if isinstance(model.head, PairHead):
+    assert isinstance(model.head, ClassifierHeadConfig | PairHeadConfig)
+    assert (model.head.num_classes, model.head.pooling) == (classes, "mean")
+    if isinstance(model.head, PairHeadConfig):
         assert model.head.combination == "concat"
         assert model.head.hidden is not None
         assert model.head.activation == "gelu"
@@ -157,8 +157,8 @@ def test_inputs_and_classes_are_the_tasks(family: str, task: str, kind: type, he
 @each_model
 def test_enwik8_is_a_tied_language_model(family: str) -> None:
     model = preset(f"{family}-enwik8").model
-    assert model.input == TokenInput(vocabulary=208, scaled=True)
-    assert model.head == LanguageModelHead(tied=True)
+    assert model.input == TokenInputConfig(vocab_size=208, scale_embeddings=True)
+    assert model.head == LanguageModelHeadConfig(tie_embeddings=True)
     assert not model.final_norm_affine
 
 
@@ -181,13 +181,13 @@ def test_associative_recall(family: str, length: int) -> None:
     found = preset(f"{family}-recall-{length}")
     model, size = found.model, 32 if length == 64 else 128
     assert found.length == length
-    assert (model.layers, model.width) == (2, size)
+    assert (model.num_layers, model.d_model) == (2, size)
     assert model.attention is not None
-    assert model.attention.chunk == size
+    assert model.attention.chunk_size == size
     assert model.causal
-    assert isinstance(model.head, LanguageModelHead)
+    assert isinstance(model.head, LanguageModelHeadConfig)
     assert model.gated == (family == "mega")
-    assert found.optimization.learning_rate in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    assert found.optimization.lr in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     assert model.dropout in (0.0, 0.1)
     if isinstance(model.mixer, TCNConfig):
         assert model.mixer.depth in (3, 4)
@@ -219,21 +219,25 @@ def test_mlp_models_have_no_attention(name: str) -> None:
 
 
 def test_preset_can_be_changed() -> None:
-    found = preset("mega-enwik8", chunk=512, vocabulary=256, layers=2)
+    found = preset("mega-enwik8", chunk_size=512, vocab_size=256, num_layers=2)
     assert found.model.attention is not None
-    assert (found.model.layers, found.model.attention.chunk, found.model.input) == (
+    assert (found.model.num_layers, found.model.attention.chunk_size, found.model.input) == (
         2,
         512,
-        TokenInput(vocabulary=256, scaled=True),
+        TokenInputConfig(vocab_size=256, scale_embeddings=True),
     )
     assert found.optimization == preset("mega-enwik8").optimization
-    assert preset("mega-enwik8").model.layers == 12
+    assert preset("mega-enwik8").model.num_layers == 12
 
 
 def test_build_takes_a_name_or_a_configuration() -> None:
     config = preset("tcnca-listops").model
     with torch.device("meta"):
-        assert build(config, layers=1).config == build("tcnca-listops", layers=1).config == config.override(layers=1)
+        assert (
+            build(config, num_layers=1).config
+            == build("tcnca-listops", num_layers=1).config
+            == config.override(num_layers=1)
+        )
 
 
 def test_preset_of_no_such_name() -> None:

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import ClassifierHead, InputError, ModelConfig, ModelState, PairHead, RegressionHead, StateError, TCNConfig
+from tcnca import (
+    ClassifierHeadConfig,
+    InputError,
+    ModelConfig,
+    ModelState,
+    PairHeadConfig,
+    RegressionHeadConfig,
+    StateError,
+    TCNConfig,
+)
 from tests.comparison import assert_close
 from tests.examples import VOCABULARY, small_config, small_model
 
@@ -30,15 +39,15 @@ def state_of(config: ModelConfig, batch: int = 2) -> ModelState:
         ("tcnca", {"depth": 2}),
         ("tcnca", {"convolutions": 2}),
         ("tcnca", {"dilation_factor": 3}),
-        ("tcnca", {"chunk": 2}),
-        ("tcnca", {"key_width": 2}),
-        ("tcnca", {"value_width": 4}),
-        ("tcnca", {"width": 6}),
-        ("tcnca", {"layers": 1}),
+        ("tcnca", {"chunk_size": 2}),
+        ("tcnca", {"d_key": 2}),
+        ("tcnca", {"d_value": 4}),
+        ("tcnca", {"d_model": 6}),
+        ("tcnca", {"num_layers": 1}),
         ("tcnca", {"gated": False}),
-        ("mega", {"mixer.hidden": 2}),
+        ("mega", {"mixer.d_state": 2}),
         ("mega", {"truncation": 5}),
-        ("mega-full", {"chunk": 4}),
+        ("mega-full", {"chunk_size": 4}),
         ("tcn-mlp", {"kernel_size": 2}),
     ],
     ids=str,
@@ -67,7 +76,7 @@ def test_state_of_another_tcn_whose_buffers_have_the_same_sizes() -> None:
 
 
 def test_state_of_another_pooling() -> None:
-    last, mean = (small_config(head=ClassifierHead(pooling=pooling)) for pooling in ("last", "mean"))
+    last, mean = (small_config(head=ClassifierHeadConfig(pooling=pooling)) for pooling in ("last", "mean"))
     with pytest.raises(StateError, match=r"^state: .*pooling last; allowed is .*pooling mean"):
         small_model(mean)(tokens(), state=state_of(last))
 
@@ -76,7 +85,7 @@ def test_state_of_the_chunk_before_it_was_changed() -> None:
     model = small_model()
     _, state = model(tokens())
     with pytest.raises(StateError, match=r"^state: comes from another model"):
-        model.set_chunk(2)(tokens(), state=state)
+        model.set_chunk_size(2)(tokens(), state=state)
 
 
 def test_state_fits_again_when_the_chunk_is_set_back() -> None:
@@ -84,7 +93,7 @@ def test_state_fits_again_when_the_chunk_is_set_back() -> None:
     x = tokens(time=9)
     with torch.no_grad():
         _, state = model(x[:, :5])
-        model.set_chunk(2).set_chunk(4)
+        model.set_chunk_size(2).set_chunk_size(4)
         assert_close(model(x[:, 5:], state=state).logits, model(x).logits[:, 5:])
 
 
@@ -123,7 +132,7 @@ def test_part_of_a_state_is_none() -> None:
         small_model()(tokens(), state=part)
 
 
-@pytest.mark.parametrize("head", [ClassifierHead(), RegressionHead()], ids=["classifier", "regression"])
+@pytest.mark.parametrize("head", [ClassifierHeadConfig(), RegressionHeadConfig()], ids=["classifier", "regression"])
 def test_bidirectional_model_has_no_state(head: Any) -> None:
     model = small_model(small_config(head=head, causal=False))
     assert not model.streams
@@ -135,7 +144,7 @@ def test_bidirectional_model_has_no_state(head: Any) -> None:
 
 
 def test_pair_model_has_no_state() -> None:
-    model = small_model(small_config(head=PairHead()))
+    model = small_model(small_config(head=PairHeadConfig()))
     assert not model.streams
     for asked in ({"state": state_of(small_config())}, {"return_state": True}):
         with pytest.raises(StateError, match=r"^state: asked of a model that reads two documents, allowed is None"):

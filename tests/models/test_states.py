@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import ModelState, RegressionHead, SequenceModel, ValueInput
+from tcnca import ModelState, RegressionHeadConfig, SequenceModel, ValueInputConfig
 from tests.comparison import assert_close
 from tests.examples import ATTENTION, EMA, FAMILY, TCN, VOCABULARY, small_model
 
@@ -27,7 +27,7 @@ def _after(model: SequenceModel, x: Tensor) -> ModelState:
 
 @FAMILIES
 def test_detach_cuts_the_graph_and_keeps_the_values(family: str) -> None:
-    model = small_model(family, input=ValueInput(), head=RegressionHead(pooling="mean"))
+    model = small_model(family, input=ValueInputConfig(), head=RegressionHeadConfig(pooling="mean"))
     x = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     state = _after(model, x[:, :6])
     cut = state.detach()
@@ -97,7 +97,7 @@ def test_reorder_keeps_rows_at_different_positions_apart(family: str) -> None:
 @pytest.mark.parametrize("pooling", ["mean", "last", "first", "none"])
 @torch.no_grad()
 def test_saved_state_goes_on_where_it_was(family: str, pooling: str, tmp_path: Path) -> None:
-    head = RegressionHead(pooling=pooling)  # type: ignore[arg-type]
+    head = RegressionHeadConfig(pooling=pooling)  # type: ignore[arg-type]
     model, x = small_model(family, head=head), _tokens(2, 15)
     state = _after(model, x[:, :10])
     state.save(tmp_path / "state.safetensors")
@@ -129,9 +129,9 @@ def test_size_of_a_state_does_not_depend_on_the_past(family: str) -> None:
 def test_bytes_of_a_state_are_the_values_it_must_hold() -> None:
     layers, batch, width, number, position = 2, 3, 8, 8, 8
     window = (TCN.receptive_field - 1) * width * number + position
-    averages = EMA.hidden * width * number + position
-    assert ATTENTION.chunk is not None
-    chunk = ATTENTION.chunk * (ATTENTION.key_width + ATTENTION.value_width) * number + position
+    averages = EMA.d_state * width * number + position
+    assert ATTENTION.chunk_size is not None
+    chunk = ATTENTION.chunk_size * (ATTENTION.d_key + ATTENTION.d_value) * number + position
     expected = {"tcn-mlp": window, "tcnca": window + chunk, "ema-mlp": averages, "mega": averages + chunk}
     for family, bytes_a_layer in expected.items():
         assert small_model(family).initial_state(batch).nbytes == layers * batch * bytes_a_layer, family
@@ -170,7 +170,7 @@ def test_clone_shares_nothing_with_the_original(family: str) -> None:
 @pytest.mark.parametrize("family", ["tcn-mlp", "ema-mlp"])
 def test_sums_over_the_past_keep_their_digits_in_half_precision(family: str) -> None:
     """A mean over more tokens than bfloat16 can count, after the state was asked to become bfloat16."""
-    model = small_model(family, dtype=torch.bfloat16, head=RegressionHead(outputs=3))
+    model = small_model(family, dtype=torch.bfloat16, head=RegressionHeadConfig(outputs=3))
     tokens = torch.randint(VOCABULARY, (1, 1500))
     with torch.no_grad():
         whole = model(tokens).logits

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import ClassifierHead, ModelConfig, RegressionHead, SequenceModel, TokenInput, ValueInput, generate
+from tcnca import (
+    ClassifierHeadConfig,
+    ModelConfig,
+    RegressionHeadConfig,
+    SequenceModel,
+    TokenInputConfig,
+    ValueInputConfig,
+    generate,
+)
 from tcnca.layers import NORM_KINDS
 from tests.comparison import assert_close
 from tests.examples import FAMILY, TCN, VOCABULARY, small_config, small_model
@@ -35,30 +43,35 @@ for _norm in NORM_KINDS:
 for _truncation in (1, 6):
     CASES[f"mega-truncated-{_truncation}"] = small_config("mega", truncation=_truncation)
     CASES[f"ema-mlp-truncated-{_truncation}"] = small_config("ema-mlp", truncation=_truncation)
-for _method in ("scan", "steps"):
-    CASES[f"mega-{_method}"] = small_config("mega", method=_method)
-    CASES[f"ema-mlp-truncated-{_method}"] = small_config("ema-mlp", method=_method, truncation=6)
+for _method in ("scan", "recurrent"):
+    CASES[f"mega-{_method}"] = small_config("mega", backend=_method)
+    CASES[f"ema-mlp-truncated-{_method}"] = small_config("ema-mlp", backend=_method, truncation=6)
 for _tcn_norm in ("none", "weight", "rms", "layer", "batch"):
     _tcn = dataclasses.replace(TCN, convolutions=2, bias=True, norm=_tcn_norm)
     CASES[f"tcn-mlp-two-convolutions-{_tcn_norm}"] = small_config("tcn-mlp", mixer=_tcn)
 CASES |= {
-    "tcnca-chunk-1": small_config("tcnca", chunk=1),
+    "tcnca-chunk-1": small_config("tcnca", chunk_size=1),
     "tcnca-kernel-1": small_config("tcnca", kernel_size=1),
     "tcnca-factor-1": small_config("tcnca", dilation_factor=1),
     "attention-alone-gated": small_config("tcnca", mixer=None),
     "attention-alone-plain": small_config("tcnca-simple", mixer=None),
     "feed-forward-alone": small_config("tcn-mlp", mixer=None),
-    "no-feed-forward": small_config("tcnca", feed_forward=0),
-    "embedding-scaled-normed": small_config("tcnca", input=TokenInput(vocabulary=VOCABULARY, scaled=True, norm=True)),
+    "no-feed-forward": small_config("tcnca", d_ff=0),
+    "embedding-scaled-normed": small_config(
+        "tcnca", input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
+    ),
 }
 
 POOLED = {
     f"{family}-{type(head).__name__}-{head.pooling}": small_config(family, input=input, head=head)
     for family in ("tcnca", "ema-mlp")
-    for input in (ValueInput(features=3),)
+    for input in (ValueInputConfig(features=3),)
     for head in [
-        *(ClassifierHead(classes=3, pooling=pooling, hidden=5) for pooling in ("mean", "last", "first", "none")),
-        *(RegressionHead(outputs=2, pooling=pooling) for pooling in ("mean", "last", "first", "none")),
+        *(
+            ClassifierHeadConfig(num_classes=3, pooling=pooling, hidden=5)
+            for pooling in ("mean", "last", "first", "none")
+        ),
+        *(RegressionHeadConfig(outputs=2, pooling=pooling) for pooling in ("mean", "last", "first", "none")),
     ]
 }
 
@@ -168,8 +181,8 @@ def test_gradients_flow_through_states(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILY)
 def test_last_piece_alone_sends_gradients_to_the_first(family: str) -> None:
     # An input of real values shows at which times a gradient arrives.
-    head = RegressionHead(pooling="none")
-    model = small_model(family, input=ValueInput(), head=head)
+    head = RegressionHeadConfig(pooling="none")
+    model = small_model(family, input=ValueInputConfig(), head=head)
     x = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
     state = model(x[:, :6]).state
     loss = model(x[:, 6:], state=state).logits.sum()
@@ -181,7 +194,7 @@ def test_last_piece_alone_sends_gradients_to_the_first(family: str) -> None:
 @torch.no_grad()
 def test_set_chunk_streams_with_the_new_chunk(family: str) -> None:
     model, x = small_model(family, position="rope"), _tokens()
-    model.set_chunk(7)
-    fresh = small_model(family, position="rope", chunk=7)
+    model.set_chunk_size(7)
+    fresh = small_model(family, position="rope", chunk_size=7)
     fresh.load_state_dict(model.state_dict())
     assert_close(torch.cat(_run(model, x, [5, 6, 20]), 1), fresh(x).logits)

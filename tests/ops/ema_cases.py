@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tcnca.ops import EMAState, Method, ema
+from tcnca.ops import EMABackend, EMAState, ema
 from tests.comparison import TOLERANCE, relative_error
 
 PARAMETERS = ("delta", "alpha", "beta", "gamma")
@@ -75,7 +75,7 @@ class Case:
         g = g.expand(self.batch, self.time, self.channels)
         return g, torch.randn(self.batch, self.channels, self.hidden, generator=draw).to(device)
 
-    def results(self, given: dict[str, Tensor], method: Method) -> dict[str, Tensor]:
+    def results(self, given: dict[str, Tensor], backend: EMABackend) -> dict[str, Tensor]:
         """Output, final hidden states if asked for, and every gradient."""
         device = str(given["x"].device)
         lengths, start, (g, to_final) = self.real(device), None, self.slopes(device)
@@ -84,7 +84,7 @@ class Case:
         y, state = ema(
             given["x"],
             *(given[name] for name in PARAMETERS),
-            method=method,
+            backend=backend,
             lengths=lengths,
             state=start,
             return_state=self.final,
@@ -97,7 +97,7 @@ class Case:
             assert torch.equal(state.position, torch.full_like(state.position, 5 * self.state) + seen)
         # Plain forms do not use a decay where there is but one token; the fused scan answers for all of its inputs.
         gradients = torch.autograd.grad(
-            list(found.values()), list(given.values()), pulls, materialize_grads=method != "fused"
+            list(found.values()), list(given.values()), pulls, materialize_grads=backend != "fused"
         )
         return found | {f"to {name}": value for name, value in zip(given, gradients, strict=True)}
 
@@ -167,16 +167,16 @@ def cancellation(exact: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return max(sum(sizes) / max(float(expected["to delta"].norm()), 1e-30), 1.0)
 
 
-def assert_right(case: Case, device: str, method: Method = "fused") -> None:
+def assert_right(case: Case, device: str, backend: EMABackend = "fused") -> None:
     """A form against the plain ones in float64, in memory that held NaN; and the same bits twice."""
     given = case.leaves(device)
     exact = {name: value.detach().double().requires_grad_() for name, value in given.items()}
     with rounded_coefficients():
         expected = case.results(exact, "scan" if case.time <= 1000 else "fft")
     with poisoned():
-        actual = case.results(given, method)
+        actual = case.results(given, backend)
     # A CPU could not but repeat itself.
-    again = actual if device == "cpu" else case.results(given, method)
+    again = actual if device == "cpu" else case.results(given, backend)
     assert actual.keys() == expected.keys()
     wrong = []
     for name, value in actual.items():

@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca.ops import Method, State
+from tcnca.ops import EMABackend, State
 from tests.comparison import TOLERANCE, assert_close
 
 Operator = Callable[..., tuple[Tensor, State | None]]
 
 # The EMA's methods in plain PyTorch, which run anywhere.
-PLAIN: tuple[Method, ...] = ("fft", "steps", "scan")
+PLAIN: tuple[EMABackend, ...] = ("fft", "recurrent", "scan")
 
 # Tokens in successive calls of one sequence: no multiples of anything, and single tokens among them.
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)

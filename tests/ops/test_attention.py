@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from tcnca.ops import (
-    ATTENTION_FUNCTIONS,
+    ATTENTION_ACTIVATIONS,
     AttentionState,
     attend,
     chunked_attention,
@@ -28,7 +28,7 @@ from tcnca.ops import (
 from tests.comparison import assert_close
 from tests.ops.properties import THOROUGH, in_pieces, leaf
 
-every_function = pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+every_function = pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 CHUNKS = st.none() | st.integers(1, 9)
 
 
@@ -45,7 +45,7 @@ def naive_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunk: int | None,
+    chunk_size: int | None,
     causal: bool,
     function: str,
     bias: Tensor | None = None,
@@ -56,8 +56,8 @@ def naive_attention(
     for row in range(q.shape[0]):
         real = q.shape[1] if lengths is None else lengths[row]
         for query in range(real):
-            start = 0 if chunk is None else query // chunk * chunk
-            stop = real if chunk is None else min(start + chunk, real)
+            start = 0 if chunk_size is None else query // chunk_size * chunk_size
+            stop = real if chunk_size is None else min(start + chunk_size, real)
             seen = [key for key in range(start, stop) if key <= query or not causal]
             # `relu2` and `laplace` divide by the number of keys seen.
             scale = q.shape[2] ** -0.5 if function == "softmax" else 1 / len(seen)
@@ -71,9 +71,9 @@ def naive_attention(
     return out
 
 
-def example(time: int, batch: int = 2, width: int = 3, value_width: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def example(time: int, batch: int = 2, width: int = 3, d_value: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    shapes = ((batch, time, width), (batch, time, width), (batch, time, value_width))
+    shapes = ((batch, time, width), (batch, time, width), (batch, time, d_value))
     # Twice as wide as normal: a softmax that is far from uniform.
     q, k, v = (torch.randn(shape, dtype=torch.float64) * 2 for shape in shapes)
     return q, k, v
@@ -83,30 +83,30 @@ def example(time: int, batch: int = 2, width: int = 3, value_width: int = 2) -> 
 @THOROUGH
 @given(
     time=st.integers(1, 14),
-    chunk=CHUNKS,
+    chunk_size=CHUNKS,
     causal=st.booleans(),
     with_bias=st.booleans(),
     beyond=st.integers(0, 3),
     data=st.data(),
 )
 def test_equals_the_sums_written_out(
-    function: str, time: int, chunk: int | None, causal: bool, with_bias: bool, beyond: int, data: st.DataObject
+    function: str, time: int, chunk_size: int | None, causal: bool, with_bias: bool, beyond: int, data: st.DataObject
 ) -> None:
     q, k, v = example(time)
-    reach = min(chunk or time, time) + beyond
+    reach = min(chunk_size or time, time) + beyond
     bias = torch.randn(2 * reach - 1, dtype=torch.float64) if with_bias else None
     lengths = data.draw(st.none() | st.lists(st.integers(0, time), min_size=2, max_size=2), "lengths")
     out, _ = chunked_attention(
         q,
         k,
         v,
-        chunk=chunk,
+        chunk_size=chunk_size,
         causal=causal,
-        function=function,
+        activation=function,
         bias=bias,
         lengths=None if lengths is None else torch.tensor(lengths),
     )
-    expected = naive_attention(q, k, v, chunk, causal, function, bias, lengths)
+    expected = naive_attention(q, k, v, chunk_size, causal, function, bias, lengths)
     for row, length in enumerate(lengths or [time] * 2):
         assert_close(out[row, :length], expected[row, :length])
 
@@ -116,9 +116,9 @@ def test_a_query_that_sees_nothing_gets_zeros(function: str) -> None:
     q, k, v = example(4)
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[2] = False
-    out = attend(q, k, v, function=function, mask=mask)
+    out = attend(q, k, v, activation=function, mask=mask)
     assert not out[:, 2].any()
-    assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, function=function))
+    assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, activation=function))
 
 
 def test_attention_functions_of_known_values() -> None:
@@ -146,7 +146,7 @@ def test_dropout_drops_weights_and_scales_the_rest(function: str, streaming: boo
     time = 12
     q, k, _ = example(time, batch=8)
     identity = torch.eye(time, dtype=torch.float64).expand(8, -1, -1)
-    options: dict[str, Any] = {"chunk": 6, "function": function, "return_state": streaming}
+    options: dict[str, Any] = {"chunk_size": 6, "function": function, "return_state": streaming}
     weights, _ = chunked_attention(q, k, identity, **options)
     dropped, _ = chunked_attention(q, k, identity, dropout=0.25, **options)
     kept = dropped != 0
@@ -214,16 +214,16 @@ def test_bias_is_looked_up_by_key_minus_query() -> None:
 
 
 @every_function
-@pytest.mark.parametrize("chunk", [None, 3], ids=["full", "chunks"])
+@pytest.mark.parametrize("chunk_size", [None, 3], ids=["full", "chunks"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("lengths", [None, [5, 2]], ids=str)
 def test_gradients_are_those_of_the_function(
-    function: str, chunk: int | None, causal: bool, lengths: list[int] | None
+    function: str, chunk_size: int | None, causal: bool, lengths: list[int] | None
 ) -> None:
     real = None if lengths is None else torch.tensor(lengths)
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        options: dict[str, Any] = {"chunk": chunk, "causal": causal, "function": function, "bias": bias}
+        options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "function": function, "bias": bias}
         return chunked_attention(q, k, v, lengths=real, **options)[0]
 
     assert gradcheck(run, (leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 5, 1), leaf(9)))
@@ -232,15 +232,17 @@ def test_gradients_are_those_of_the_function(
 @every_function
 @pytest.mark.parametrize("lengths", [None, [3, 0]], ids=str)
 @pytest.mark.parametrize("time", [1, 2, 5], ids=["one token", "within a chunk", "many chunks"])
-@pytest.mark.parametrize("chunk", [None, 3], ids=["full", "chunks"])
-def test_gradients_through_the_state(function: str, chunk: int | None, time: int, lengths: list[int] | None) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 3], ids=["full", "chunks"])
+def test_gradients_through_the_state(
+    function: str, chunk_size: int | None, time: int, lengths: list[int] | None
+) -> None:
     real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
     position = torch.tensor([2, 1])
-    slots = 2 if chunk is None else chunk
+    slots = 2 if chunk_size is None else chunk_size
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         state = AttentionState(keys, values, position)
-        options: dict[str, Any] = {"chunk": chunk, "function": function, "bias": bias, "lengths": real}
+        options: dict[str, Any] = {"chunk_size": chunk_size, "function": function, "bias": bias, "lengths": real}
         out, new = chunked_attention(q, k, v, state=state, return_state=True, **options)
         assert new is not None
         return out, new.keys, new.values
@@ -260,8 +262,10 @@ def test_gradients_of_the_position_functions() -> None:
 def test_lower_precision_is_close_to_float64(function: str, dtype: torch.dtype, sizes: list[int]) -> None:
     q, k, v = (torch.randn(2, 40, 8).to(dtype) for _ in range(3))
     bias = torch.randn(31).to(dtype)
-    expected, _ = chunked_attention(q.double(), k.double(), v.double(), chunk=16, function=function, bias=bias.double())
-    out, state = in_pieces(partial(chunked_attention, chunk=16, function=function, bias=bias), [q, k, v], sizes)
+    expected, _ = chunked_attention(
+        q.double(), k.double(), v.double(), chunk_size=16, activation=function, bias=bias.double()
+    )
+    out, state = in_pieces(partial(chunked_attention, chunk_size=16, activation=function, bias=bias), [q, k, v], sizes)
     assert out.dtype == dtype
     assert state.tensors()["keys"].dtype == state.tensors()["values"].dtype == dtype
     assert_close(out, expected)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, KernelError
-from tcnca.ops import ATTENTION_FUNCTIONS, attend, chunked_attention, initial_attention_state, zero_padding
+from tcnca.ops import ATTENTION_ACTIVATIONS, attend, chunked_attention, initial_attention_state, zero_padding
 from tcnca.ops.attention.choice import WIDEST, why_not
 from tcnca.ops.attention.triton import tiles
 from tests.comparison import assert_close
@@ -29,9 +29,9 @@ class Case:
     """One call; tokens, width and width of the values."""
 
     shape: tuple[int, int, int, int] = (2, 75, 20, 40)
-    chunk: int | None = 30
+    chunk_size: int | None = 30
     causal: bool = True
-    function: str = "softmax"
+    activation: str = "softmax"
     bias: bool = True
     beyond: int = 2
     lengths: tuple[int, ...] | None = None
@@ -54,7 +54,7 @@ class Case:
                 part.masked_fill_(spoilt.unsqueeze(-1), float("nan"))
             leaves.append(part.to(self.dtype))
         if self.bias:
-            reach = min(self.chunk or time, time) + self.beyond
+            reach = min(self.chunk_size or time, time) + self.beyond
             leaves.append(torch.randn(2 * reach - 1, device=device))
         return [leaf.detach().requires_grad_() for leaf in leaves]
 
@@ -62,7 +62,7 @@ class Case:
         """The output where tokens are real, and every gradient."""
         q, k, v, *bias = leaves
         lengths = self.real(str(q.device))
-        options: dict[str, Any] = {"chunk": self.chunk, "causal": self.causal, "function": self.function}
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "causal": self.causal, "function": self.activation}
         out = zero_padding(run(q, k, v, bias=bias[0] if bias else None, lengths=lengths, **options), lengths)
         gradients = torch.autograd.grad(out, leaves, slope.to(out.dtype))
         names = ("to q", "to k", "to v", "to bias")
@@ -94,7 +94,13 @@ def assert_right(case: Case, device: str) -> None:
 def small_cases(function: str) -> list[Case]:
     # Any three of four settings in all combinations; where there is no normalizer, any two of three.
     several = [
-        Case(function=function, causal=causal, lengths=lengths, chunk=chunk, bias=causal ^ (lengths is None) ^ large)
+        Case(
+            activation=function,
+            causal=causal,
+            lengths=lengths,
+            chunk_size=chunk,
+            bias=causal ^ (lengths is None) ^ large,
+        )
         for causal in (True, False)
         for lengths in (None, (75, 31))
         for chunk, large in ((70, True), (16, False))
@@ -103,10 +109,10 @@ def small_cases(function: str) -> list[Case]:
         return several[::2]
     return [
         *several,
-        Case(shape=(9, 1, 3, 2), chunk=7, beyond=6),
-        Case(shape=(3, 50, 16, 33), chunk=None, lengths=(50, 0, 17)),
-        Case(shape=(2, 40, 32, 16), chunk=100, beyond=60, causal=False),
-        Case(shape=(2, 50, 16, 70), chunk=45, dtype=HALF, strided=True),
+        Case(shape=(9, 1, 3, 2), chunk_size=7, beyond=6),
+        Case(shape=(3, 50, 16, 33), chunk_size=None, lengths=(50, 0, 17)),
+        Case(shape=(2, 40, 32, 16), chunk_size=100, beyond=60, causal=False),
+        Case(shape=(2, 50, 16, 70), chunk_size=45, dtype=HALF, strided=True),
     ]
 
 
@@ -134,7 +140,7 @@ def run_dropout(function: str) -> None:
     """Values that are the unit vectors show the weights, and so which ones were dropped."""
     torch.manual_seed(0)
     use_small_tiles()
-    case = Case(shape=(2, 64, 16, 64), chunk=64, function=function, causal=False)
+    case = Case(shape=(2, 64, 16, 64), chunk_size=64, activation=function, causal=False)
     leaves, slope = case.leaves("cpu"), torch.randn(2, 64, 64)
     leaves[2] = torch.eye(64).repeat(2, 1, 1).requires_grad_()
 
@@ -158,7 +164,7 @@ def run_dropout(function: str) -> None:
         assert_close(value, expected[name], name)
     torch.manual_seed(2)
     q, k, v, bias = leaves
-    other = by_kernels(q, k, v, bias=bias, chunk=64, causal=False, function=function, dropout=0.3)
+    other = by_kernels(q, k, v, bias=bias, chunk_size=64, causal=False, function=function, dropout=0.3)
     assert not torch.equal(other, actual["out"])
 
 
@@ -168,8 +174,8 @@ def run_small_gradients() -> None:
     """
     torch.manual_seed(0)
     use_small_tiles()
-    for function in ATTENTION_FUNCTIONS:
-        case = Case(shape=(1, 256, 16, 16), chunk=None, dtype=HALF, function=function)
+    for function in ATTENTION_ACTIVATIONS:
+        case = Case(shape=(1, 256, 16, 16), chunk_size=None, dtype=HALF, activation=function)
         leaves, slope = case.leaves("cpu"), 1e-4 * torch.randn(1, 256, 16)
         exact = case.run([leaf.detach().double().requires_grad_() for leaf in leaves], slope, in_plain)
         plain, ours = (case.run(leaves, slope, way) for way in (in_plain, by_kernels))
@@ -182,16 +188,16 @@ def run_operator_rules() -> None:
     """`opcheck`, a state, and second derivatives, which are refused."""
     torch.manual_seed(0)
     use_small_tiles()
-    case = Case(shape=(2, 20, 4, 6), chunk=9, lengths=(20, 11))
+    case = Case(shape=(2, 20, 4, 6), chunk_size=9, lengths=(20, 11))
     q, k, v, bias = (leaf.detach().nan_to_num().requires_grad_() for leaf in case.leaves("cpu"))
     for function in ("softmax", "laplace"):
         arguments = (q, k, v, bias, case.real("cpu"), None, 9, True, function, 0.0)
         torch.library.opcheck(torch.ops.tcnca.chunked_attention.default, arguments)
-    options: dict[str, Any] = {"chunk": 9, "bias": bias, "lengths": case.real("cpu"), "return_state": True}
+    options: dict[str, Any] = {"chunk_size": 9, "bias": bias, "lengths": case.real("cpu"), "return_state": True}
     states = [chunked_attention(q, k, v, backend=backend, **options)[1] for backend in ("triton", "plain")]
     for ours, theirs in zip(*(state.tensors().values() for state in states if state is not None), strict=True):
         assert torch.equal(ours, theirs)
-    (gradient,) = torch.autograd.grad(by_kernels(q, k, v, chunk=9).sum(), q, create_graph=True)
+    (gradient,) = torch.autograd.grad(by_kernels(q, k, v, chunk_size=9).sum(), q, create_graph=True)
     with pytest.raises(KernelError, match="TCNCA_KERNELS=plain"):
         gradient.sum().backward()
 
@@ -228,8 +234,8 @@ def test_the_operator_keeps_pytorchs_rules() -> None:
 @not_interpreted
 def test_on_a_cpu_auto_is_plain_to_the_bit() -> None:
     q, k, v = (torch.randn(2, 9, size) for size in (3, 3, 5))
-    out, _ = chunked_attention(q, k, v, chunk=4)
-    assert torch.equal(out, in_plain(q, k, v, chunk=4))
+    out, _ = chunked_attention(q, k, v, chunk_size=4)
+    assert torch.equal(out, in_plain(q, k, v, chunk_size=4))
     first = attend(q[:, :4], k[:, :4], v[:, :4], mask=torch.ones(4, 4).tril().bool())
     assert_close(out[:, :4], first)
 
@@ -240,7 +246,7 @@ def test_derivatives_that_the_kernels_lack_are_plain() -> None:
 
     def loss(x: Tensor) -> Tensor:
         reasons.append(why_not(x, x, x))
-        return chunked_attention(x, x, x, chunk=4)[0].sum()
+        return chunked_attention(x, x, x, chunk_size=4)[0].sum()
 
     torch.func.grad(loss)(q)
     torch.func.jvp(loss, (q,), (q,))
@@ -261,9 +267,9 @@ def test_the_operator_has_no_kernel_for_a_cpu() -> None:
 def test_triton_is_refused_on_a_cpu() -> None:
     q = torch.randn(2, 9, 3)
     with pytest.raises(KernelError, match=r"backend: got 'triton', which cannot run this;.*CUDA device.*'plain'"):
-        chunked_attention(q, q, q, chunk=4, backend="triton")
+        chunked_attention(q, q, q, chunk_size=4, backend="triton")
     with pytest.raises(InputError, match="backend: got 'cuda', allowed are auto, plain, triton"):
-        chunked_attention(q, q, q, chunk=4, backend="cuda")  # type: ignore[arg-type]
+        chunked_attention(q, q, q, chunk_size=4, backend="cuda")  # type: ignore[arg-type]
 
 
 def _fake(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
@@ -289,7 +295,7 @@ def test_reasons_against_kernels_are_named() -> None:
         assert word in reason
 
 
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 def test_what_a_compiler_is_told_of_shapes(function: str) -> None:
     with torch._subclasses.FakeTensorMode():
         q, v, bias = _fake(2, 90, 16), _fake(2, 90, 64), _fake(2 * 30 - 1, dtype=FULL)
@@ -308,7 +314,7 @@ def test_what_a_compiler_is_told_of_shapes(function: str) -> None:
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys\nsys.modules['triton'] = None\nimport torch, tcnca\nfrom tcnca.ops import chunked_attention\n"
-        "chunked_attention(*[torch.randn(1, 4, 2)] * 3, chunk=2)\n"
+        "chunked_attention(*[torch.randn(1, 4, 2)] * 3, chunk_size=2)\n"
         "names = ('launch', 'forward', 'backward', 'shared', 'machine')\n"
         "assert not [name for name in names if f'tcnca.ops.attention.triton.{name}' in sys.modules]"
     )

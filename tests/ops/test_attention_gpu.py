@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca.ops import ATTENTION_FUNCTIONS, chunked_attention
+from tcnca.ops import ATTENTION_ACTIVATIONS, chunked_attention
 from tcnca.ops.capture import capturing
 from tests.comparison import assert_close
 from tests.ops.test_attention_fused import BRAIN, FULL, HALF, Case, assert_right, by_kernels, in_plain
@@ -18,30 +18,35 @@ from tests.ops.test_attention_fused import BRAIN, FULL, HALF, Case, assert_right
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    Case(shape=(2, 4096, 128, 1024), chunk=2048, dtype=BRAIN),
-    Case(shape=(2, 4096, 128, 1024), chunk=2048, dtype=BRAIN, bias=False, lengths=(4096, 2500)),
-    Case(shape=(2, 1500, 128, 2048), chunk=None, dtype=HALF),
-    Case(shape=(3, 1000, 96, 320), chunk=384, dtype=HALF, strided=True, lengths=(1000, 0, 555)),
-    Case(shape=(2, 300, 40, 72), chunk=77, dtype=BRAIN, strided=True),
-    Case(shape=(2, 259, 33, 45), chunk=33, dtype=BRAIN),
-    Case(shape=(5, 1, 16, 16), chunk=7, beyond=6, dtype=HALF),
+    Case(shape=(2, 4096, 128, 1024), chunk_size=2048, dtype=BRAIN),
+    Case(shape=(2, 4096, 128, 1024), chunk_size=2048, dtype=BRAIN, bias=False, lengths=(4096, 2500)),
+    Case(shape=(2, 1500, 128, 2048), chunk_size=None, dtype=HALF),
+    Case(shape=(3, 1000, 96, 320), chunk_size=384, dtype=HALF, strided=True, lengths=(1000, 0, 555)),
+    Case(shape=(2, 300, 40, 72), chunk_size=77, dtype=BRAIN, strided=True),
+    Case(shape=(2, 259, 33, 45), chunk_size=33, dtype=BRAIN),
+    Case(shape=(5, 1, 16, 16), chunk_size=7, beyond=6, dtype=HALF),
     # Fewer numbers than threads.
-    Case(shape=(3, 50, 16, 16), chunk=16, dtype=BRAIN, lengths=(50, 0, 33)),
-    Case(shape=(3, 50, 16, 40), chunk=5, causal=False, dtype=HALF),
-    Case(shape=(2, 2000, 64, 64), chunk=1000, dtype=BRAIN, lengths=(2000, 1111)),
-    Case(shape=(2, 700, 64, 192), chunk=300, dtype=FULL, lengths=(700, 333)),
+    Case(shape=(3, 50, 16, 16), chunk_size=16, dtype=BRAIN, lengths=(50, 0, 33)),
+    Case(shape=(3, 50, 16, 40), chunk_size=5, causal=False, dtype=HALF),
+    Case(shape=(2, 2000, 64, 64), chunk_size=1000, dtype=BRAIN, lengths=(2000, 1111)),
+    Case(shape=(2, 700, 64, 192), chunk_size=300, dtype=FULL, lengths=(700, 333)),
 ]
 CASES += [
     case
-    for function in ATTENTION_FUNCTIONS
+    for function in ATTENTION_ACTIVATIONS
     for case in (
         Case(
-            shape=(4, 515, 64, 256), chunk=128, causal=False, dtype=BRAIN, function=function, lengths=(515, 0, 1, 300)
+            shape=(4, 515, 64, 256),
+            chunk_size=128,
+            causal=False,
+            dtype=BRAIN,
+            activation=function,
+            lengths=(515, 0, 1, 300),
         ),
-        Case(shape=(4, 512, 96, 320), chunk=128, causal=False, dtype=HALF, function=function),
-        Case(shape=(2, 5000, 32, 128), chunk=4096, causal=False, dtype=BRAIN, function=function),
-        Case(shape=(2, 1300, 128, 512), chunk=512, dtype=BRAIN, function=function, bias=False),
-        Case(shape=(2, 200, 16, 64), chunk=64, causal=False, dtype=FULL, function=function),
+        Case(shape=(4, 512, 96, 320), chunk_size=128, causal=False, dtype=HALF, activation=function),
+        Case(shape=(2, 5000, 32, 128), chunk_size=4096, causal=False, dtype=BRAIN, activation=function),
+        Case(shape=(2, 1300, 128, 512), chunk_size=512, dtype=BRAIN, activation=function, bias=False),
+        Case(shape=(2, 200, 16, 64), chunk_size=64, causal=False, dtype=FULL, activation=function),
     )
 ]
 
@@ -62,13 +67,22 @@ def narrow_slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
-@pytest.mark.parametrize("chunk", [None, 400])
+@pytest.mark.parametrize("chunk_size", [None, 400])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
-def test_slabs_add_up(function: str, causal: bool, chunk: int | None, dtype: torch.dtype, narrow_slabs: Any) -> None:
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
+def test_slabs_add_up(
+    function: str, causal: bool, chunk_size: int | None, dtype: torch.dtype, narrow_slabs: Any
+) -> None:
     time = 1500
     lengths = (1500, 0, 777)
-    case = Case(shape=(3, time, 64, 512), chunk=chunk, causal=causal, function=function, dtype=dtype, lengths=lengths)
+    case = Case(
+        shape=(3, time, 64, 512),
+        chunk_size=chunk_size,
+        causal=causal,
+        activation=function,
+        dtype=dtype,
+        lengths=lengths,
+    )
     assert_right(case, "cuda")
     assert narrow_slabs.backward.cache_info().currsize == 1
     call = narrow_slabs.Call(
@@ -80,7 +94,7 @@ def test_slabs_add_up(function: str, causal: bool, chunk: int | None, dtype: tor
         dtype,
         None,
         None,
-        chunk or 0,
+        chunk_size or 0,
         causal,
         function,
         0.0,
@@ -89,9 +103,9 @@ def test_slabs_add_up(function: str, causal: bool, chunk: int | None, dtype: tor
     assert len(narrow_slabs.backward(call, 512, False).parts) > 2
 
 
-@pytest.mark.parametrize("chunk", [64, 300], ids=["one block", "several"])
-def test_scratch_is_written_before_it_is_read(chunk: int) -> None:
-    case = Case(shape=(3, 900, 64, 384), chunk=chunk, dtype=BRAIN, lengths=(900, 0, 400))
+@pytest.mark.parametrize("chunk_size", [64, 300], ids=["one block", "several"])
+def test_scratch_is_written_before_it_is_read(chunk_size: int) -> None:
+    case = Case(shape=(3, 900, 64, 384), chunk_size=chunk_size, dtype=BRAIN, lengths=(900, 0, 400))
     leaves, slope = case.leaves("cuda"), torch.randn(3, 900, 384, device="cuda")
     expected = case.run(leaves, slope, by_kernels)
     torch.cuda.synchronize()
@@ -108,8 +122,8 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
     q, k = (torch.randn(2, time, 64, device="cuda", dtype=BRAIN) for _ in range(2))
     unit = torch.eye(time, device="cuda", dtype=BRAIN).repeat(2, 1, 1).requires_grad_()
     torch.manual_seed(3)
-    weights = by_kernels(q, k, unit, chunk=time, causal=False, dropout=0.25)
-    plain = in_plain(q, k, unit, chunk=time, causal=False)
+    weights = by_kernels(q, k, unit, chunk_size=time, causal=False, dropout=0.25)
+    plain = in_plain(q, k, unit, chunk_size=time, causal=False)
     kept = weights != 0
     assert abs(float(kept.double().mean()) - 0.75) < 0.01
     assert_close(weights, plain * kept / 0.75)
@@ -120,18 +134,18 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
 
 def test_auto_takes_the_kernels_for_half_precision() -> None:
     q, k, v = (torch.randn(2, 200, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
-    auto, _ = chunked_attention(q, k, v, chunk=128)
-    assert torch.equal(auto, by_kernels(q, k, v, chunk=128))
-    single, _ = chunked_attention(q.float(), k.float(), v.float(), chunk=128)
-    assert torch.equal(single, in_plain(q.float(), k.float(), v.float(), chunk=128))
+    auto, _ = chunked_attention(q, k, v, chunk_size=128)
+    assert torch.equal(auto, by_kernels(q, k, v, chunk_size=128))
+    single, _ = chunked_attention(q.float(), k.float(), v.float(), chunk_size=128)
+    assert torch.equal(single, in_plain(q.float(), k.float(), v.float(), chunk_size=128))
 
 
 def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None:
     leaves = [torch.randn(2, 300, size, device="cuda", requires_grad=True) for size in (64, 64, 256)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     with torch.autocast("cuda", BRAIN):
-        out, state = chunked_attention(*leaves, chunk=128, return_state=True, backend="triton")
-    truth = in_plain(*exact, chunk=128)
+        out, state = chunked_attention(*leaves, chunk_size=128, return_state=True, backend="triton")
+    truth = in_plain(*exact, chunk_size=128)
     assert out.dtype == BRAIN
     assert state is not None
     assert state.keys.dtype == FULL
@@ -144,10 +158,10 @@ def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ATTENTION_FUNCTIONS)
+@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 def test_a_compiled_call_is_not_compiled_again_for_another_length(function: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        out, _ = chunked_attention(q * 2, k, v, chunk=256, bias=bias, function=function, backend="triton")
+        out, _ = chunked_attention(q * 2, k, v, chunk_size=256, bias=bias, activation=function, backend="triton")
         return out + 1
 
     torch.compiler.reset()
@@ -178,7 +192,7 @@ def test_no_kernel_is_compiled_again_for_another_length() -> None:
         return int(start.loaded.cache_info().currsize)
 
     def run(batch: int, time: int) -> None:
-        case = Case(shape=(batch, time, 48, 200), chunk=256, dtype=BRAIN, beyond=256)
+        case = Case(shape=(batch, time, 48, 200), chunk_size=256, dtype=BRAIN, beyond=256)
         case.run(case.leaves("cuda"), torch.randn(batch, time, 200, device="cuda"), by_kernels)
 
     run(2, 600)
@@ -189,7 +203,7 @@ def test_no_kernel_is_compiled_again_for_another_length() -> None:
 
 
 def test_rows_that_are_not_aligned_are_right() -> None:
-    case = Case(shape=(2, 300, 64, 128), chunk=128, dtype=BRAIN)
+    case = Case(shape=(2, 300, 64, 128), chunk_size=128, dtype=BRAIN)
     leaves, slope = case.leaves("cuda"), torch.randn(2, 300, 128, device="cuda")
     expected = case.run(leaves, slope, by_kernels)
     for begin, gap in ((1, 0), (0, 3), (3, 2)):
@@ -205,7 +219,7 @@ def test_rows_that_are_not_aligned_are_right() -> None:
 
 def test_an_empty_batch_is_no_work() -> None:
     leaves = [torch.randn(0, 30, size, device="cuda", dtype=BRAIN, requires_grad=True) for size in (16, 16, 32)]
-    out = by_kernels(*leaves, chunk=16)
+    out = by_kernels(*leaves, chunk_size=16)
     assert out.shape == (0, 30, 32)
     for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert gradient.shape == leaf.shape
@@ -213,10 +227,10 @@ def test_an_empty_batch_is_no_work() -> None:
 
 def test_graphs_replay_to_the_bit() -> None:
     q, k, v = (torch.randn(2, 600, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
-    expected = by_kernels(q, k, v, chunk=256)
+    expected = by_kernels(q, k, v, chunk_size=256)
     torch.cuda.synchronize()
     with capturing() as graph:
-        out = by_kernels(q, k, v, chunk=256)
+        out = by_kernels(q, k, v, chunk_size=256)
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
@@ -226,7 +240,7 @@ def test_graphs_replay_to_the_bit() -> None:
 def test_a_first_call_may_be_captured() -> None:
     start: Any = importlib.import_module("tcnca.ops.triton_kernels.start")
     plan: Any = importlib.import_module("tcnca.ops.attention.triton.plan")
-    case = Case(shape=(2, 600, 64, 256), chunk=256, dtype=BRAIN)
+    case = Case(shape=(2, 600, 64, 256), chunk_size=256, dtype=BRAIN)
     leaves, slope = case.leaves("cuda"), torch.randn(2, 600, 256, device="cuda")
     expected = case.run(leaves, slope, by_kernels)
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tcnca.ops import EMAState, Method, ema, ema_coefficients, ema_kernel
+from tcnca.ops import EMABackend, EMAState, ema, ema_coefficients, ema_kernel
 from tests.comparison import TOLERANCE, assert_close
 from tests.ops.ema_cases import Case, assert_right
 from tests.ops.properties import PLAIN, THOROUGH, assert_same_gradients, gradients, in_pieces, leaf
@@ -88,25 +88,25 @@ def test_delta_weighs_the_input_and_alpha_damps() -> None:
     assert_close(readout, torch.full((1, 1, 4), 2.5))
 
 
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize("backend", PLAIN)
 @THOROUGH
 @given(time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=TRUNCATIONS)
 def test_equals_the_convolution_written_out(
-    method: Method, time: int, hidden: int, directions: int, truncation: int | None
+    backend: EMABackend, time: int, hidden: int, directions: int, truncation: int | None
 ) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         x, values = torch.randn(2, time, 2, dtype=torch.float64), parameters(directions, 2, hidden)
-        y, _ = ema(x, *values, method=method, truncation=truncation)
+        y, _ = ema(x, *values, backend=backend, truncation=truncation)
         expected = naive_convolution(x, naive_kernel(*values, length=time if truncation is None else truncation))
     assert_close(y, expected)
 
 
-@pytest.mark.parametrize("method", PLAIN)
-def test_equals_the_recurrence_written_out(method: Method) -> None:
+@pytest.mark.parametrize("backend", PLAIN)
+def test_equals_the_recurrence_written_out(backend: EMABackend) -> None:
     with torch.no_grad():
         x, values = torch.randn(2, 23, 2, dtype=torch.float64), parameters(1, 2, 3)
-        assert_close(ema(x, *values, method=method)[0], naive_recurrence(x, *values))
+        assert_close(ema(x, *values, backend=backend)[0], naive_recurrence(x, *values))
 
 
 def test_both_directions_see_the_present() -> None:
@@ -128,47 +128,47 @@ def test_the_three_forms_are_one(time: int, directions: int, truncation: int | N
     leaves = dict(zip(("x", "delta", "alpha", "beta", "gamma"), (x, *values), strict=True))
     # More lags than needed, as a kernel kept from a longer call has.
     kernel = ema_kernel(*values, 40) if cached else None
-    y, _ = ema(x, *values, method="fft", truncation=truncation, kernel=kernel)
+    y, _ = ema(x, *values, backend="fft", truncation=truncation, kernel=kernel)
     expected = gradients(y, leaves)
-    for method in ("steps", "scan"):
-        other, _ = ema(x, *values, method=method, truncation=truncation, kernel=kernel)
-        assert_close(other.detach(), y.detach(), method)
+    for backend in ("recurrent", "scan"):
+        other, _ = ema(x, *values, backend=backend, truncation=truncation, kernel=kernel)
+        assert_close(other.detach(), y.detach(), backend)
         assert_same_gradients(gradients(other, leaves), expected)
 
 
 @pytest.mark.parametrize("truncation", [7, 12, 20], ids=["below", "equal", "above"])
-@pytest.mark.parametrize("method", PLAIN)
-def test_truncation_forgets_exactly_the_older_inputs(method: Method, truncation: int) -> None:
+@pytest.mark.parametrize("backend", PLAIN)
+def test_truncation_forgets_exactly_the_older_inputs(backend: EMABackend, truncation: int) -> None:
     x = leaf(1, 12, 1)
-    y, _ = ema(x, *parameters(1, 1, 2), method=method, truncation=truncation)
+    y, _ = ema(x, *parameters(1, 1, 2), backend=backend, truncation=truncation)
     (gradient,) = torch.autograd.grad(y[0, -1, 0], x)
     reached = (gradient.flatten().abs() > TOLERANCE[x.dtype]).nonzero().flatten().tolist()
     assert reached == list(range(max(12 - truncation, 0), 12))
 
 
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
 @pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
-def test_gradients_are_those_of_the_function(method: Method, truncation: int | None, directions: int) -> None:
+def test_gradients_are_those_of_the_function(backend: EMABackend, truncation: int | None, directions: int) -> None:
     def function(x: Tensor, *values: Tensor) -> Tensor:
-        return ema(x, *values, method=method, truncation=truncation)[0]
+        return ema(x, *values, backend=backend, truncation=truncation)[0]
 
     assert gradcheck(function, (leaf(2, 5, 1), *parameters(directions, 1, 2)))
 
 
 @pytest.mark.parametrize("lengths", [None, [2, 0]], ids=str)
 @pytest.mark.parametrize("time", [1, 4])
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
 def test_gradients_through_the_state(
-    method: Method, truncation: int | None, time: int, lengths: list[int] | None
+    backend: EMABackend, truncation: int | None, time: int, lengths: list[int] | None
 ) -> None:
     position = torch.tensor([5, 1])
     real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
 
     def function(x: Tensor, hidden: Tensor, window: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         state = EMAState(hidden, None if truncation is None else window, position)
-        options: dict[str, Any] = {"method": method, "truncation": truncation, "lengths": real}
+        options: dict[str, Any] = {"backend": backend, "truncation": truncation, "lengths": real}
         y, new = ema(x, *values, state=state, return_state=True, **options)
         assert new is not None
         return (y, new.hidden) if new.window is None else (y, new.hidden, new.window)
@@ -178,14 +178,14 @@ def test_gradients_through_the_state(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("truncation", [None, 9], ids=["full", "truncated"])
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize("backend", PLAIN)
 @pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
 def test_lower_precision_is_close_to_float64(
-    dtype: torch.dtype, truncation: int | None, method: Method, directions: int
+    dtype: torch.dtype, truncation: int | None, backend: EMABackend, directions: int
 ) -> None:
     with torch.no_grad():
         x, *values = (part.to(dtype) for part in (leaf(2, 40, 3), *parameters(directions, 3, 4)))
-        y, _ = ema(x, *values, method=method, truncation=truncation)
+        y, _ = ema(x, *values, backend=backend, truncation=truncation)
         expected, _ = ema(x.double(), *(part.double() for part in values), truncation=truncation)
     assert y.dtype == dtype
     assert_close(y, expected)
@@ -226,13 +226,13 @@ def _ema(x: Tensor, values: list[Tensor], **options: Any) -> tuple[Tensor, EMASt
     return ema(x, *values, **options)
 
 
-@pytest.mark.parametrize("method", PLAIN)
-def test_autocast_leaves_the_precision_alone(method: Method) -> None:
+@pytest.mark.parametrize("backend", PLAIN)
+def test_autocast_leaves_the_precision_alone(backend: EMABackend) -> None:
     with torch.no_grad():
         x, *values = (part.float() for part in (leaf(2, 60, 3), *parameters(1, 3, 4)))
-        expected, state = ema(x, *values, method=method, return_state=True)
+        expected, state = ema(x, *values, backend=backend, return_state=True)
         with torch.autocast("cpu", torch.bfloat16):
-            y, other = ema(x, *values, method=method, return_state=True)
+            y, other = ema(x, *values, backend=backend, return_state=True)
     assert state is not None
     assert other is not None
     assert torch.equal(y, expected)
@@ -242,11 +242,11 @@ def test_autocast_leaves_the_precision_alone(method: Method) -> None:
 @pytest.mark.parametrize(
     "sizes", [None, [5], [1] * 5, [2, 3]], ids=["no state", "one call", "token by token", "pieces"]
 )
-@pytest.mark.parametrize("method", PLAIN)
-def test_a_saturated_decay_gives_no_nan(method: Method, sizes: list[int] | None) -> None:
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | None) -> None:
     # Sigmoids of 20 round to 1 in float32, and the decay to exactly 0: only the present is left.
     x, values = torch.ones(1, 5, 1), [torch.full((1, 1, 1), v, requires_grad=True) for v in (20.0, 20.0, 1.0, 1.0)]
-    run = partial(_ema, values=values, method=method)
+    run = partial(_ema, values=values, backend=backend)
     y = run(x)[0] if sizes is None else in_pieces(run, [x], sizes)[0]
     assert_close(y.detach(), x)
     for gradient in torch.autograd.grad(y.sum(), values):

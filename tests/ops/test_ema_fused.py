@@ -17,7 +17,7 @@ from torch import Tensor
 from tcnca import ConfigError, EMAConfig, ModelConfig
 from tcnca.errors import KernelError
 from tcnca.layers import EMA
-from tcnca.ops import METHODS, EMAState, ema
+from tcnca.ops import EMA_BACKENDS, EMAState, ema
 from tests.ops.interpreter import not_interpreted
 
 BRAIN, FULL = torch.bfloat16, torch.float32
@@ -28,8 +28,8 @@ def on_cpu(**options: Any) -> tuple[Tensor, EMAState | None]:
 
 
 def test_methods() -> None:
-    assert METHODS == ("fft", "steps", "scan", "fused", "auto")
-    assert EMAConfig().method == "auto"
+    assert EMA_BACKENDS == ("fft", "recurrent", "scan", "fused", "auto")
+    assert EMAConfig().backend == "auto"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -40,9 +40,9 @@ def test_auto_is_the_fft_bit_for_bit_on_a_cpu(dtype: torch.dtype, truncation: in
     states: dict[str, EMAState | None] = {"auto": None, "fft": None}
     for piece in x.split(sizes, 1):
         outputs = []
-        for method in ("auto", "fft"):
-            options: dict[str, Any] = {"method": method, "truncation": truncation, "state": states[method]}
-            y, states[method] = ema(piece, *parameters, return_state=True, **options)
+        for backend in ("auto", "fft"):
+            options: dict[str, Any] = {"backend": backend, "truncation": truncation, "state": states[backend]}
+            y, states[backend] = ema(piece, *parameters, return_state=True, **options)
             outputs.append(y)
         assert torch.equal(*outputs)
     auto, fft = states["auto"], states["fft"]
@@ -52,8 +52,8 @@ def test_auto_is_the_fft_bit_for_bit_on_a_cpu(dtype: torch.dtype, truncation: in
 
 
 def test_a_layer_is_the_same_by_auto_and_fft_on_a_cpu() -> None:
-    module, x = EMA(5, EMAConfig(hidden=3), causal=False), torch.randn(2, 13, 5)
-    other = EMA(5, EMAConfig(hidden=3, method="fft"), causal=False)
+    module, x = EMA(5, EMAConfig(d_state=3), causal=False), torch.randn(2, 13, 5)
+    other = EMA(5, EMAConfig(d_state=3, backend="fft"), causal=False)
     other.load_state_dict(module.state_dict())
     assert torch.equal(module(x)[0], other(x)[0])
 
@@ -61,9 +61,9 @@ def test_a_layer_is_the_same_by_auto_and_fft_on_a_cpu() -> None:
 @not_interpreted
 def test_fused_says_that_it_needs_a_gpu() -> None:
     with pytest.raises(
-        KernelError, match=r"method: got 'fused'.*x: got one on cpu, allowed is a CUDA.*'auto' or 'fft'"
+        KernelError, match=r"backend: got 'fused'.*x: got one on cpu, allowed is a CUDA.*'auto' or 'fft'"
     ):
-        on_cpu(method="fused")
+        on_cpu(backend="fused")
 
 
 def test_derivatives_that_the_scan_lacks_are_no_work_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,20 +85,20 @@ def test_derivatives_that_the_scan_lacks_are_no_work_for_it(monkeypatch: pytest.
 
 
 def test_fused_refuses_a_truncation() -> None:
-    with pytest.raises(ConfigError, match=r"mixer\.method: got 'fused' with truncation 3"):
-        EMAConfig(method="fused", truncation=3)
+    with pytest.raises(ConfigError, match=r"mixer\.backend: got 'fused' with truncation 3"):
+        EMAConfig(backend="fused", truncation=3)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_method_survives_a_round_trip(method: Any) -> None:
-    config = ModelConfig(layers=1, width=8, mixer=EMAConfig(hidden=4, method=method))
+@pytest.mark.parametrize("backend", EMA_BACKENDS)
+def test_the_method_survives_a_round_trip(backend: Any) -> None:
+    config = ModelConfig(num_layers=1, d_model=8, mixer=EMAConfig(d_state=4, backend=backend))
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys\nsys.modules['triton'] = None\nimport torch, tcnca\nfrom tcnca.ops import ema\n"
-        "ema(torch.randn(1, 4, 2), *[torch.randn(1, 2, 3)] * 4, method='auto')\n"
+        "ema(torch.randn(1, 4, 2), *[torch.randn(1, 2, 3)] * 4, backend='auto')\n"
         "assert not [name for name in sys.modules if name.startswith('tcnca.ops.ema.scan.')]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -58,9 +58,9 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 def test_padding_may_hold_anything() -> None:
     x, *parameters = some("cpu", (2, 6, 2), *[(2, 2, 2)] * 4)
     lengths = torch.tensor([6, 3], dtype=torch.int32)
-    expected, _ = ema(x, *parameters, method="fused", lengths=lengths)
+    expected, _ = ema(x, *parameters, backend="fused", lengths=lengths)
     x[1, 3:] = float("nan")
-    y, _ = ema(x.requires_grad_(), *parameters, method="fused", lengths=lengths)
+    y, _ = ema(x.requires_grad_(), *parameters, backend="fused", lengths=lengths)
     assert torch.equal(y, expected)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert not gradient[1, 3:].any()
@@ -70,9 +70,9 @@ def test_padding_may_hold_anything() -> None:
 @inside
 def test_autocast_leaves_the_precision_alone() -> None:
     x, *parameters = some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4)
-    expected, _ = ema(x, *parameters, method="fused")
+    expected, _ = ema(x, *parameters, backend="fused")
     with torch.autocast("cpu", torch.bfloat16):
-        y, _ = ema(x, *parameters, method="fused")
+        y, _ = ema(x, *parameters, backend="fused")
     assert y.dtype == torch.float32
     assert torch.equal(y, expected)
 
@@ -81,8 +81,8 @@ def test_autocast_leaves_the_precision_alone() -> None:
 def test_a_gradient_of_the_state_alone() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (2, 5, 2), *[(1, 2, 2)] * 4))
     exact = [part.detach().double().requires_grad_() for part in (x, *parameters)]
-    _, state = ema(x, *parameters, method="fused", return_state=True)
-    _, other = ema(*exact, method="fft", return_state=True)
+    _, state = ema(x, *parameters, backend="fused", return_state=True)
+    _, other = ema(*exact, backend="fft", return_state=True)
     assert state is not None
     assert other is not None
     ours = torch.autograd.grad(state.hidden.square().sum(), [x, *parameters[:3]])
@@ -94,7 +94,7 @@ def test_a_gradient_of_the_state_alone() -> None:
 @inside
 def test_no_tokens_and_no_rows() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (0, 5, 2), *[(1, 2, 2)] * 4))
-    y, state = ema(x, *parameters, method="fused", return_state=True)
+    y, state = ema(x, *parameters, backend="fused", return_state=True)
     assert y.shape == x.shape
     assert state is not None
     assert state.hidden.shape == (0, 2, 2)
@@ -105,9 +105,9 @@ def test_no_tokens_and_no_rows() -> None:
 @inside
 def test_second_derivatives_are_refused_not_wrong() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4))
-    y, _ = ema(x, *parameters, method="fused")
+    y, _ = ema(x, *parameters, backend="fused")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"gradients of the EMA's gradients.*method='fft'"):
+    with pytest.raises(KernelError, match=r"gradients of the EMA's gradients.*backend='fft'"):
         gradient.square().sum().backward()
 
 
@@ -144,7 +144,7 @@ def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.Monkey
     for time in (5, 9, 6):
         x = torch.randn(2, time, 3, requires_grad=True)
         y, state = run(x)
-        expected, other = ema(x.sin(), *parameters, method="fused", return_state=True)
+        expected, other = ema(x.sin(), *parameters, backend="fused", return_state=True)
         assert torch.equal(y, expected)
         assert torch.equal(state.hidden, other.hidden)  # type: ignore[union-attr]
         ours, theirs = (torch.autograd.grad(part.sum(), [x, *parameters]) for part in (y, expected))

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca.ops import EMAState, Method, ema, ema_kernel, initial_ema_state
+from tcnca.ops import EMABackend, EMAState, ema, ema_kernel, initial_ema_state
 from tests.comparison import assert_close
 from tests.ops.properties import (
     EXTRA,
@@ -36,12 +36,12 @@ BATCH, CHANNELS = 3, 2
 # From the second lag on alpha matters; a truncation of one is tested apart.
 TRUNCATIONS = st.none() | st.integers(2, 12)
 
-every_method = pytest.mark.parametrize("method", PLAIN)
+every_method = pytest.mark.parametrize("backend", PLAIN)
 
 
 def ema_case(
     time: int,
-    method: Method,
+    backend: EMABackend,
     truncation: int | None = None,
     hidden: int = 3,
     directions: int = 1,
@@ -52,7 +52,7 @@ def ema_case(
     kernel = ema_kernel(delta, alpha, beta, gamma, max(time, truncation or 1)) if cached else None
 
     def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
-        options |= {"method": method, "truncation": truncation, "kernel": kernel}
+        options |= {"backend": backend, "truncation": truncation, "kernel": kernel}
         return ema(x, delta, alpha, beta, gamma, **options)
 
     parameters = {"delta": delta, "alpha": alpha, "beta": beta, "gamma": gamma}
@@ -63,14 +63,14 @@ def ema_case(
 @THOROUGH
 @given(truncation=TRUNCATIONS, hidden=st.integers(1, 3), sizes=SIZES, cached=st.booleans())
 def test_many_calls_equal_one(
-    method: Method, truncation: int | None, hidden: int, sizes: list[int], cached: bool
+    backend: EMABackend, truncation: int | None, hidden: int, sizes: list[int], cached: bool
 ) -> None:
-    assert_split_invariant(ema_case(sum(sizes), method, truncation, hidden, cached=cached), sizes)
+    assert_split_invariant(ema_case(sum(sizes), backend, truncation, hidden, cached=cached), sizes)
 
 
 @every_method
-def test_a_truncation_of_one_has_no_past(method: Method) -> None:
-    case = ema_case(7, method, truncation=1)
+def test_a_truncation_of_one_has_no_past(backend: EMABackend) -> None:
+    case = ema_case(7, backend, truncation=1)
     with torch.no_grad():
         _, state = case.operator(case.inputs[0][:, :4], return_state=True)
         continued, _ = case.operator(case.inputs[0][:, 4:], state=state)
@@ -82,14 +82,14 @@ def test_a_truncation_of_one_has_no_past(method: Method) -> None:
 @every_method
 @THOROUGH
 @given(truncation=TRUNCATIONS, sizes=SIZES)
-def test_inplace_equals_a_new_state(method: Method, truncation: int | None, sizes: list[int]) -> None:
-    assert_inplace_changes_nothing(ema_case(sum(sizes), method, truncation), sizes)
+def test_inplace_equals_a_new_state(backend: EMABackend, truncation: int | None, sizes: list[int]) -> None:
+    assert_inplace_changes_nothing(ema_case(sum(sizes), backend, truncation), sizes)
 
 
 @every_method
 @given(truncation=TRUNCATIONS, sizes=SIZES)
-def test_a_state_can_be_used_again(method: Method, truncation: int | None, sizes: list[int]) -> None:
-    assert_state_left_alone(ema_case(sum(sizes), method, truncation), sizes)
+def test_a_state_can_be_used_again(backend: EMABackend, truncation: int | None, sizes: list[int]) -> None:
+    assert_state_left_alone(ema_case(sum(sizes), backend, truncation), sizes)
 
 
 @pytest.mark.parametrize("truncation", [None, 1, 5])
@@ -108,8 +108,8 @@ def test_hidden_states_start_in_float32_at_least(dtype: torch.dtype | None) -> N
 
 
 @every_method
-def test_a_state_may_be_continued_by_another_form(method: Method) -> None:
-    first, second, whole = (ema_case(11, form) for form in ("fft", method, "steps"))
+def test_a_state_may_be_continued_by_another_form(backend: EMABackend) -> None:
+    first, second, whole = (ema_case(11, form) for form in ("fft", backend, "recurrent"))
     with torch.no_grad():
         _, state = first.operator(first.inputs[0][:, :6], return_state=True)
         y, _ = second.operator(first.inputs[0][:, 6:], state=state)
@@ -120,8 +120,8 @@ def test_a_state_may_be_continued_by_another_form(method: Method) -> None:
 @every_method
 @THOROUGH
 @given(truncation=TRUNCATIONS, lengths=some_lengths(BATCH, 9))
-def test_padding_is_ignored(method: Method, directions: int, truncation: int | None, lengths: list[int]) -> None:
-    assert_padding_ignored(ema_case(9, method, truncation, directions=directions), lengths)
+def test_padding_is_ignored(backend: EMABackend, directions: int, truncation: int | None, lengths: list[int]) -> None:
+    assert_padding_ignored(ema_case(9, backend, truncation, directions=directions), lengths)
 
 
 @every_method
@@ -131,9 +131,9 @@ def test_padding_is_ignored(method: Method, directions: int, truncation: int | N
 @example(truncation=4, calls=WAITING, extra=0, inplace=True)
 @given(truncation=TRUNCATIONS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
 def test_rows_of_different_lengths_stream_alone(
-    method: Method, truncation: int | None, calls: list[list[int]], extra: int, inplace: bool
+    backend: EMABackend, truncation: int | None, calls: list[list[int]], extra: int, inplace: bool
 ) -> None:
-    case = ema_case(max(map(sum, zip(*calls, strict=True))), method, truncation)
+    case = ema_case(max(map(sum, zip(*calls, strict=True))), backend, truncation)
     with torch.set_grad_enabled(not inplace):
         assert_ragged_stream(case, calls, extra, inplace)
 
@@ -142,22 +142,22 @@ def test_rows_of_different_lengths_stream_alone(
 @pytest.mark.parametrize(("directions", "streaming"), [(1, True), (1, False), (2, False)])
 @every_method
 def test_rows_without_tokens_give_no_nan(
-    method: Method, directions: int, streaming: bool, truncation: int | None
+    backend: EMABackend, directions: int, streaming: bool, truncation: int | None
 ) -> None:
-    assert_padding_gives_no_nan(ema_case(6, method, truncation, directions=directions), [0, 6, 0], streaming)
+    assert_padding_gives_no_nan(ema_case(6, backend, truncation, directions=directions), [0, 6, 0], streaming)
 
 
 @every_method
 @given(truncation=TRUNCATIONS, at=st.integers(1, 9))
-def test_the_future_moves_nothing(method: Method, truncation: int | None, at: int) -> None:
+def test_the_future_moves_nothing(backend: EMABackend, truncation: int | None, at: int) -> None:
     # A Fourier transform spreads its rounding over all times.
-    assert_causal(ema_case(10, method, truncation), at, exact=method != "fft")
+    assert_causal(ema_case(10, backend, truncation), at, exact=backend != "fft")
 
 
 @pytest.mark.parametrize("truncation", [None, 4], ids=["full", "truncated"])
 @every_method
-def test_strided_inputs_give_the_same(method: Method, truncation: int | None) -> None:
-    assert_layout_does_not_matter(ema_case(9, method, truncation), [1, 6, 2])
+def test_strided_inputs_give_the_same(backend: EMABackend, truncation: int | None) -> None:
+    assert_layout_does_not_matter(ema_case(9, backend, truncation), [1, 6, 2])
 
 
 def test_a_truncated_ema_forgets_an_outlier() -> None:

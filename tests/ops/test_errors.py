@@ -148,9 +148,9 @@ EMA: list[Row] = [
         for place, name in enumerate(("alpha", "beta", "gamma"), start=1)
     ),
     (
-        "method",
-        lambda: ema(X, *PARAMETERS, method="loop"),  # type: ignore[arg-type]
-        ["method:", "'loop'", "fft, steps, scan, fused, auto"],
+        "backend",
+        lambda: ema(X, *PARAMETERS, backend="loop"),  # type: ignore[arg-type]
+        ["backend:", "'loop'", "fft, steps, scan, fused, auto"],
     ),
     (
         "truncation",
@@ -216,9 +216,9 @@ EMA: list[Row] = [
 
 
 def attention(
-    q: Tensor = X, k: Tensor = X, v: Tensor = X, chunk: int | None = 4, **options: object
+    q: Tensor = X, k: Tensor = X, v: Tensor = X, chunk_size: int | None = 4, **options: object
 ) -> tuple[Tensor, AttentionState | None]:
-    return chunked_attention(q, k, v, chunk=chunk, **options)  # type: ignore[arg-type]
+    return chunked_attention(q, k, v, chunk_size=chunk_size, **options)  # type: ignore[arg-type]
 
 
 ATTENTION: list[Row] = [
@@ -229,15 +229,15 @@ ATTENTION: list[Row] = [
         ["q:", "[2, 0, 3]", "1 or more tokens"],
     ),
     ("k", lambda: attention(k=zeros(2, 5, 4)), ["k:", "[2, 5, 4]", "that of q, [2, 5, 3]"]),
-    ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "[2, 6, 3]", "[2, 5, value_width]"]),
-    ("v-dimensions", lambda: attention(v=zeros(2, 5)), ["v:", "[2, 5]", "[2, 5, value_width]"]),
-    ("chunk", lambda: attention(chunk=0), ["chunk:", "got 0", "1 or more, or None"]),
+    ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "[2, 6, 3]", "[2, 5, d_value]"]),
+    ("v-dimensions", lambda: attention(v=zeros(2, 5)), ["v:", "[2, 5]", "[2, 5, d_value]"]),
+    ("chunk_size", lambda: attention(chunk_size=0), ["chunk:", "got 0", "1 or more, or None"]),
     ("dropout-of-all", lambda: attention(dropout=1.0), ["dropout:", "got 1.0", "from 0 up to, not including, 1"]),
     ("dropout-below-0", lambda: attention(dropout=-0.1), ["dropout:", "got -0.1", "from 0 up to, not including, 1"]),
     ("dropout-nan", lambda: attention(dropout=math.nan), ["dropout:", "got nan", "from 0 up to, not including, 1"]),
     (
         "function",
-        lambda: attention(function="linear"),
+        lambda: attention(activation="linear"),
         ["function:", "'linear'", "softmax, relu2, laplace"],
     ),
     (
@@ -262,31 +262,31 @@ ATTENTION: list[Row] = [
     ),
     (
         "state-batch-of-full-attention",
-        lambda: attention(chunk=None, state=initial_attention_state(1, 3, 3, None)),
+        lambda: attention(chunk_size=None, state=initial_attention_state(1, 3, 3, None)),
         ["state.keys:", "[1, 0, 3]", "[2, 0, 3]"],
     ),
     (
         "bias-short",
         lambda: attention(bias=zeros(5)),
-        ["bias:", "[5]", "[2 · reach - 1]", "at least 4", "chunk"],
+        ["bias:", "[5]", "[2 · reach - 1]", "at least 4", "chunk_size"],
     ),
     ("bias-even", lambda: attention(bias=zeros(8)), ["bias:", "[8]", "[2 · reach - 1]"]),
     ("bias-dimensions", lambda: attention(bias=zeros(9, 1)), ["bias:", "[9, 1]", "[2 · reach - 1]"]),
     ("bias-scalar", lambda: attention(bias=torch.tensor(0.0)), ["bias:", "[]", "[2 · reach - 1]"]),
     (
         "bias-short-of-all-tokens",
-        lambda: attention(chunk=None, bias=zeros(7)),
+        lambda: attention(chunk_size=None, bias=zeros(7)),
         ["bias:", "[7]", "at least 5", "number of tokens"],
     ),
     (
         "bias-short-of-the-chunk-to-come",
-        lambda: attention(chunk=6, bias=zeros(9), return_state=True),
-        ["bias:", "[9]", "at least 6", "chunk"],
+        lambda: attention(chunk_size=6, bias=zeros(9), return_state=True),
+        ["bias:", "[9]", "at least 6", "chunk_size"],
     ),
     (
         "bias-short-of-the-past",
         lambda: attention(
-            chunk=None, bias=zeros(9), state=AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
+            chunk_size=None, bias=zeros(9), state=AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
         ),
         ["bias:", "[9]", "at least 7", "number of tokens"],
     ),
@@ -315,6 +315,6 @@ def test_what_is_just_allowed_passes() -> None:
     ema(X, *PARAMETERS, kernel=kernel)
     ema(X, *PARAMETERS, truncation=4, kernel=kernel[..., :4], return_state=True)
     # A bias need not reach further than there are tokens, unless more are to come.
-    attention(chunk=6, bias=zeros(9))
-    attention(chunk=5, bias=zeros(9), return_state=True)
-    attention(chunk=None, bias=zeros(13), state=initial_attention_state(2, 3, 3, 2))
+    attention(chunk_size=6, bias=zeros(9))
+    attention(chunk_size=5, bias=zeros(9), return_state=True)
+    attention(chunk_size=None, bias=zeros(13), state=initial_attention_state(2, 3, 3, 2))

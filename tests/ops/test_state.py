@@ -60,7 +60,9 @@ def ema_state(truncation: int | None) -> EMAState:
 
 
 def attention_state() -> AttentionState:
-    _, state = chunked_attention(leaf(BATCH, 7, 2), leaf(BATCH, 7, 2), leaf(BATCH, 7, 3), chunk=4, return_state=True)
+    _, state = chunked_attention(
+        leaf(BATCH, 7, 2), leaf(BATCH, 7, 2), leaf(BATCH, 7, 3), chunk_size=4, return_state=True
+    )
     assert state is not None
     return state
 

@@ -18,13 +18,13 @@ from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.models import (
-    ClassifierHead,
-    LanguageModelHead,
+    ClassifierHeadConfig,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
-    TokenInput,
-    ValueInput,
+    PairHeadConfig,
+    RegressionHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
     preset,
 )
 from tcnca.training import Recipe, load_recipe
@@ -33,16 +33,16 @@ from tcnca.training.sweeps.plan import parse_grid
 from tcnca.training.sweeps.variants import load_variants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-PARTS = ("data", "batch", "optimizer", "schedule", "evaluation", "checkpoint", "engine")
+PARTS = ("data", "batch", "optimizer", "schedule", "eval", "checkpoint", "runtime")
 MODEL_PARTS = {
     "mixer": (TCNConfig(), EMAConfig()),
     "attention": (AttentionConfig(),),
-    "input": (TokenInput(), ValueInput()),
-    "head": (LanguageModelHead(), ClassifierHead(), RegressionHead(), PairHead()),
+    "input": (TokenInputConfig(), ValueInputConfig()),
+    "head": (LanguageModelHeadConfig(), ClassifierHeadConfig(), RegressionHeadConfig(), PairHeadConfig()),
 }
 WORDS = {"TCN": TCNConfig(), "chunked": AttentionConfig()}
 THE_TASKS = "the task's"
-SIZES = {"input.vocabulary", "input.features", "head.classes", "head.outputs"}
+SIZES = {"input.vocab_size", "input.features", "head.num_classes", "head.outputs"}
 
 
 def blocks(language: str) -> list[str]:
@@ -119,7 +119,7 @@ def test_every_key_of_a_model_has_its_true_default() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_the_task_decides_is_not_given(causal: bool) -> None:
-    stand = SimpleNamespace(input=ValueInput(features=3), head=ClassifierHead(classes=7), causal=causal)
+    stand = SimpleNamespace(input=ValueInputConfig(features=3), head=ClassifierHeadConfig(num_classes=7), causal=causal)
     config = Recipe().model_config(cast(Task, stand))
     assert (config.input, config.head, config.causal) == (stand.input, stand.head, causal)
     # With a preset, they are the preset's.
@@ -152,7 +152,7 @@ def accepted(recipe: Recipe, changes: list[str]) -> Recipe:
     wanted = recipe.override(changes)
     model = dict(wanted.model)
     name = model.pop("preset", None)
-    (preset(name).model if name else ModelConfig(head=ClassifierHead())).override(**model)
+    (preset(name).model if name else ModelConfig(head=ClassifierHeadConfig())).override(**model)
     return wanted
 
 
@@ -181,7 +181,7 @@ def test_commands_are_accepted(arguments: list[str]) -> None:
         # A run is called by the recipe that it was trained with.
         trained = load_recipe(Path(found["run"]).name)
         wanted = accepted(trained, changes)
-        assert dataclasses.replace(trained, data=wanted.data, evaluation=wanted.evaluation) == wanted
+        assert dataclasses.replace(trained, data=wanted.data, eval=wanted.eval) == wanted
     elif name in ("train", "recipes") and (found.get("recipe") or found.get("name")):
         accepted(load_recipe(found.get("recipe") or found["name"]), changes)
 
@@ -193,16 +193,16 @@ def test_each_command_is_shown() -> None:
 @pytest.mark.usefixtures("recipe_of_the_page")
 def test_changes_do_what_the_page_says() -> None:
     recipe = load_recipe("reviews.yaml")
-    assert (recipe.data.source, recipe.optimizer.learning_rate) == ("reviews.csv", 1e-3)
+    assert (recipe.data.source, recipe.optimizer.lr) == ("reviews.csv", 1e-3)
     short, full, listed = (
         recipe.override(given(arguments)[1]["changes"])
         for arguments in commands()
         if arguments[:2] == ["train", "reviews.yaml"]
     )
-    assert (short.optimizer.learning_rate, short.batch.size) == (3e-4, 16)
-    assert (full.optimizer.learning_rate, full.model["attention.dropout"]) == (3e-4, 0.1)
-    assert (listed.optimizer.betas, listed.schedule.updates) == ((0.9, 0.999), 10_000)
-    assert (listed.data.task, listed.evaluation.batches) == ({"longest": 1000}, None)
+    assert (short.optimizer.lr, short.batch.size) == (3e-4, 16)
+    assert (full.optimizer.lr, full.model["attention.dropout"]) == (3e-4, 0.1)
+    assert (listed.optimizer.betas, listed.schedule.max_steps) == ((0.9, 0.999), 10_000)
+    assert (listed.data.task, listed.eval.batches) == ({"longest": 1000}, None)
     (other,) = (given(arguments)[1]["changes"] for arguments in commands() if arguments[1:2] == ["enwik8-mega"])
     changed = load_recipe("enwik8-mega").override(other)
     assert (changed.data.source, changed.model["preset"]) == ("my.txt", "tcnca-enwik8")

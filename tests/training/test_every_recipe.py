@@ -58,23 +58,23 @@ def on_tiny_data(name: str, sets: Path) -> Recipe:
     tokens = {"enwik8": STREAM["train"], "lm": 4 * 1024}
     size = next((size for key, size in tokens.items() if name.startswith(key)), 1 if "8192" in name else 2)
     # The state of a convolution is as long as what it sees, for every row, however short that is.
-    few = ["data.task.segments=3", "evaluation.size=3"] if name.startswith("enwik8") else []
+    few = ["data.task.segments=3", "eval.batch_size=3"] if name.startswith("enwik8") else []
     return wanted.override([*own, *few, f"data.folder={sets}", f"batch.size={size}", "log_every=1", "compile=false"])
 
 
 def published_rate(wanted: Recipe, step: int) -> float:
     """The learning rate of one of the first updates, all of which are in the warm-up."""
-    start, peak, schedule = wanted.schedule.warmup_start, wanted.optimizer.learning_rate, wanted.schedule
-    assert step < schedule.warmup
-    return start + (peak - start) * (step / schedule.warmup) ** schedule.warmup_power
+    start, peak, schedule = wanted.schedule.warmup_start, wanted.optimizer.lr, wanted.schedule
+    assert step < schedule.warmup_steps
+    return start + (peak - start) * (step / schedule.warmup_steps) ** schedule.warmup_power
 
 
 def idle(task: Task, model: tcnca.SequenceModel, wanted: Recipe) -> set[str]:
     """Parameters that cannot learn: those of the scores, where the only token that counts is alone in its chunk."""
-    attention, last = model.config.attention, f"layers.{model.config.layers - 1}.mixing."
+    attention, last = model.config.attention, f"layers.{model.config.num_layers - 1}.mixing."
     if not wanted.data.source.startswith("recall") or attention is None:
         return set()
-    if attention.chunk is None or task.batch(0, wanted.batch.size).inputs.shape[1] % attention.chunk != 1:
+    if attention.chunk_size is None or task.batch(0, wanted.batch.size).inputs.shape[1] % attention.chunk_size != 1:
         return set()
     names = {"attention.bias", "gamma", "beta"} if model.config.gated else {"attention.bias"}
     return {last + name for name in names}
@@ -100,7 +100,7 @@ def test_it_trains_and_is_kept(name: str, sets: Path, folder: Path) -> None:
     assert (result.stopped, result.step) == ("SIGTERM", 2)
     assert [line["rate"] for line in watch.lines] == pytest.approx([published_rate(wanted, n) for n in range(2)])
     assert all(math.isfinite(line[value]) for line in watch.lines for value in ("loss", "norm"))
-    assert kinds == {torch.bfloat16 if wanted.engine.precision == "bf16" else torch.float32}
+    assert kinds == {torch.bfloat16 if wanted.runtime.precision == "bf16" else torch.float32}
 
     trained = weights(one.model)
     assert all(tensor.dtype == before[key].dtype for key, tensor in trained.items())
@@ -134,9 +134,9 @@ def test_its_preset_fits_the_task(name: str, sets: Path) -> None:
     config = wanted.model_config(task)
     assert config.causal == task.causal
     assert isinstance(config.head, type(task.head))
-    if isinstance(task.input, tcnca.TokenInput):
-        assert isinstance(config.input, tcnca.TokenInput)
-        assert config.input.vocabulary >= task.input.vocabulary
+    if isinstance(task.input, tcnca.TokenInputConfig):
+        assert isinstance(config.input, tcnca.TokenInputConfig)
+        assert config.input.vocab_size >= task.input.vocab_size
     else:
         assert config.input == task.input
     assert getattr(config.head, "classes", 0) == getattr(task.head, "classes", 0)
@@ -153,13 +153,18 @@ def test_bytes_are_read_as_was_published(name: str) -> None:
         .attention
     )
     options = wanted.data.task
-    assert attention is None or attention.chunk == options["chunk"]
+    assert attention is None or attention.chunk_size == options["chunk_size"]
     if name.endswith(("small", "short")):
         return
-    assert (options["chunk"], options["call"], options["carried"], wanted.evaluation.size) == (2048, 12_288, True, 50)
-    assert wanted.evaluation.chunk == (None if attention is None else 4096)
-    assert options["call"] % (wanted.evaluation.chunk or 1) == 0
-    assert wanted.batch.size % (4 * options["chunk"]) == 0
+    assert (options["chunk_size"], options["call"], options["carried"], wanted.eval.batch_size) == (
+        2048,
+        12_288,
+        True,
+        50,
+    )
+    assert wanted.eval.chunk_size == (None if attention is None else 4096)
+    assert options["call"] % (wanted.eval.chunk_size or 1) == 0
+    assert wanted.batch.size % (4 * options["chunk_size"]) == 0
 
 
 def refused(name: str, folder: Path, *changes: str) -> str:
@@ -187,32 +192,32 @@ def test_data_that_is_missing(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("lerning_rate=1", "lerning_rate: no such key of a recipe; did you mean optimizer.learning_rate?"),
+        ("lerning_rate=1", "lerning_rate: no such key of a recipe; did you mean optimizer.lr?"),
         ("batch.sise=1", "batch.sise: no such key of a recipe; did you mean batch.size?"),
-        ("updates=abc", "schedule.updates: got 'abc', allowed is a whole number"),
-        ("updates=2.5", "schedule.updates: got 2.5, allowed is a whole number"),
-        ("updates=true", "schedule.updates: got True, allowed is a whole number"),
-        ("updates=", "schedule.updates: got None, allowed is a whole number"),
-        ("learning_rate=[1]", "optimizer.learning_rate: got [1], allowed is a number"),
-        ("learning_rate={a: 1}", "optimizer.learning_rate: got {'a': 1}, allowed is a number"),
-        ("learning_rate=.nan", "optimizer.learning_rate: got nan, allowed is a number"),
+        ("max_steps=abc", "schedule.max_steps: got 'abc', allowed is a whole number"),
+        ("max_steps=2.5", "schedule.max_steps: got 2.5, allowed is a whole number"),
+        ("max_steps=true", "schedule.max_steps: got True, allowed is a whole number"),
+        ("max_steps=", "schedule.max_steps: got None, allowed is a whole number"),
+        ("lr=[1]", "optimizer.lr: got [1], allowed is a number"),
+        ("lr={a: 1}", "optimizer.lr: got {'a': 1}, allowed is a number"),
+        ("lr=.nan", "optimizer.lr: got nan, allowed is a number"),
         ("betas=0.9", "optimizer.betas: got"),
         ("betas=[a, b]", "optimizer.betas: got"),
         ("betas=null", "optimizer.betas: got"),
-        ("precision=fp16", "engine.precision: got 'fp16', allowed are float32, bf16"),
-        ("recompute=often", "engine.recompute: got 'often', allowed are True and False"),
+        ("precision=fp16", "runtime.precision: got 'fp16', allowed are float32, bf16"),
+        ("activation_checkpointing=often", "runtime.activation_checkpointing: got 'often', allowed are True and False"),
         ("checkpoint.minutes=never", "checkpoint.minutes: got 'never', allowed is a number"),
         ("stream=maybe", "data.stream: got 'maybe', allowed are True and False"),
         ("data=[1]", "data.source: got [1], allowed is the name of a set, or a file or folder"),
         ("data.folder=3", "data.folder: got 3"),
         ("data.task=3", "data.task: got 3"),
-        ("data.own=null", "data.own: got None"),
+        ("data.custom=null", "data.custom: got None"),
         ("data.task.sise=3", "sise: no such option of recall-64-10"),
         ("model=3", "preset: got 3, allowed are"),
         ("model=tcnca-enwik", "did you mean tcnca-enwik8?"),
-        ("layers=deep", "layers: got 'deep', allowed is a whole number"),
-        ("model.chunk=0", "chunk: got 0, allowed is a whole number of at least 1"),
-        ("vocabulary=4", "got a token outside the vocabulary, allowed are 0 to 3"),
+        ("num_layers=deep", "layers: got 'deep', allowed is a whole number"),
+        ("model.chunk_size=0", "chunk: got 0, allowed is a whole number of at least 1"),
+        ("vocab_size=4", "got a token outside the vocabulary, allowed are 0 to 3"),
     ],
 )
 def test_keys_and_values_that_are_wrong(tmp_path: Path, change: str, message: str) -> None:

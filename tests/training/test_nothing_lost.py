@@ -38,8 +38,8 @@ from tests.training.tiny import (
     weights,
 )
 
-CHANGES = ["updates=5", "checkpoint.every=2", "checkpoint.keep=1", "evaluation.every=3", "log_every=1"]
-SAVED = ["updates=4", "checkpoint.every=2", "evaluation.every=0"]
+CHANGES = ["max_steps=5", "checkpoint.every=2", "checkpoint.keep=1", "eval.every=3", "log_every=1"]
+SAVED = ["max_steps=4", "checkpoint.every=2", "eval.every=0"]
 PARTS = 4
 """Tests in which all instants are looked at, for them to be run side by side."""
 
@@ -180,7 +180,7 @@ def test_killed_at_its_very_beginning(tmp_path: Path, whole: Whole, death: Death
 
 @pytest.mark.slow
 def test_killed_at_random_instants(tmp_path: Path) -> None:
-    changes = ["updates=40", "checkpoint.every=1", "evaluation.every=5", "log_every=1"]
+    changes = ["max_steps=40", "checkpoint.every=1", "eval.every=5", "log_every=1"]
     whole, killed = arguments(tmp_path / "whole", *changes), arguments(tmp_path / "killed", *changes, "--resume")
     assert ended(process(command, whole)) == [0]
     delays = random.Random(0)
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint(tmp_path: Path, saved: Path, name: str, damage: Ca
 @pytest.mark.parametrize("damage", [_cut, _flipped, lambda content: b"[]"])
 @pytest.mark.parametrize("name", ["recipe.yaml", "checkpoints/best.json"])
 def test_damage_beside_the_checkpoints(tmp_path: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
-    wanted = arguments(tmp_path, "updates=4", "evaluation.every=2")
+    wanted = arguments(tmp_path, "max_steps=4", "eval.every=2")
     assert CliRunner().invoke(app, wanted).exit_code == 0
     (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
     best = ["eval", str(tmp_path), "--best"]
@@ -309,7 +309,7 @@ class Until(Watch):
 def test_a_budget_is_for_all_parts_together(tmp_path: Path) -> None:
     """Validations and checkpoints are part of it, and the rate goes down to its end."""
     budget, lines = 6.0, list[Mapping[str, Any]]()
-    wanted = recipe("updates=100000", "warmup=10000", "log_every=1", "evaluation.every=30", "checkpoint.every=50")
+    wanted = recipe("max_steps=100000", "warmup_steps=10000", "log_every=1", "eval.every=30", "checkpoint.every=50")
     spent = 0.0
     for until in (2.5, 100.0):
         run = Run(wanted, tmp_path, Processes(), Until(tmp_path, lines, until), budget)
@@ -324,6 +324,6 @@ def test_a_budget_is_for_all_parts_together(tmp_path: Path) -> None:
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
     assert max(b - a for a, b in itertools.pairwise(seconds)) < 1.0
-    peak = wanted.optimizer.learning_rate
+    peak = wanted.optimizer.lr
     assert max(line["rate"] for line in lines) == pytest.approx(peak, rel=0.05)
     assert lines[-1]["rate"] < 0.05 * peak

@@ -12,8 +12,8 @@ from tcnca.training import (
     OptimizerConfig,
     ScheduleConfig,
     build_optimizer,
-    learning_rate,
     parameter_groups,
+    scheduled_lr,
     set_rate,
 )
 from tests.examples import FAMILY, small_model
@@ -49,7 +49,7 @@ def test_norms_biases_ema_and_scales_are_not_decayed(family: str) -> None:
 
 
 def test_kernels_have_factors_of_their_own() -> None:
-    config = OptimizerConfig(learning_rate=0.01, weight_decay=0.2, kernel_rate=0.1, kernel_decay=0.5)
+    config = OptimizerConfig(lr=0.01, weight_decay=0.2, kernel_lr_mult=0.1, kernel_wd_mult=0.5)
     optimizer = build_optimizer(small_model(), config)
     set_rate(optimizer, 0.004)
     found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
@@ -72,24 +72,24 @@ def test_decay_is_decoupled() -> None:
 
 
 def rates(schedule: ScheduleConfig, peak: float = 1.0) -> list[float]:
-    return [learning_rate(step / schedule.updates, peak, schedule) for step in range(schedule.updates + 1)]
+    return [scheduled_lr(step / schedule.max_steps, peak, schedule) for step in range(schedule.max_steps + 1)]
 
 
 def test_linear_is_as_published() -> None:
-    found = rates(ScheduleConfig(updates=100, warmup=20, warmup_start=1e-7), peak=0.005)
+    found = rates(ScheduleConfig(max_steps=100, warmup_steps=20, warmup_start=1e-7), peak=0.005)
     for step, rate in enumerate(found):
         expected = 1e-7 + step * (0.005 - 1e-7) / 20 if step < 20 else 0.005 * (100 - step) / 80
         assert rate == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_rise_may_begin_flat() -> None:
-    found = rates(ScheduleConfig(updates=100, warmup=50, warmup_start=0.0, warmup_power=2))
+    found = rates(ScheduleConfig(max_steps=100, warmup_steps=50, warmup_start=0.0, warmup_power=2))
     assert found[25] == pytest.approx(0.25)
     assert found[50] == pytest.approx(1.0)
 
 
 def test_cosine() -> None:
-    found = rates(ScheduleConfig(updates=100, warmup=0, kind="cosine", end=0.1))
+    found = rates(ScheduleConfig(max_steps=100, warmup_steps=0, kind="cosine", end=0.1))
     assert found[0] == pytest.approx(1.0)
     assert found[50] == pytest.approx(0.55)
     assert found[25] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
@@ -97,16 +97,16 @@ def test_cosine() -> None:
 
 
 def test_stable_decays_at_the_end_alone() -> None:
-    found = rates(ScheduleConfig(updates=100, warmup=10, kind="stable", decay=0.2))
+    found = rates(ScheduleConfig(max_steps=100, warmup_steps=10, kind="wsd", decay=0.2))
     assert found[10:81] == pytest.approx([1.0] * 71)
     assert found[90] == pytest.approx(0.5)
     assert found[100] == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "stable"])
-@pytest.mark.parametrize("warmup", [0, 30, 100])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup_steps", [0, 30, 100])
 def test_it_stays_between_start_and_peak_and_ends_at_its_end(kind: str, warmup: int) -> None:
-    schedule = ScheduleConfig(updates=100, warmup=warmup, kind=kind, end=0.05)  # type: ignore[arg-type]
+    schedule = ScheduleConfig(max_steps=100, warmup_steps=warmup, kind=kind, end=0.05)  # type: ignore[arg-type]
     found = rates(schedule)
     assert all(0 <= rate <= 1.0 + 1e-12 for rate in found)
     assert found[-1] == pytest.approx(1.0 if warmup == 100 else 0.05)
@@ -114,11 +114,11 @@ def test_it_stays_between_start_and_peak_and_ends_at_its_end(kind: str, warmup: 
     assert rising == sorted(rising)
     assert falling == sorted(falling, reverse=True)
     # A run that takes a little longer than its budget stays at its end.
-    assert learning_rate(1.2, 1.0, schedule) == found[-1]
+    assert scheduled_lr(1.2, 1.0, schedule) == found[-1]
 
 
 def test_schedules_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.warmup: got 11, allowed is at most the updates, 10"):
-        ScheduleConfig(updates=10, warmup=11)
+        ScheduleConfig(max_steps=10, warmup_steps=11)
     with pytest.raises(ConfigError, match=r"schedule\.kind: got 'step', allowed are linear, cosine, stable"):
         ScheduleConfig(kind="step")  # type: ignore[arg-type]

@@ -36,18 +36,24 @@ from tests.training.tiny import (
 
 PARALLEL = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 # Not a multiple of what is evaluated: some batch has no example for one of the processes.
-PLAIN = ["model.dropout=0", "log_every=1", "checkpoint.keep=9", "evaluation.size=499"]
+PLAIN = ["model.dropout=0", "log_every=1", "checkpoint.keep=9", "eval.batch_size=499"]
 BYTES = [
-    *("updates=12", "warmup=4", "log_every=1", "evaluation.every=6", "checkpoint.every=4", "checkpoint.keep=9"),
-    *("layers=1", "width=8", "feed_forward=8", "key_width=4", "value_width=8", "model.chunk=16", "model.dropout=0"),
+    *("max_steps=12", "warmup_steps=4", "log_every=1", "eval.every=6", "checkpoint.every=4", "checkpoint.keep=9"),
+    *("num_layers=1", "d_model=8", "d_ff=8", "d_key=4", "d_value=8", "model.chunk_size=16", "model.dropout=0"),
     # Five rows of the longest runs, of which one process has three.
-    *("data.task.chunk=16", "data.task.segments=5", "data.task.call=32", "batch.size=320", "evaluation.size=3"),
+    *(
+        "data.task.chunk_size=16",
+        "data.task.segments=5",
+        "data.task.eval_length=32",
+        "batch.size=320",
+        "eval.batch_size=3",
+    ),
 ]
 KINDS = {
     "examples": PLAIN,
-    "accumulated": [*PLAIN, "accumulate=2"],
+    "accumulated": [*PLAIN, "grad_accum_steps=2"],
     "bytes": BYTES,
-    "bytes, accumulated": [*BYTES, "accumulate=2", "batch.size=640"],
+    "bytes, accumulated": [*BYTES, "grad_accum_steps=2", "batch.size=640"],
     "bytes, normed together": [*BYTES, "norm=sync_batch"],
 }
 
@@ -136,7 +142,7 @@ def test_all_processes_evaluate_the_same_model(tmp_path: Path, parallel: str) ->
 def test_evaluating_on_two_counts_everything_once(tmp_path: Path, parallel: str) -> None:
     for kind in ("examples", "bytes"):
         folder = tmp_path / kind
-        trained(1, given(folder, kind, f"parallel={parallel}", "updates=4"))
+        trained(1, given(folder, kind, f"parallel={parallel}", "max_steps=4"))
         before = scores(folder)["test"]
         assert together(command, ["eval", str(folder), "--device", "cpu"]) == [0, 0]
         found = json.loads((folder / "eval-test.json").read_text(encoding="utf-8"))
@@ -152,9 +158,9 @@ def _poisoned(folder: Path, changes: list[str], settings: dict[str, str]) -> Non
         run = Run(recipe(*PLAIN, *changes), folder, group, Watch(folder, None))
         batch = run.task.batch
 
-        def bad(step: int, size: int, seed: int = 0, rank: int = 0, world: int = 1) -> Batch:
-            whole = batch(step, size, seed, rank, world)
-            return dataclasses.replace(whole, weight=torch.nan) if (step, rank) == (5, world - 1) else whole
+        def bad(step: int, size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
+            whole = batch(step, size, seed, rank, world_size)
+            return dataclasses.replace(whole, weight=torch.nan) if (step, rank) == (5, world_size - 1) else whole
 
         run.task.batch = bad  # type: ignore[method-assign]
         run.train()
@@ -163,7 +169,7 @@ def _poisoned(folder: Path, changes: list[str], settings: dict[str, str]) -> Non
 
 @pytest.mark.slow
 def test_what_is_skipped_all_skip(tmp_path: Path) -> None:
-    changes = ["nonfinite=skip", "updates=8"]
+    changes = ["nonfinite=skip", "max_steps=8"]
     for count in (1, 2):
         assert together(_poisoned, tmp_path / str(count), changes, count=count) == [0] * count
     first, second = (torch.load(tmp_path / "2" / f"{rank}.pt") for rank in range(2))
@@ -200,12 +206,12 @@ def _hesitant(folder: Path, changes: list[str], settings: dict[str, str]) -> Non
 
 @pytest.mark.slow
 def test_all_agree_on_what_is_best(tmp_path: Path) -> None:
-    assert together(_hesitant, tmp_path, ["updates=4", "evaluation.every=0"]) == [0, 0]
+    assert together(_hesitant, tmp_path, ["max_steps=4", "eval.every=0"]) == [0, 0]
 
 
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
-    changes = ["updates=300", "model.dropout=0.1", "log_every=1", "checkpoint.every=0", "evaluation.every=0"]
+    changes = ["max_steps=300", "model.dropout=0.1", "log_every=1", "checkpoint.every=0", "eval.every=0"]
     whole, parts = (arguments(tmp_path / name, *changes) for name in ("whole", "parts"))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tcnca"]
     # Their words go to a file: nobody reads a pipe.

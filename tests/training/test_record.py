@@ -36,7 +36,7 @@ def part() -> Part:
 
 
 def test_the_recorded_command_makes_the_run_again(tmp_path: Path) -> None:
-    trained(*arguments(tmp_path / "one", "batch.seed=3", "learning_rate=0.02"))
+    trained(*arguments(tmp_path / "one", "batch.seed=3", "lr=0.02"))
     (found,) = read_record(tmp_path / "one")
     assert str(tmp_path) not in (tmp_path / "one" / "record.json").read_text()
     name, *rest = shlex.split(found.command)

@@ -50,7 +50,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     task = recipe().build_task()
     tokens = sum(task.batch(step, 12).inputs.numel() for step in range(12))
     assert result["tokens"] == tokens
-    rows = {"parameters": f"{parameters:,}", "tokens": f"{tokens:,}", "updates": "12", "seed": "0"}
+    rows = {"parameters": f"{parameters:,}", "tokens": f"{tokens:,}", "max_steps": "12", "seed": "0"}
     for wanted in (*(f"| {name} | {value} |" for name, value in rows.items()), "![", "(curves.png)"):
         assert wanted in page
     assert f"{parameters:,}" in done.output
@@ -91,16 +91,16 @@ def test_a_run_that_is_interrupted_while_it_is_measured(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(Run, "evaluate", interrupted)
-        stopped = invoked(*arguments(tmp_path, "evaluation.every=0"))
+        stopped = invoked(*arguments(tmp_path, "eval.every=0"))
     assert stopped.exit_code == 130
     assert "stopped; go on with\ntcnca train recall-small " in stopped.output
-    resumed = invoked(*arguments(tmp_path, "evaluation.every=0", "--resume"))
+    resumed = invoked(*arguments(tmp_path, "eval.every=0", "--resume"))
     assert resumed.exit_code == 0, resumed.output
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 12
 
 
 def test_a_run_that_fails_shows_its_curves(tmp_path: Path) -> None:
-    failed = invoked(*arguments(tmp_path, "learning_rate=1e30", "clip=0", "log_every=1"))
+    failed = invoked(*arguments(tmp_path, "lr=1e30", "max_grad_norm=0", "log_every=1"))
     assert failed.exit_code == 1
     assert "the loss or the gradient is not finite" in failed.output
     assert (tmp_path / "curves.png").is_file()
@@ -114,7 +114,7 @@ def test_a_run_that_is_finished_is_not_gone_on_with(tmp_path: Path) -> None:
     assert again.exit_code == 0
     assert "the run is finished, after 12 updates, and there is nothing left to do" in again.output
     assert ((tmp_path / "result.json").stat().st_mtime_ns, (tmp_path / "record.json").read_text()) == before
-    other = invoked(*arguments(tmp_path, "--resume", "learning_rate=0.5"))
+    other = invoked(*arguments(tmp_path, "--resume", "lr=0.5"))
     assert other.exit_code == 1
     assert "was begun with another recipe, which differs in optimizer" in other.output
 
@@ -146,20 +146,20 @@ def test_data_of_no_use_leaves_no_folder(tmp_path: Path) -> None:
     refused = invoked("train", "classify", f"data={tmp_path / 'odd.csv'}", "--out", str(tmp_path / "run"))
     assert refused.exit_code == 1
     assert "say which with --text" in refused.output
-    assert "(in a recipe: data.own.text=…, data.own.kind=language)" in refused.output
+    assert "(in a recipe: data.custom.text=…, data.custom.kind=language)" in refused.output
     assert not (tmp_path / "run").exists()
 
 
 def test_an_evaluation_is_kept(tmp_path: Path) -> None:
     assert invoked(*arguments(tmp_path)).exit_code == 0
-    measured = invoked("eval", str(tmp_path), "--split", "validation", "--device", "cpu", "evaluation.size=100")
+    measured = invoked("eval", str(tmp_path), "--split", "validation", "--device", "cpu", "eval.batch_size=100")
     assert measured.exit_code == 0, measured.output
     result = json.loads((tmp_path / "result.json").read_text())
-    assert json.loads((tmp_path / "eval-validation-evaluation.size=100.json").read_text()) == {
+    assert json.loads((tmp_path / "eval-validation-eval.batch_size=100.json").read_text()) == {
         "split": "validation",
         "checkpoint": "step-000000012",
         "device": "cpu",
-        "changes": ["evaluation.size=100"],
+        "changes": ["eval.batch_size=100"],
         **result["scores"]["validation"],
     }
 
@@ -243,7 +243,7 @@ def test_series_tell_training_from_splits() -> None:
     assert [part.tolist() for part in series([], "loss")] == [[], []]
 
 
-@pytest.mark.parametrize("width", [1, 3, 50])
+@pytest.mark.parametrize("d_model", [1, 3, 50])
 def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
     values = np.random.default_rng(0).normal(size=40)
     values[[4, 5, 30]] = np.nan

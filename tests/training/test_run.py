@@ -26,7 +26,7 @@ from tcnca.training import Processes, Recipe, Run, Watch, evaluate, load_recipe
 from tcnca.training.files import alone_in
 from tcnca.training.log import read_log
 from tcnca.training.meter import Meter
-from tcnca.training.parallel import made_ready
+from tcnca.training.parallel import parallelize
 from tests.examples import small_model
 from tests.training.tiny import MODEL, SMALL, arguments, assert_same, recipe, run, weights
 
@@ -43,7 +43,7 @@ class Stopped(Run):
 
 
 @pytest.mark.parametrize("after", [1, 5, 8])
-@pytest.mark.parametrize("changes", [[], ["accumulate=3"], ["model=mega-recall-64"]], ids=str)
+@pytest.mark.parametrize("changes", [[], ["grad_accum_steps=3"], ["model=mega-recall-64"]], ids=str)
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path, after: int, changes: list[str]) -> None:
     whole = run(tmp_path / "whole", recipe(*changes))
     assert whole.train().stopped == ""
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path, after: 
 
 def test_accumulation_is_the_update_of_the_whole_batch(tmp_path: Path) -> None:
     found = [
-        run(tmp_path / n, recipe("model.dropout=0", f"accumulate={n}", "updates=4", "evaluation.every=0"))
+        run(tmp_path / n, recipe("model.dropout=0", f"grad_accum_steps={n}", "max_steps=4", "eval.every=0"))
         for n in "134"
     ]
     for each in found:
@@ -75,7 +75,9 @@ def test_accumulation_is_the_update_of_the_whole_batch(tmp_path: Path) -> None:
 
 
 def test_recomputing_changes_nothing(tmp_path: Path) -> None:
-    plain, again = (run(tmp_path / flag, recipe(f"recompute={flag}", "updates=4")) for flag in ("false", "true"))
+    plain, again = (
+        run(tmp_path / flag, recipe(f"activation_checkpointing={flag}", "max_steps=4")) for flag in ("false", "true")
+    )
     plain.train()
     again.train()
     assert_same(weights(plain.model), weights(again.model))
@@ -83,12 +85,16 @@ def test_recomputing_changes_nothing(tmp_path: Path) -> None:
 
 def test_cheap_recomputing_is_of_one_run_and_needs_compiled_layers() -> None:
     group = Processes(device=torch.device("cpu"))
-    kept = dataclasses.replace(recipe().engine, compile=True)
-    for engine, share in ((kept, 1.0), (dataclasses.replace(kept, recompute="cheap"), 0.9), (kept, 1.0)):
-        made_ready(small_model(), engine, group)
+    kept = dataclasses.replace(recipe().runtime, compile=True)
+    for runtime, share in (
+        (kept, 1.0),
+        (dataclasses.replace(kept, activation_checkpointing="cheap"), 0.9),
+        (kept, 1.0),
+    ):
+        parallelize(small_model(), runtime, group)
         assert torch._functorch.config.activation_memory_budget == share
-    with pytest.raises(ConfigError, match=r"engine.recompute: got 'cheap' without engine.compile"):
-        recipe("recompute=cheap")
+    with pytest.raises(ConfigError, match=r"runtime.activation_checkpointing: got 'cheap' without runtime.compile"):
+        recipe("activation_checkpointing=cheap")
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
@@ -137,7 +143,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
 
 def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
     # Three per cent of so short a time is less than one checkpoint takes on a busy machine.
-    wanted = recipe("updates=1000000", "warmup=100000", "evaluation.every=0", "checkpoint.every=0", "log_every=1")
+    wanted = recipe("max_steps=1000000", "warmup_steps=100000", "eval.every=0", "checkpoint.every=0", "log_every=1")
     one = run(tmp_path, wanted, budget=4.0)
     rates: list[float] = []
     update = one._update
@@ -149,13 +155,13 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path) -> None:
     one._update = noted  # type: ignore[method-assign]
     result = one.train()
     assert result.seconds == pytest.approx(4.0, rel=0.03)
-    assert max(rates) > 0.9 * wanted.optimizer.learning_rate
-    assert rates[-1] < 0.05 * wanted.optimizer.learning_rate
+    assert max(rates) > 0.9 * wanted.optimizer.lr
+    assert rates[-1] < 0.05 * wanted.optimizer.lr
 
 
 def test_a_budget_is_validated_to_its_end(tmp_path: Path) -> None:
     """However many updates it has time for."""
-    one = run(tmp_path, recipe("updates=8", "evaluation.every=4", "checkpoint.every=0"), budget=2.0)
+    one = run(tmp_path, recipe("max_steps=8", "eval.every=4", "checkpoint.every=0"), budget=2.0)
     validated: list[int] = []
     validate = one._validate
 
@@ -178,7 +184,7 @@ def test_all_processes_leave_out_the_same_time_to_compile(tmp_path: Path) -> Non
         def greatest(self, values: torch.Tensor) -> torch.Tensor:
             return values + 10 if values.dtype == torch.float64 and values.ndim == 0 and values > 0 else values
 
-    one = Run(recipe("updates=4", "evaluation.every=0"), tmp_path, Slower(), Watch(tmp_path, None))
+    one = Run(recipe("max_steps=4", "eval.every=0"), tmp_path, Slower(), Watch(tmp_path, None))
     one.compiled = True
     one.train()
     assert one.progress.compiling > 30
@@ -200,7 +206,7 @@ def test_stopped_before_the_first_update(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_what_is_done_again_is_logged_as_before(tmp_path: Path) -> None:
     """Also where a line of the log would begin before the checkpoint and end after it."""
-    changes = ["log_every=5", "checkpoint.every=4", "checkpoint.keep=9", "evaluation.every=0"]
+    changes = ["log_every=5", "checkpoint.every=4", "checkpoint.keep=9", "eval.every=0"]
     assert CliRunner().invoke(app, arguments(tmp_path, *changes)).exit_code == 0
     whole = [(line["step"], line["loss"], line["tokens"]) for line in read_log(tmp_path) if "loss" in line]
     result = json.loads((tmp_path / "result.json").read_text())
@@ -224,14 +230,14 @@ def test_a_best_checkpoint_that_is_gone_is_replaced(tmp_path: Path) -> None:
 def test_other_recipes_and_data_are_not_gone_on_with(tmp_path: Path) -> None:
     run(tmp_path, recipe()).train()
     with pytest.raises(CheckpointError, match="was begun with another recipe, which differs in optimizer"):
-        run(tmp_path, recipe("learning_rate=0.5")).resume()
+        run(tmp_path, recipe("lr=0.5")).resume()
 
 
 def test_a_file_of_ones_own_that_was_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     rows = [f"{word * 5} {number},{word}" for number in range(20) for word in ("yes", "no")]
     table = tmp_path / "my.csv"
     table.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
-    wanted = load_recipe("classify").override([*SMALL, *MODEL, f"data={table}", "evaluation.every=0"])
+    wanted = load_recipe("classify").override([*SMALL, *MODEL, f"data={table}", "eval.every=0"])
     assert wanted.build_task().data.digest == wanted.build_task().data.digest != ""
     run(tmp_path / "run", wanted).train()
     run(tmp_path / "run", wanted).resume()
@@ -265,7 +271,7 @@ def test_commands(tmp_path: Path) -> None:
         device = runner.invoke(app, [*given, "--device", "tpu"])
         assert device.exit_code == 1
         assert "Error: --device: got tpu, allowed are cpu" in device.output
-    same = runner.invoke(app, ["eval", str(tmp_path / "run"), "layers=4"])
+    same = runner.invoke(app, ["eval", str(tmp_path / "run"), "num_layers=4"])
     assert same.exit_code == 1
     assert "model: is as it was trained, allowed are keys of data, evaluation and engine" in same.output
     # A score that cannot be written is told none the less.
@@ -299,7 +305,7 @@ def test_a_run_that_began_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: p
 
 def test_the_time_to_compile_is_not_the_time_to_warm_up(tmp_path: Path) -> None:
     """With a budget, the schedule begins when the code of the first updates is made."""
-    one = run(tmp_path, recipe("updates=1000", "warmup=500", "evaluation.every=0"), budget=4.0)
+    one = run(tmp_path, recipe("max_steps=1000", "warmup_steps=500", "eval.every=0"), budget=4.0)
     one.compiled = True
     rates: list[float] = []
     update = one._update
@@ -313,13 +319,13 @@ def test_the_time_to_compile_is_not_the_time_to_warm_up(tmp_path: Path) -> None:
     result = one.train()
     assert result.seconds == pytest.approx(4.0, rel=0.03)
     # Nearly half of the time is gone; the learning rate has not begun to rise.
-    assert max(rates[:4]) < 0.05 * one.recipe.optimizer.learning_rate
-    assert max(rates) > 0.9 * one.recipe.optimizer.learning_rate
+    assert max(rates[:4]) < 0.05 * one.recipe.optimizer.lr
+    assert max(rates) > 0.9 * one.recipe.optimizer.lr
 
 
 @pytest.mark.parametrize("after", [4, 7])
 def test_lines_of_the_log_do_not_depend_on_where_a_run_stopped(tmp_path: Path, after: int) -> None:
-    changes = ("log_every=5", "checkpoint.every=0", "evaluation.every=0", "updates=13")
+    changes = ("log_every=5", "checkpoint.every=0", "eval.every=0", "max_steps=13")
     logs: list[dict[int, tuple[float, float, float]]] = []
     for stops in (False, True):
         folder = tmp_path / str(stops)

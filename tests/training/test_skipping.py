@@ -29,7 +29,7 @@ class Noted(Watch):
 def trained(folder: Path, poisoned: range, *changes: str) -> tuple[Run, dict[str, Any]]:
     """A run of 12 updates, some of which read what is not finite, and the only line of its log."""
     watch = Noted(folder)
-    seldom = ["log_every=12", "evaluation.every=0", "checkpoint.every=0"]
+    seldom = ["log_every=12", "eval.every=0", "checkpoint.every=0"]
     one = Run(recipe("nonfinite=skip", *seldom, *changes), folder, Processes(), watch)
     step = 0
 
@@ -48,7 +48,7 @@ def trained(folder: Path, poisoned: range, *changes: str) -> tuple[Run, dict[str
 
 
 def test_they_do_not_count_in_the_mean_loss(tmp_path: Path) -> None:
-    still = ["learning_rate=0", "schedule.warmup_start=0", "model.dropout=0"]
+    still = ["lr=0", "schedule.warmup_start=0", "model.dropout=0"]
     _, plain = trained(tmp_path / "plain", range(0), *still)
     _, half = trained(tmp_path / "half", range(6), *still)
     assert "skipped" not in plain

@@ -70,7 +70,7 @@ class Heard:
 
 
 def planned(folder: Path, *changes: str, **more: Any) -> Sweep:
-    return plan("recall-small", changes or ["layers=1,2,3,4"], folder / "sweep", **more)
+    return plan("recall-small", changes or ["num_layers=1,2,3,4"], folder / "sweep", **more)
 
 
 def test_runs_are_started_in_order_and_so_many_at_a_time(
@@ -88,7 +88,7 @@ def test_runs_are_started_in_order_and_so_many_at_a_time(
     sweep = planned(tmp_path, device="cpu", jobs=2)
     heard = Heard()
     assert run_sweep(sweep, heard) == ""
-    assert [line for line in heard.lines if "starts" in line] == [f"layers={n} starts" for n in (1, 2, 3, 4)]
+    assert [line for line in heard.lines if "starts" in line] == [f"num_layers={n} starts" for n in (1, 2, 3, 4)]
     # Never more than two: the third starts after one of the first two has ended.
     running = 0
     for line in heard.lines:
@@ -97,9 +97,9 @@ def test_runs_are_started_in_order_and_so_many_at_a_time(
     found = calls(sweep)
     assert "failed" not in " ".join(heard.lines)
     assert {call["OMP_NUM_THREADS"] for call in found} == {"3"}
-    first = next(call for call in found if "layers=1" in call["arguments"])
-    place = str(sweep.folder / "layers=1")
-    expected = ["-m", "tcnca", "train", "recall-small", "layers=1", "--out", place, "--device", "cpu"]
+    first = next(call for call in found if "num_layers=1" in call["arguments"])
+    place = str(sweep.folder / "num_layers=1")
+    expected = ["-m", "tcnca", "train", "recall-small", "num_layers=1", "--out", place, "--device", "cpu"]
     assert first["arguments"] == expected
 
 
@@ -111,7 +111,7 @@ def test_runs_are_spread_over_gpus(
     stand_in("")
     sweep = planned(tmp_path, jobs=3)
     run_sweep(sweep, Heard())
-    first = [call["CUDA_VISIBLE_DEVICES"] for call in calls(sweep) if "layers=4" not in call["arguments"]]
+    first = [call["CUDA_VISIBLE_DEVICES"] for call in calls(sweep) if "num_layers=4" not in call["arguments"]]
     assert sorted(first) == ["2", "2", "5"]
 
 
@@ -127,8 +127,8 @@ def test_runs_are_spread_over_gpus(
 def test_one_that_fails_takes_no_other_along(
     tmp_path: Path, stand_in: Callable[[str], None], body: str, error: str
 ) -> None:
-    stand_in(f"if 'layers=2' in sys.argv:\n    {body}")
-    sweep = planned(tmp_path, "layers=1,2,3")
+    stand_in(f"if 'num_layers=2' in sys.argv:\n    {body}")
+    sweep = planned(tmp_path, "num_layers=1,2,3")
     assert run_sweep(sweep, Heard()) == ""
     assert outcome(sweep.points[1]) == ("failed", error)
     assert len(calls(sweep)) == 3
@@ -160,7 +160,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], 
     assert run_sweep(sweep, heard) == "SIGTERM"
     assert time.monotonic() - begun < 20
     told = ["SIGTERM 1"] * (2 if again else 1)
-    assert heard.lines == ["layers=1 starts", *told, "layers=1 stopped"]
+    assert heard.lines == ["num_layers=1 starts", *told, "num_layers=1 stopped"]
     assert [outcome(point)[0] for point in sweep.points] == ["stopped", "waiting", "waiting", "waiting"]
     said = (sweep.points[0].folder / "sweep.log").read_text()
     assert ("stopped by the signal" in said) is not again
@@ -168,7 +168,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
     stand_in("")
-    sweep = planned(tmp_path, "layers=1,2")
+    sweep = planned(tmp_path, "num_layers=1,2")
 
     def second() -> None:
         with pytest.raises(TrainingError, match="another sweep is at work there"):

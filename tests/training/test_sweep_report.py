@@ -20,11 +20,11 @@ from tcnca.training.sweeps.table import Row, best_row, chosen, ranked, read_rows
 
 
 def planned(folder: Path, *changes: str, **more: Any) -> Sweep:
-    return plan("recall-small", changes or ["layers=1,2,3,4"], folder / "sweep", **more)
+    return plan("recall-small", changes or ["num_layers=1,2,3,4"], folder / "sweep", **more)
 
 
 def test_recipes_of_another_time_are_no_hindrance_to_others(tmp_path: Path) -> None:
-    sweep = planned(tmp_path, "layers=1,2")
+    sweep = planned(tmp_path, "num_layers=1,2")
     for point, text in zip(sweep.points, (sweep.points[0].recipe.to_yaml(), "optimizer: {}"), strict=True):
         point.folder.mkdir(parents=True)
         (point.folder / "recipe.yaml").write_text(text)
@@ -32,10 +32,10 @@ def test_recipes_of_another_time_are_no_hindrance_to_others(tmp_path: Path) -> N
     assert [outcome(point)[0] for point in sweep.points] == ["done", "failed"]
     assert "optimizer: no such key" in outcome(sweep.points[1])[1]
     sweep.points[1].folder.rename(sweep.folder / "old")
-    assert planned(tmp_path, "layers=1,2").others() == 1
+    assert planned(tmp_path, "num_layers=1,2").others() == 1
     (sweep.folder / "old").rename(sweep.points[1].folder)
-    with pytest.raises(ConfigError, match=r"layers=2.*optimizer: no such key.*remove this one to run it anew"):
-        planned(tmp_path, "layers=1,2")
+    with pytest.raises(ConfigError, match=r"num_layers=2.*optimizer: no such key.*remove this one to run it anew"):
+        planned(tmp_path, "num_layers=1,2")
 
 
 def finished(sweep: Sweep, scores: list[dict[str, float] | None]) -> list[Row]:
@@ -49,12 +49,12 @@ def test_the_choice_is_by_validation_and_by_the_metric(tmp_path: Path) -> None:
     sweep = planned(tmp_path)
     validation, test = [0.3, math.nan, 0.7, 0.5], [0.9, 0.1, 0.2, 0.3]
     rows = finished(sweep, [{"validation": a, "test": b} for a, b in zip(validation, test, strict=True)])
-    assert [row.point.values["layers"] for row in ranked(sweep, rows)] == ["3", "4", "1", "2"]
+    assert [row.point.values["num_layers"] for row in ranked(sweep, rows)] == ["3", "4", "1", "2"]
     best = best_row(sweep, rows)
     assert best is rows[2]
-    assert "greatest validation accuracy, 0.7000: layers=3. Its test accuracy is 0.2000" in chosen(sweep, rows)
+    assert "greatest validation accuracy, 0.7000: num_layers=3. Its test accuracy is 0.2000" in chosen(sweep, rows)
     lower = dataclasses.replace(sweep, higher_is_better=False, metric="bits per byte")
-    assert [row.point.values["layers"] for row in ranked(lower, rows)] == ["1", "4", "3", "2"]
+    assert [row.point.values["num_layers"] for row in ranked(lower, rows)] == ["1", "4", "3", "2"]
     # Where there is nothing else, by the test split, and that is said.
     only = dataclasses.replace(sweep, split="test")
     rows = finished(only, [{"test": score} for score in test])
@@ -64,7 +64,7 @@ def test_the_choice_is_by_validation_and_by_the_metric(tmp_path: Path) -> None:
 
 
 def test_validations_on_the_test_split_are_none(tmp_path: Path) -> None:
-    sweep = dataclasses.replace(planned(tmp_path, "layers=1,2"), split="test")
+    sweep = dataclasses.replace(planned(tmp_path, "num_layers=1,2"), split="test")
     place = sweep.points[0].folder
     place.mkdir(parents=True)
     line = {"step": 5, "split": "validation", "metric": "accuracy", "score": 0.9}
@@ -81,10 +81,10 @@ def places(line: Line2D) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("changes", "scale", "lines"),
     [
-        (["learning_rate=1e-3,1e-1,1e-2"], "log", 1),
-        (["learning_rate=0.1,0.2,0.3"], "linear", 1),
+        (["lr=1e-3,1e-1,1e-2"], "log", 1),
+        (["lr=0.1,0.2,0.3"], "linear", 1),
         (["weight_decay=0,0.1,10"], "symlog", 1),
-        (["schedule.kind=linear,cosine", "learning_rate=0.1,0.2", "layers=1,2,3"], "linear", 6),
+        (["schedule.kind=linear,cosine", "lr=0.1,0.2", "num_layers=1,2,3"], "linear", 6),
     ],
 )
 def test_the_picture_has_the_scores_along_the_first_numbers(
@@ -112,8 +112,8 @@ def test_pictures_of_words_and_of_nothing(tmp_path: Path) -> None:
     rows = finished(sweep, [{"validation": 0.5}, {"validation": 0.6}, None])
     assert best_row(sweep, rows) is rows[1]
     axes = draw(sweep, rows).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["linear", "cosine", "stable"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["linear", "cosine", "wsd"]
     assert save_picture(sweep, rows) == sweep.folder / "sweep.png"
     assert save_picture(sweep, finished(sweep, [None] * 3)) is None
     write_tables(sweep, rows)
-    assert "schedule.kind=stable failed: a \\| b" in (sweep.folder / "sweep.md").read_text()
+    assert "schedule.kind=wsd failed: a \\| b" in (sweep.folder / "sweep.md").read_text()

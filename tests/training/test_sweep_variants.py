@@ -35,7 +35,7 @@ about: One line.
 recipe: recall-64-10-mega
 variants:
   plain: []
-  wide: [width=48, 'betas=[0.9, 0.99]']
+  wide: [d_model=48, 'betas=[0.9, 0.99]']
   none: [model.mixer=null]
 """
 
@@ -52,24 +52,24 @@ def planned(folder: Path, *changes: str, text: str = FILE, only: Sequence[str] =
 
 
 def test_each_variant_meets_all_values(tmp_path: Path) -> None:
-    sweep = planned(tmp_path, "seed=0,1", "updates=200", jobs=2)
+    sweep = planned(tmp_path, "seed=0,1", "max_steps=200", jobs=2)
     names = [f"variant={name},seed={seed}" for name in ("plain", "wide", "none") for seed in (0, 1)]
     assert [point.folder.name for point in sweep.points] == names
-    wide = ["width=48", "betas=[0.9, 0.99]", "seed=1", "updates=200"]
+    wide = ["d_model=48", "betas=[0.9, 0.99]", "seed=1", "max_steps=200"]
     assert sweep.points[3].changes == wide
     assert sweep.train_command(sweep.points[3]) == ["train", "recall-small", *wide]
     assert sweep.points[3].recipe == load_recipe("recall-small").override(wide)
-    assert sweep.points[0].recipe == load_recipe("recall-small").override(["seed=0", "updates=200"])
+    assert sweep.points[0].recipe == load_recipe("recall-small").override(["seed=0", "max_steps=200"])
     assert (sweep.varied, sweep.compared, sweep.seed) == (["variant", "seed"], ["variant"], "seed")
-    end = f"seed=0,1 updates=200 --variants {tmp_path}/some.yaml --out {tmp_path}/sweep --jobs 2"
+    end = f"seed=0,1 max_steps=200 --variants {tmp_path}/some.yaml --out {tmp_path}/sweep --jobs 2"
     assert sweep.command == f"tcnca sweep recall-small {end}"
 
 
 def test_a_variant_may_need_what_is_given_beside_it(tmp_path: Path) -> None:
-    (point,) = planned(tmp_path, "warmup=5", text="variants: {short: [updates=20]}").points
-    assert (point.recipe.schedule.updates, point.recipe.schedule.warmup) == (20, 5)
+    (point,) = planned(tmp_path, "warmup_steps=5", text="variants: {short: [max_steps=20]}").points
+    assert (point.recipe.schedule.max_steps, point.recipe.schedule.warmup_steps) == (20, 5)
     with pytest.raises(ConfigError, match=r"variant short: schedule\.warmup"):
-        planned(tmp_path, text="variants: {short: [updates=20]}")
+        planned(tmp_path, text="variants: {short: [max_steps=20]}")
 
 
 def test_some_are_picked_and_keep_their_names(tmp_path: Path) -> None:
@@ -87,19 +87,19 @@ def test_some_are_picked_and_keep_their_names(tmp_path: Path) -> None:
         ("[a]", r"some\.yaml: variants: got \['a'\], allowed are names with lists"),
         ("{}", "variants: got {}"),
         ("{a: }", r"variant a: got None, allowed is a list .*\[\] changes nothing"),
-        ("{a: layers=2}", "variant a: got 'layers=2', allowed is a list"),
+        ("{a: num_layers=2}", "variant a: got 'num_layers=2', allowed is a list"),
         ("{a: [layers]}", "variant a: got 'layers', allowed is key=value"),
         ("{a: [betas=[0.9]]}", "is not YAML"),
         ("{a: [layers: 2]}", "variant a: got {'layers': 2}, allowed is key=value"),
         ("{no: [], yes: []}", "got False for a name, .*quotes"),
         ("{'a,b': []}", "got 'a,b' for a name, allowed are a letter"),
         ("{'1e-3': []}", "got '1e-3' for a name"),
-        ("{a: [], a: [layers=1]}", "the key a is given twice in line 1"),
+        ("{a: [], a: [num_layers=1]}", "the key a is given twice in line 1"),
         ("{a: [], b: [lyers=1]}", r"variant b: lyers: no such key .*model\.layers\?.* for recall-64-10-mega\)"),
-        ("{a: [learning_rate=fast]}", r"variant a: optimizer\.learning_rate: got 'fast'"),
-        ("{a: [width=1, model.width=2]}", "variant a: width: is given again under another name"),
+        ("{a: [lr=fast]}", r"variant a: optimizer\.lr: got 'fast'"),
+        ("{a: [d_model=1, model.width=2]}", "variant a: width: is given again under another name"),
         ("{a: [model.lyers=1]}", r"variant=a seed=0: .*did you mean layers\?.* for recall-64-10-mega\)"),
-        ("{a: [layers=1], b: [model.layers=1]}", "variant: got a and b, which are the same"),
+        ("{a: [num_layers=1], b: [model.layers=1]}", "variant: got a and b, which are the same"),
         ("{a: [], b: [model.mixer.convolutions=1]}", "variant=b seed=0: is the same as variant=a seed=0"),
         ("{a: [], b: [batch.seed=1]}", r"variant b: changes batch\.seed, and seed is given as well"),
     ],
@@ -125,7 +125,7 @@ def test_other_mistakes_are_told(tmp_path: Path) -> None:
         planned(tmp_path, "lerning_rate=1,2")
     # The recipe warms up over more updates than that, in whichever variant.
     with pytest.raises(ConfigError, match=r"^schedule\.warmup: got"):
-        planned(tmp_path, "updates=20")
+        planned(tmp_path, "max_steps=20")
     alone = CliRunner().invoke(app, ["sweep", "recall-small", "seed=1,2", "--only", "a"])
     assert alone.exit_code == 1
     assert "only: got a, allowed is a choice of variants" in alone.output
@@ -137,8 +137,8 @@ def test_keys_are_the_same_by_any_name() -> None:
     assert same_key("seed", "batch.seed")
     # The model's own is another than that of its part.
     assert not same_key("dropout", "model.mixer.dropout")
-    assert not same_key("model.head.hidden", "model.mixer.hidden")
-    assert not same_key("evaluation.every", "checkpoint.every")
+    assert not same_key("model.head.hidden", "model.mixer.d_state")
+    assert not same_key("eval.every", "checkpoint.every")
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_the_choice_is_by_the_mean_over_seeds(tmp_path: Path) -> None:
     assert lines[0] == ["variant", "seeds", "mean validation", "standard deviation"]
     assert lines[2] == [f"**{text}**" for text in ("plain", "3", "0.5833", "0.0764")]
     assert lines[3:] == [["wide", "3", "0.4000", "0.4359"], ["none", "2 of 3", "0.8000", "0.0000"]]
-    assert "One line.\n\n- plain: the recipe as it is\n- wide: `width=48 betas=[0.9, 0.99]`" in page
+    assert "One line.\n\n- plain: the recipe as it is\n- wide: `d_model=48 betas=[0.9, 0.99]`" in page
     assert page.count("    tcnca train recall-small batch.seed=") == 3
     rings = [line for line in draw(sweep, rows).axes[0].get_lines() if line.get_markeredgecolor() == "black"]
     assert [float(np.asarray(ring.get_xdata())[0]) for ring in rings] == scores[:3]
@@ -235,9 +235,9 @@ def test_curves_are_over_updates_and_over_time(tmp_path: Path) -> None:
     curves = [read_curve(sweep, point) for point in sweep.points[:4]]
     figure = draw_curves(sweep, curves)
     over_updates, over_time = figure.axes
-    assert (over_updates.get_xlabel(), over_time.get_xlabel()) == ("updates", "seconds after the first updates")
+    assert (over_updates.get_xlabel(), over_time.get_xlabel()) == ("max_steps", "seconds after the first updates")
     assert over_updates.get_ylabel() == "validation accuracy"
-    for axes, name in ((over_updates, "updates"), (over_time, "seconds")):
+    for axes, name in ((over_updates, "max_steps"), (over_time, "seconds")):
         lines = [line for line in axes.get_lines() if line.get_marker() == "None"]
         for line, drawn in zip(lines, curves, strict=True):
             np.testing.assert_array_equal(np.asarray(line.get_xydata()).T, [getattr(drawn, name), drawn.scores])

@@ -104,7 +104,7 @@ def test_a_slow_beginning_is_forgotten(tmp_path: Path, clock: Clock) -> None:
     assert "70 % done, 0:00:30 left" in file.getvalue()
 
 
-@pytest.mark.parametrize("width", [60, 120])
+@pytest.mark.parametrize("d_model", [60, 120])
 def test_a_terminal_shows_the_time_left_at_any_width(tmp_path: Path, clock: Clock, width: int) -> None:
     console, file = screen(terminal=True, width=width)
     with Watch(tmp_path, console) as watch:

@@ -20,21 +20,21 @@ import torch
 from tcnca.cli import app
 from tcnca.data import entries, entry
 from tcnca.data.columns import Column, Columns, Ragged
-from tcnca.data.content import SPLITS, Kind
 from tcnca.data.generators.recall import Recall
+from tcnca.data.schema import SPLITS, Kind
 from tcnca.data.store import SetWriter
 from tcnca.training import Checkpoints, Processes, Recipe, Run, Watch, load_recipe
 
 SMALL = [
     "data=recall-16",
-    "updates=12",
-    "warmup=4",
+    "max_steps=12",
+    "warmup_steps=4",
     "batch.size=12",
     "log_every=3",
-    "evaluation.every=6",
+    "eval.every=6",
     "checkpoint.every=4",
 ]
-MODEL = ["layers=1", "width=8", "feed_forward=8", "key_width=4", "value_width=8", "model.chunk=8", "model.dropout=0.1"]
+MODEL = ["num_layers=1", "d_model=8", "d_ff=8", "d_key=4", "d_value=8", "model.chunk_size=8", "model.dropout=0.1"]
 Death = Literal["before", "within", "full", "short"]
 """Killed before a step, or in the middle of the next file; no more space for files, or for the rest of the next."""
 CUT = 10
@@ -116,7 +116,7 @@ def write_every_set(folder: Path) -> None:
     """Sets of a few examples, of the kinds, vocabularies and classes of the published ones."""
     draw = np.random.default_rng(0)
 
-    def sequences(vocabulary: int) -> Ragged:
+    def sequences(vocab_size: int) -> Ragged:
         # Of different lengths, and some longer than a chunk.
         lengths = draw.permutation(np.linspace(20, 200, EXAMPLES).astype(int))
         return Ragged.of([draw.integers(0, vocabulary, length, np.uint8) for length in lengths])
@@ -143,7 +143,7 @@ def write_every_set(folder: Path) -> None:
     write_set(folder, "pathx", "classification", classes(2, pixels=pixels(32)))
     for known in entries():
         if isinstance(known.generator, Recall):
-            length, vocabulary = known.generator.length, known.generator.vocabulary
+            length, vocabulary = known.generator.length, known.generator.vocab_size
             # Long ones take long, and two are as good as more.
             made = {
                 split: {

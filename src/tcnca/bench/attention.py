@@ -35,7 +35,7 @@ class Attention:
     @property
     def chunk(self) -> int:
         """Tokens that see one another."""
-        return min(self.config.chunk or self.length, self.length)
+        return min(self.config.chunk_size or self.length, self.length)
 
 
 def attention_entries(settings: Settings) -> Iterator[Entry]:
@@ -45,8 +45,8 @@ def attention_entries(settings: Settings) -> Iterator[Entry]:
         config = preset(f"tcnca-{model}").model
         batch, length = size if on_gpu else _CPU_SIZE
         assert config.attention is not None
-        chunk = config.attention.chunk if on_gpu else min(config.attention.chunk or _CPU_CHUNK, _CPU_CHUNK)
-        attention = dataclasses.replace(config.attention, chunk=chunk)
+        chunk = config.attention.chunk_size if on_gpu else min(config.attention.chunk_size or _CPU_CHUNK, _CPU_CHUNK)
+        attention = dataclasses.replace(config.attention, chunk_size=chunk)
         case = Attention(config=attention, causal=config.causal, batch=batch, length=length)
         yield _entry(settings, model, case, "auto")
         if on_gpu:
@@ -63,9 +63,9 @@ def _entry(settings: Settings, model: str, case: Attention, backend: Literal["au
         suite="ops",
         name="attention" if own else "attention-plain",
         label="chunked attention" if own else "chunked attention, plain",
-        about=f"chunks of {case.chunk}, keys {config.key_width} and values {config.value_width} wide, "
-        f"{config.function}, {'causal' if case.causal else 'bidirectional'}, {way}",
-        sizes={"of": model, "batch": case.batch, "length": case.length, "chunk": case.chunk},
+        about=f"chunks of {case.chunk}, keys {config.d_key} and values {config.d_value} wide, "
+        f"{config.activation}, {'causal' if case.causal else 'bidirectional'}, {way}",
+        sizes={"of": model, "batch": case.batch, "length": case.length, "chunk_size": case.chunk},
         tokens=case.batch * case.length,
         inputs=lambda checking: _inputs(small if checking else case, settings),
         run=lambda *parts: _attention(*parts, case=case, backend=backend),
@@ -77,7 +77,7 @@ def _entry(settings: Settings, model: str, case: Attention, backend: Literal["au
 
 def _inputs(case: Attention, settings: Settings) -> Inputs:
     kind: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device}
-    widths = (case.config.key_width, case.config.key_width, case.config.value_width)
+    widths = (case.config.d_key, case.config.d_key, case.config.d_value)
     q, k, v = (torch.randn(case.batch, case.length, width, **kind) for width in widths)
     # The bias is a parameter, which stays in float32.
     return Inputs((q, k, v, torch.randn(2 * case.chunk - 1, device=settings.device)))
@@ -86,7 +86,7 @@ def _inputs(case: Attention, settings: Settings) -> Inputs:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: Literal["auto", "plain"]
 ) -> Tensor:
-    how: dict[str, Any] = {"chunk": case.chunk, "causal": case.causal, "function": case.config.function}
+    how: dict[str, Any] = {"chunk_size": case.chunk, "causal": case.causal, "function": case.config.activation}
     return chunked_attention(q, k, v, bias=bias, backend=backend, **how)[0]
 
 
@@ -97,12 +97,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Atte
     mask = chunk == chunk.unsqueeze(1)
     if case.causal:
         mask = mask & (place <= place.unsqueeze(1))
-    return attend(q, k, v, function=case.config.function, bias=offset_bias(bias, place, place), mask=mask)
+    return attend(q, k, v, activation=case.config.activation, bias=offset_bias(bias, place, place), mask=mask)
 
 
 def _work(case: Attention, dtype: torch.dtype) -> dict[str, Work]:
     tokens, keys = case.batch * case.length, (case.chunk + 1) / 2 if case.causal else case.chunk
-    z, v = case.config.key_width, case.config.value_width
+    z, v = case.config.d_key, case.config.d_value
     moved = tokens * (2 * z + 2 * v) * dtype.itemsize
     # Backwards: the scores once more, and the gradients of weights, values, queries and keys.
     return {

@@ -30,7 +30,7 @@ class Settings:
     """Taps of the TCN's kernels."""
     depth: int = 4
     """Blocks of the TCN."""
-    layers: int | None = None
+    num_layers: int | None = None
     """Layers of the models."""
     compile: bool = False
     """Whether to measure layers and models compiled as well."""

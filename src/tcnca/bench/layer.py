@@ -42,7 +42,7 @@ def _entry(settings: Settings, variant: Variant, batch: int, length: int, compil
         block = Block(config.block())
         weights = sum(parameter.numel() for parameter in block.parameters())
         flops = 2 * block.macs(length) * tokens
-    sequence, weights = tokens * config.width * _FLOAT, weights * _FLOAT
+    sequence, weights = tokens * config.d_model * _FLOAT, weights * _FLOAT
     return Entry(
         suite="layer",
         name=variant.name + ("-compiled" if compiled else ""),
@@ -66,7 +66,7 @@ def _subject(config: ModelConfig, settings: Settings, batch: int, length: int, c
     block = Block(config.block()).to(settings.device)
     if compiled:
         block.compile(dynamic=False)
-    x = torch.randn(batch, length, config.width).to(settings.device)
+    x = torch.randn(batch, length, config.d_model).to(settings.device)
     return _run(block, x, settings)
 
 
@@ -86,7 +86,7 @@ def _pair(config: ModelConfig, settings: Settings, batch: int, length: int) -> P
     exact = Block(exact_config(config).block())
     block = Block(config.block())
     block.load_state_dict(exact.state_dict())
-    x = torch.randn(1, min(length, _CHECKED), config.width)
+    x = torch.randn(1, min(length, _CHECKED), config.d_model)
     doubled = x.double().requires_grad_()
     exact = exact.double()
     oracle = Subject(lambda: exact(doubled)[0], (doubled, *exact.parameters()))

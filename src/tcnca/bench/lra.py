@@ -10,7 +10,7 @@ from tcnca.bench.check import DEEP_TOLERANCE
 from tcnca.bench.entry import Entry, Settings
 from tcnca.bench.variants import Variant, config_of, model_pair, training_subject, variants
 from tcnca.bench.work import model_work
-from tcnca.models import ModelConfig, PairHead
+from tcnca.models import ModelConfig, PairHeadConfig
 from tcnca.training import load_recipe
 
 # Rows and tokens; of Retrieval, pairs of documents.
@@ -43,23 +43,23 @@ def _entries(settings: Settings) -> Iterator[Entry]:
 
 def _changes(settings: Settings, config: ModelConfig) -> dict[str, Any]:
     """How a model is made smaller for a CPU."""
-    layers = {} if settings.layers is None else {"layers": settings.layers}
+    layers = {} if settings.num_layers is None else {"num_layers": settings.num_layers}
     if settings.device.type == "cuda":
         return layers
     assert config.attention is not None
-    chunk = min(config.attention.chunk or CPU_CHUNK, CPU_CHUNK)
-    return {"layers": min(config.layers, CPU_LAYERS), "chunk": chunk, **layers}
+    chunk = min(config.attention.chunk_size or CPU_CHUNK, CPU_CHUNK)
+    return {"num_layers": min(config.num_layers, CPU_LAYERS), "chunk_size": chunk, **layers}
 
 
 def _entry(settings: Settings, task: str, variant: Variant, config: ModelConfig, batch: int, length: int) -> Entry:
     optimizer = load_recipe(f"{task}-{variant.family}").optimizer
-    tokens = batch * length * (2 if isinstance(config.head, PairHead) else 1)
+    tokens = batch * length * (2 if isinstance(config.head, PairHeadConfig) else 1)
     return Entry(
         suite="lra",
         name=variant.name,
         label=variant.label,
         about=f"the encoder of {task} on random data, inference and a step of training",
-        sizes={"task": task, "batch": batch, "length": length, "layers": config.layers},
+        sizes={"task": task, "batch": batch, "length": length, "num_layers": config.num_layers},
         tokens=tokens,
         build=functools.partial(training_subject, config, optimizer, settings, batch, length, inference=True),
         pair=functools.partial(model_pair, config, settings, length),

@@ -24,11 +24,11 @@ def model_entries(settings: Settings) -> list[Entry]:
 def _entries(settings: Settings) -> Iterator[Entry]:
     on_gpu = settings.device.type == "cuda"
     batch, length = GPU_SIZE if on_gpu else CPU_SIZE
-    layers = settings.layers or (None if on_gpu else CPU_LAYERS)
+    layers = settings.num_layers or (None if on_gpu else CPU_LAYERS)
     for rows in settings.batches or (batch,):
         for time in settings.lengths or (length,):
             for variant in variants(settings.device):
-                config = config_of(variant, "enwik8", **({} if layers is None else {"layers": layers}))
+                config = config_of(variant, "enwik8", **({} if layers is None else {"num_layers": layers}))
                 for compiled in (False, True) if settings.compile else (False,):
                     yield _entry(settings, variant, config, rows, time, compiled)
 
@@ -41,7 +41,7 @@ def _entry(settings: Settings, variant: Variant, config: ModelConfig, batch: int
         name=variant.name + ("-compiled" if compiled else ""),
         label=variant.label + (", compiled" if compiled else ""),
         about="a step of training of the EnWik8 model on random bytes, with dropout, clipping and AdamW",
-        sizes={"batch": batch, "length": length, "layers": config.layers},
+        sizes={"batch": batch, "length": length, "num_layers": config.num_layers},
         tokens=batch * length,
         build=functools.partial(step, compiled=compiled),
         pair=functools.partial(_loss_pair, config, optimizer, settings, batch, length)

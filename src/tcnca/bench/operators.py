@@ -57,7 +57,7 @@ class Operator:
     oracle: Callable[[Case], Function]
     """The same of them in float64, by other means."""
     work: Callable[[Case], dict[str, Work]]
-    longest: int | None = None
+    max_length: int | None = None
     """Tokens up to which the oracle is cheap; None for any number."""
 
 
@@ -115,10 +115,10 @@ def fft_operator(causal: bool, hidden: int = 8) -> Operator:
         label=_labeled("FFT-EMA", causal, hidden),
         about="the library's EMA by FFT, the kernel made anew in every call",
         inputs=lambda case: _ema_inputs(case, causal, hidden),
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, method="fft")[0],
-        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, method="scan")[0],
+        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
+        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="scan")[0],
         work=lambda case: _ema_work(case, causal, hidden),
-        longest=_SHORT,
+        max_length=_SHORT,
     )
 
 
@@ -129,8 +129,8 @@ def cached_operator(causal: bool) -> Operator:
         name=_named("fft-ema-cached", causal),
         label=_labeled("FFT-EMA, kernel kept", causal),
         about="the library's EMA by FFT with a kernel that was made beforehand; no gradient of its parameters",
-        run=lambda case: lambda x, kernel, *parameters: ema(x, *parameters, method="fft", kernel=kernel)[0],
-        oracle=lambda case: lambda x, _, *parameters: ema(x, *parameters, method="scan")[0],
+        run=lambda case: lambda x, kernel, *parameters: ema(x, *parameters, backend="fft", kernel=kernel)[0],
+        oracle=lambda case: lambda x, _, *parameters: ema(x, *parameters, backend="scan")[0],
         inputs=lambda case: _with_kernel(_ema_inputs(case, causal, 8)),
     )
 
@@ -153,9 +153,9 @@ def scan_operator(causal: bool, hidden: int = 8) -> Operator:
         name=_named("scan-ema", causal, hidden),
         label=_labeled("scan-EMA", causal, hidden),
         about="the library's EMA as a scan: fused on a GPU, in plain PyTorch with the states of all times elsewhere",
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, method="fused" if x.is_cuda else "scan")[0],
-        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, method="fft")[0],
-        longest=None,
+        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fused" if x.is_cuda else "scan")[0],
+        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
+        max_length=None,
     )
 
 
@@ -240,7 +240,7 @@ def _bare_tcn(x: Tensor, weight: Tensor, case: Case, causal: bool, backend: str)
 
 
 def _ema_inputs(case: Case, causal: bool, hidden: int) -> Inputs:
-    module = EMA(case.channels, EMAConfig(hidden=hidden), causal).to(case.device)
+    module = EMA(case.channels, EMAConfig(d_state=hidden), causal).to(case.device)
     # Parameters stay in float32, as in training with half precision.
     parameters = (part.detach() for part in (module.delta, module.alpha, module.beta, module.gamma))
     return Inputs((_sequence(case), *parameters))

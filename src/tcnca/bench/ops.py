@@ -49,7 +49,7 @@ def case_of(settings: Settings, batch: int, length: int) -> Case:
 
 def _entry(operator: Operator, case: Case) -> Entry:
     cheap = case.length if case.device.type == "cuda" else _CHECKED_ON_CPU
-    length = min(case.length, cheap if operator.longest is None else operator.longest)
+    length = min(case.length, cheap if operator.max_length is None else operator.max_length)
     small = dataclasses.replace(case, batch=min(case.batch, _CHECKED_ROWS), length=length)
     return function_entry(
         suite="ops",

@@ -88,7 +88,7 @@ def _ops() -> Iterator[Comparison]:
 
 
 def _models() -> Iterator[Comparison]:
-    sizes: Sizes = {"batch": 8, "length": 8192, "layers": 12}
+    sizes: Sizes = {"batch": 8, "length": 8192, "num_layers": 12}
     goals = (
         Goal(sizes=sizes, part="forward", paper=1.373, goal=1.3),
         Goal(sizes=sizes, part="backward", paper=1.245, goal=1.3),
@@ -187,7 +187,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _absolute(timed: Sequence[Result]) -> Iterator[dict[str, Any]]:
     """Speed and memory of the step of training, which have goals of their own."""
-    full: Sizes = {"batch": 8, "length": 8192, "layers": 12}
+    full: Sizes = {"batch": 8, "length": 8192, "num_layers": 12}
     speed = Goal(sizes=full, part="step", goal=800_000, stretch=1_200_000)
     memory = Goal(sizes=full, part="step", goal=25, stretch=15)
     for result in timed:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.bench.entry import Pair, Settings, Subject
-from tcnca.data.kinds.task import class_loss
+from tcnca.data.tasks.task import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
-from tcnca.models import ClassifierHead, ModelConfig, PairHead, SequenceModel, TokenInput, preset
-from tcnca.training import EngineConfig, OptimizerConfig, Processes, build_optimizer, set_rate
+from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
+from tcnca.training import OptimizerConfig, Processes, RuntimeConfig, build_optimizer, set_rate
 from tcnca.training.config import Precision
 from tcnca.training.evaluate import autocast
-from tcnca.training.parallel import made_ready
+from tcnca.training.parallel import parallelize
 
 _RATE = 1e-5
 """Learning rate: so small that random targets do no harm to the weights, however many steps are timed."""
@@ -37,10 +37,10 @@ class Variant:
 
 def variants(device: torch.device) -> tuple[Variant, ...]:
     """All of them. The fused scan of a GPU knows no truncation: its kernels are as long as the sequence."""
-    scan = {"method": "fused", "truncation": None} if device.type == "cuda" else {"method": "scan"}
+    scan = {"backend": "fused", "truncation": None} if device.type == "cuda" else {"backend": "scan"}
     return (
         Variant(name="tcnca", label="TCNCA", family="tcnca", changes={}),
-        Variant(name="mega-fft", label="MEGA, EMA by FFT", family="mega", changes={"method": "fft"}),
+        Variant(name="mega-fft", label="MEGA, EMA by FFT", family="mega", changes={"backend": "fft"}),
         Variant(name="mega-scan", label="MEGA, EMA by scan", family="mega", changes=scan),
     )
 
@@ -61,12 +61,12 @@ def exact_config(config: ModelConfig) -> ModelConfig:
     """The configuration of a model's oracle: its EMA goes another way."""
     if not isinstance(config.mixer, EMAConfig):
         return config
-    return config.override(method="fft" if config.mixer.method == "scan" else "scan")
+    return config.override(backend="fft" if config.mixer.backend == "scan" else "scan")
 
 
 def small_config(config: ModelConfig) -> ModelConfig:
     """A model of the same structure that is quick to check."""
-    return config.override(layers=min(config.layers, 2))
+    return config.override(num_layers=min(config.num_layers, 2))
 
 
 def arithmetic(settings: Settings) -> contextlib.AbstractContextManager[object]:
@@ -76,9 +76,9 @@ def arithmetic(settings: Settings) -> contextlib.AbstractContextManager[object]:
 
 def inputs_of(config: ModelConfig, batch: int, length: int) -> tuple[Tensor, ...]:
     """Random input of a model: one sequence a row, or two for pairs of documents."""
-    documents = 2 if isinstance(config.head, PairHead) else 1
-    if isinstance(config.input, TokenInput):
-        return tuple(torch.randint(config.input.vocabulary, (batch, length)) for _ in range(documents))
+    documents = 2 if isinstance(config.head, PairHeadConfig) else 1
+    if isinstance(config.input, TokenInputConfig):
+        return tuple(torch.randint(config.input.vocab_size, (batch, length)) for _ in range(documents))
     return tuple(torch.randn(batch, length, config.input.features) for _ in range(documents))
 
 
@@ -115,7 +115,7 @@ def training_subject(
     """A step of training on random data, and inference beside it where that is wanted."""
     torch.manual_seed(0)
     model = SequenceModel(config).to(settings.device)
-    stepper = made_ready(model, EngineConfig(compile=compiled), Processes(device=settings.device))
+    stepper = parallelize(model, RuntimeConfig(compile=compiled), Processes(device=settings.device))
     adam = build_optimizer(model, optimizer)
     set_rate(adam, _RATE)
     inputs = tuple(part.to(settings.device) for part in inputs_of(config, batch, length))
@@ -127,7 +127,7 @@ def training_subject(
             return class_loss(_logits(stepper, inputs), targets)
 
     def update() -> None:
-        nn.utils.clip_grad_norm_(parameters, optimizer.clip)
+        nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm)
         for group in adam.param_groups:
             # Asked for inside a graph, and warned of outside.
             group["capturable"] = settings.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -152,6 +152,6 @@ def _logits(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _targets(config: ModelConfig, x: Tensor) -> Tensor:
-    if isinstance(config.head, ClassifierHead | PairHead):
-        return torch.randint(config.head.classes, x.shape[:1])
-    return torch.randint(config.input.vocabulary if isinstance(config.input, TokenInput) else 1, x.shape)
+    if isinstance(config.head, ClassifierHeadConfig | PairHeadConfig):
+        return torch.randint(config.head.num_classes, x.shape[:1])
+    return torch.randint(config.input.vocab_size if isinstance(config.input, TokenInputConfig) else 1, x.shape)

@@ -117,12 +117,12 @@ def model(
     """A step of training of the EnWik8 models, TCNCA and MEGA: time, tokens a second and peak memory."""
     with explained():
         settings = _settings(device, dtype, lengths, batches, only, seconds, repeat)
-        _run("model", _changed(settings, layers=layers, compile=_compiles(settings, compiled)), json, plot)
+        _run("model", _changed(settings, num_layers=layers, compile=_compiles(settings, compiled)), json, plot)
 
 
 @app.command()
 def lra(
-    longest: Annotated[
+    max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens to cut sequences to. (default: none on a GPU, 1024 on a CPU)")
     ] = None,
     batch: Annotated[
@@ -139,8 +139,8 @@ def lra(
 ) -> None:
     """The encoders of Long-Range Arena, TCNCA against MEGA-chunk: inference and a step of training."""
     with explained():
-        settings = _settings(device, dtype, _text(longest), _text(batch), only, seconds, repeat)
-        _run("lra", _changed(settings, layers=layers), json, plot)
+        settings = _settings(device, dtype, _text(max_length), _text(batch), only, seconds, repeat)
+        _run("lra", _changed(settings, num_layers=layers), json, plot)
 
 
 @app.command()

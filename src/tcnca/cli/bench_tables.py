@@ -123,10 +123,10 @@ def ratio_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
 
 def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Of operators at many sizes, those at which there are goals, the paper's, and the longest of each batch."""
-    longest: dict[tuple[str, Any], int] = {}
+    max_length: dict[tuple[str, Any], int] = {}
     for row in rows:
         key = row["title"], row["sizes"].get("batch")
-        longest[key] = max(longest.get(key, 0), int(row["sizes"].get("length", 0)))
+        max_length[key] = max(max_length.get(key, 0), int(row["sizes"].get("length", 0)))
     aimed = {sizes_text(row["sizes"]) for row in rows if row["goal"] is not None}
     return [
         row
@@ -134,7 +134,7 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if row["suite"] != "ops"
         or row["paper"] is not None
         or sizes_text(row["sizes"]) in aimed
-        or int(row["sizes"].get("length", 0)) == longest[row["title"], row["sizes"].get("batch")]
+        or int(row["sizes"].get("length", 0)) == max_length[row["title"], row["sizes"].get("batch")]
     ]
 
 

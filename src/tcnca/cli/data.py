@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from tcnca.cli.reporting import Watcher, explained, say
-from tcnca.data import DataSet, Entry, OwnOptions, data_folder, entries, entry, summarize_data
+from tcnca.data import CustomOptions, Dataset, Entry, data_folder, entries, entry, summarize_data
 from tcnca.data import prepare as prepare_set
 from tcnca.data.columns import count
-from tcnca.data.content import SPLITS, Kind
-from tcnca.data.opening import example_set
+from tcnca.data.datasets import known
+from tcnca.data.load import example_set
+from tcnca.data.schema import SPLITS, Kind
 from tcnca.data.show import save_pictures, shown
 from tcnca.data.store import MANIFEST, read_manifest
-from tcnca.data.tasks import known
 from tcnca.errors import TcncaError
 from tcnca.training.processes import cores
 
@@ -79,7 +79,7 @@ def prepare(
     console = Console(emoji=False, highlight=False)
     workers = workers or cores()
     with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
-        own = OwnOptions(
+        own = CustomOptions(
             kind=cast(Kind | None, kind),
             text=text,
             second=second,
@@ -102,7 +102,7 @@ def prepare(
             workers=workers,
             unverified=unverified,
             force=force,
-            own=own,
+            custom=own,
             watch=watcher,
         )
     if not prepared.new:
@@ -160,7 +160,7 @@ def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
 
 def _found(folder: Path) -> dict[str, Any]:
     """What a set that is prepared really holds."""
-    data = DataSet.open(folder)
+    data = Dataset.open(folder)
     return {
         "sizes": {split: count(columns) for split, columns in data.splits.items()},
         "bytes": sum(file["bytes"] for file in data.manifest["files"].values()),
@@ -189,7 +189,7 @@ def _state(folder: Path) -> str:
     if not (folder / MANIFEST).exists():
         return "begun" if folder.with_name(f".{folder.name}.shards").exists() else "no"
     try:
-        manifest = DataSet.open(folder).manifest
+        manifest = Dataset.open(folder).manifest
     except TcncaError:
         return "damaged"
     if manifest["request"].get("size") is not None:
@@ -226,7 +226,7 @@ def show(
             say(console, f"{data.name} has no pictures")
 
 
-def _print_summary(console: Console, data: DataSet) -> None:
+def _print_summary(console: Console, data: Dataset) -> None:
     facts = data.manifest
     checked = "the published set, verified" if facts["verified"] else "not verified"
     checked = "a part of the published set" if facts["part"] else checked

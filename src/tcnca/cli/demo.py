@@ -33,7 +33,7 @@ _LINE = 32
 
 def demo(
     changes: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as learning_rate=0.02.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as lr=0.02.")
     ] = None,
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Train nothing; show that every model of the paper streams.")
@@ -83,10 +83,10 @@ def _clear() -> None:
 
 
 def _introduce(console: Console, recipe: Recipe, task: Task) -> None:
-    tokens = next(task.evaluation("test", 1)).tokens
+    tokens = next(task.eval_batches("test", 1)).tokens
     attention = recipe.model_config(task).attention
-    chunks = "" if attention is None or attention.chunk is None else f", in chunks of {attention.chunk}"
-    updates, size = recipe.schedule.updates, recipe.batch.size
+    chunks = "" if attention is None or attention.chunk_size is None else f", in chunks of {attention.chunk_size}"
+    updates, size = recipe.schedule.max_steps, recipe.batch.size
     say(console, f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
     say(console, f"TCNCA-simple learns it in {updates:,} updates of {size} sequences of {tokens} tokens{chunks}.\n")
 
@@ -107,7 +107,7 @@ def _ask(console: Console, task: Task, model: SequenceModel) -> None:
         tokens = [symbols.index(name) for name in (*pairs, key)]
         say(console, f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
     say(console, "\nAsked at full length, from the test set, which it has never met in training:")
-    batch = next(task.evaluation("test", _EXAMPLES))
+    batch = next(task.eval_batches("test", _EXAMPLES))
     for tokens, target in zip(batch.inputs.tolist(), batch.targets[:, -1].tolist(), strict=True):
         *names, key = (symbols[token] for token in tokens)
         for begin in range(0, len(names), _LINE):
@@ -130,5 +130,5 @@ def _conclude(console: Console) -> None:
     say(console, f"\n{reached}, after {result['step']:,} updates in {seconds:,.0f} s.")
     say(console, f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER / 'checkpoints'}.")
     if accuracy < GOAL:
-        raise TrainingError(f"{reached}, a demo should reach {100 * GOAL:.0f} %; try another --seed, or updates=2000")
+        raise TrainingError(f"{reached}, a demo should reach {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
     say(console, f"\nGo on with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")

@@ -17,7 +17,7 @@ from tcnca.training import recipes as all_recipes
 def recipes(
     name: Annotated[str, typer.Argument(help="A recipe, or a file of yours, to print whole.")] = "",
     changes: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as learning_rate=0.01 layers=4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
     ] = None,
 ) -> None:
     """List the recipes, one for every experiment of the paper, or print one with all its keys."""
@@ -33,7 +33,7 @@ def recipes(
         width = max(map(len, found))
         for each, about in found.items():
             say(console, f"{each:<{width}}  {about}")
-        say(console, "\n`tcnca recipes NAME` prints one; any key can be changed: `tcnca recipes NAME layers=4`.")
+        say(console, "\n`tcnca recipes NAME` prints one; any key can be changed: `tcnca recipes NAME num_layers=4`.")
 
 
 def _whole_model(recipe: Recipe) -> str:
@@ -41,5 +41,5 @@ def _whole_model(recipe: Recipe) -> str:
     changes = {key: value for key, value in recipe.model.items() if key != "preset"}
     values = preset(recipe.model["preset"]).model.override(**changes).to_dict()
     lines = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).splitlines()
-    title = "# The whole model; any of its keys can be changed, such as layers=4:"
+    title = "# The whole model; any of its keys can be changed, such as num_layers=4:"
     return "\n".join([title, *(f"#   {line}" for line in lines)])

@@ -19,9 +19,9 @@ from tcnca.models import SequenceModel, build, preset, presets, summarize
 
 # A preset of each kind. Chunks are made short, so that the tokens of a demo cross some.
 STREAMED: dict[str, tuple[str, dict[str, int | None]]] = {
-    "tcnca-enwik8": ("tcnca-enwik8", {"chunk": 48}),
-    "mega-enwik8, chunked": ("mega-enwik8", {"chunk": 48}),
-    "mega-enwik8, full": ("mega-enwik8", {"chunk": None}),
+    "tcnca-enwik8": ("tcnca-enwik8", {"chunk_size": 48}),
+    "mega-enwik8, chunked": ("mega-enwik8", {"chunk_size": 48}),
+    "mega-enwik8, full": ("mega-enwik8", {"chunk_size": None}),
     "tcn-mlp-enwik8": ("tcn-mlp-enwik8", {}),
     "ema-mlp-enwik8": ("ema-mlp-enwik8", {}),
     "tcnca-simple-recall-64": ("tcnca-simple-recall-64", {}),

@@ -49,7 +49,7 @@ def sweep(
     recipe: Annotated[str, typer.Argument(help="A recipe that `tcnca recipes` lists, or a YAML file of yours.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=A,B,C", help="Keys and the values to try, such as learning_rate=1e-4,1e-3."),
+        typer.Argument(metavar="KEY=A,B,C", help="Keys and the values to try, such as lr=1e-4,1e-3."),
     ] = None,
     variants: Annotated[
         str | None,
@@ -68,7 +68,7 @@ def sweep(
 
     The paper's search for associative recall, ten runs:
 
-    tcnca sweep recall-64-10-tcnca-simple learning_rate=1e-5,1e-4,1e-3,1e-2,1e-1 dropout=0,0.1
+    tcnca sweep recall-64-10-tcnca-simple lr=1e-5,1e-4,1e-3,1e-2,1e-1 dropout=0,0.1
 
     Variants, each a set of changes with a name, with everything else equal, twice each:
 

@@ -36,7 +36,7 @@ from tcnca.training.report import (
 from tcnca.training.run import RECIPE
 
 _Changes = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as learning_rate=0.01 layers=4.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
 ]
 _Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU where there is one)")]
 
@@ -133,7 +133,7 @@ def _done(folder: Path, wanted: Recipe, budget: float | None) -> str:
     # Another recipe, or more time, is for the run itself to accept or refuse.
     if found is None or not (folder / RECIPE).is_file() or load_recipe(str(folder / RECIPE)) != wanted:
         return ""
-    if found["step"] < wanted.schedule.updates if budget is None else found["seconds"] < budget:
+    if found["step"] < wanted.schedule.max_steps if budget is None else found["seconds"] < budget:
         return ""
     return (
         f"{folder}: the run is finished, after {found['step']:,} updates, and there is nothing left to do; {REPORT} "
@@ -164,7 +164,9 @@ def eval_(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="How to measure, such as data.task.carried=false evaluation.size=8."),
+        typer.Argument(
+            metavar="KEY=VALUE", help="How to measure, such as data.task.carry_state=false eval.batch_size=8."
+        ),
     ] = None,
     split: Annotated[str, typer.Option(help="Which split.")] = "test",
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
@@ -189,8 +191,8 @@ def eval_(
                     load(place, group.device),
                     recipe.build_task(),
                     split,
-                    recipe.evaluation,
-                    precision=recipe.engine.precision,
+                    recipe.eval,
+                    precision=recipe.runtime.precision,
                     group=group,
                     watch=watch,
                 )

@@ -23,7 +23,7 @@ _NARROWEST = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some examples, padded on the right to the longest of them."""
+    """Some examples, padded on the right to the max_length of them."""
 
     inputs: Tensor
     """Tokens, int64 `[rows, time]`, or numbers, float32 `[rows, time, features]`."""
@@ -37,7 +37,7 @@ class Batch:
     second_lengths: Tensor | None = None
     """Its real time steps."""
     continues: bool = False
-    """Whether the rows go on where those of the batch before ended, so that its state is to be carried on."""
+    """Whether the rows go on where those of the batch before ended, so that its state is to be carry_state on."""
     weight: float = 1.0
     """What to multiply the loss of this process by, for the mean over all processes to be that of the whole batch:
     their parts of a training batch need not be equally large."""
@@ -52,8 +52,8 @@ class Batch:
             0 if self.second is None else _real(self.second, self.second_lengths)
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """What to call a model with: `model(**batch.arguments())`."""
+    def model_inputs(self) -> dict[str, Any]:
+        """What to call a model with: `model(**batch.model_inputs())`."""
         if self.second is None:
             return {"x": self.inputs, "lengths": self.lengths}
         second = {"second": self.second, "lengths2": self.second_lengths}
@@ -102,12 +102,12 @@ def _widened(inputs: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | N
 
 
 def padded(
-    column: Column, places: NDArray[np.int64], longest: int | None, dtype: Any
+    column: Column, places: NDArray[np.int64], max_length: int | None, dtype: Any
 ) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-    """Sequences of a column, cut at `longest`, side by side; and their lengths, None if they are all the same."""
+    """Sequences of a column, cut at `max_length`, side by side; and their lengths, None if they are all the same."""
     if not isinstance(column, Ragged):
-        return np.asarray(column[places][:, :longest], dtype), None
-    rows = [column[place][:longest] for place in places]
+        return np.asarray(column[places][:, :max_length], dtype), None
+    rows = [column[place][:max_length] for place in places]
     lengths = np.array([len(row) for row in rows], np.int64)
     # A model needs at least one time step; an empty sequence has one of padding.
     out = np.zeros((len(rows), max(int(lengths.max(initial=0)), 1), *column.values.shape[1:]), dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from tcnca.data.store import DataSet
+from tcnca.data.store import Dataset
 from tcnca.errors import DataError
 
 _SHADES = " ░▒▓█"
@@ -34,7 +34,7 @@ class Shown:
     """What it looks like."""
 
 
-def shown(data: DataSet, split: str, index: int, width: int = 80, whole: bool = False) -> Shown:
+def shown(data: Dataset, split: str, index: int, width: int = 80, whole: bool = False) -> Shown:
     """Example `index` of a split, for a terminal of `width` characters; long texts are cut unless `whole`."""
     example = data.example(split, index)
     title = _plain(f"{data.name}, {split} {index:,}{_label(data, example)}")
@@ -54,7 +54,7 @@ def shown(data: DataSet, split: str, index: int, width: int = 80, whole: bool = 
     return Shown(title=title, body=_tokens(data, example["tokens"], limit))
 
 
-def _label(data: DataSet, example: dict[str, Any]) -> str:
+def _label(data: Dataset, example: dict[str, Any]) -> str:
     if "labels" in example:
         return f": {data.manifest['classes'][int(example['labels'])]}"
     if "targets" in example:
@@ -62,7 +62,7 @@ def _label(data: DataSet, example: dict[str, Any]) -> str:
     return ""
 
 
-def _tokens(data: DataSet, tokens: NDArray[np.uint8], limit: int | None) -> str:
+def _tokens(data: Dataset, tokens: NDArray[np.uint8], limit: int | None) -> str:
     symbols = data.manifest.get("symbols")
     if limit is None or len(tokens) <= limit:
         return _text(np.asarray(tokens), symbols)

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 _HEADER = 128
 
 
-class DataSet:
+class Dataset:
     """A prepared set. `splits[name]` are the columns of a split, mapped from disk or in memory."""
 
     def __init__(
@@ -43,11 +43,11 @@ class DataSet:
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process maps the files again, instead of being sent what they hold.
         if self.folder is not None:
-            return DataSet.open, (self.folder,)
-        return DataSet, (self.name, self.manifest, self.splits)
+            return Dataset.open, (self.folder,)
+        return Dataset, (self.name, self.manifest, self.splits)
 
     @classmethod
-    def open(cls, folder: Path) -> DataSet:
+    def open(cls, folder: Path) -> Dataset:
         """Map the set in `folder` into memory."""
         manifest = read_manifest(folder)
         splits: dict[str, dict[str, Column]] = {}

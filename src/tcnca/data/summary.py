@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Columns, Ragged, count
-from tcnca.data.store import DataSet
+from tcnca.data.store import Dataset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class SplitSummary:
     """Number of examples of each class."""
 
 
-def summarize_data(data: DataSet) -> dict[str, SplitSummary]:
+def summarize_data(data: Dataset) -> dict[str, SplitSummary]:
     """The splits of a set in numbers."""
-    names = data.manifest.get("classes", [])
+    names = data.manifest.get("class_names", [])
     return {split: _summary(columns, names) for split, columns in data.splits.items()}
 
 

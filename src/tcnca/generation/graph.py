@@ -17,12 +17,12 @@ def records(model: SequenceModel, device: torch.device, tokens: int) -> bool:
     """Whether a graph can generate so many tokens, and is worth it."""
     attention = model.config.attention
     # The state of full attention grows; what autocast has cast would be cast for one replay only.
-    grows = attention is not None and attention.chunk is None
+    grows = attention is not None and attention.chunk_size is None
     return device.type == "cuda" and tokens >= LEAST_TOKENS and not grows and not torch.is_autocast_enabled("cuda")
 
 
 class GraphedStep:
-    """Reads one token after another, `[batch]`, and gives the logits of the next, `[batch, classes]`.
+    """Reads one token after another, `[batch]`, and gives the logits of the next, `[batch, num_classes]`.
 
     The given state's memory is used up, and the logits are overwritten by the next step.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.generation.graph import GraphedStep, records
-from tcnca.models import LanguageModelHead, Lengths, SequenceModel
+from tcnca.models import LanguageModelHeadConfig, Lengths, SequenceModel
 from tcnca.ops import check_tensor, take_time
 
 
@@ -38,7 +38,7 @@ def stream(
         lengths: `[batch]`, if prompts of several lengths are padded at the right.
         generator: for the random numbers; by default PyTorch's.
     """
-    if not isinstance(model.config.head, LanguageModelHead):
+    if not isinstance(model.config.head, LanguageModelHeadConfig):
         raise InputError(f"model: got a {type(model.config.head).__name__}, allowed is a language model")
     if tokens < 0:
         raise InputError(f"tokens: got {tokens}, allowed is 0 or more")
@@ -50,7 +50,7 @@ def stream(
         raise InputError(f"lengths: got {torch.as_tensor(lengths).tolist()}, allowed are prompts of 1 or more tokens")
     check_tensor("prompt", prompt)
     prompt = prompt if prompt.is_floating_point() else prompt.long()
-    padding = getattr(model.config.input, "padding_index", None)
+    padding = getattr(model.config.input, "pad_token_id", None)
     if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
         raise InputError(f"prompt: got a row of padding ({padding}) alone, allowed are prompts of 1 or more tokens")
     return _stream(model, prompt, tokens, temperature, top_k, lengths, generator)
@@ -82,7 +82,7 @@ def _stream(
     lengths: Lengths | None,
     generator: torch.Generator | None,
 ) -> Iterator[Tensor]:
-    padding = getattr(model.config.input, "padding_index", None)
+    padding = getattr(model.config.input, "pad_token_id", None)
     token, step = None, None
     for _ in range(tokens):
         # A decorator would leave gradients off for the caller between two tokens.

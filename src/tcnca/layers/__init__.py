@@ -1,24 +1,13 @@
 """Layers: modules with parameters, built from `tcnca.ops` and chosen by typed configurations."""
 
-from tcnca.layers.attention import ChunkedAttention
-from tcnca.layers.block import Block, BlockConfig, GatedMixing, LayerState, PlainMixing
-from tcnca.layers.config import (
-    AttentionConfig,
-    Config,
-    EMAConfig,
-    Mixer,
-    TCNConfig,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_probability,
-)
+from tcnca.layers.attention import AttentionConfig, ChunkedAttention
+from tcnca.layers.block import Block, BlockConfig, GatedBlock, LayerState, Mixer, ResidualBlock
 from tcnca.layers.dropout import Dropout
-from tcnca.layers.ema import EMA
+from tcnca.layers.ema import EMA, EMAConfig
 from tcnca.layers.feed_forward import FeedForward
 from tcnca.layers.linear import Linear
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
-from tcnca.layers.tcn import TCN
+from tcnca.layers.tcn import TCN, TCNConfig
 
 __all__ = [
     "EMA",
@@ -29,22 +18,17 @@ __all__ = [
     "Block",
     "BlockConfig",
     "ChunkedAttention",
-    "Config",
     "Dropout",
     "EMAConfig",
     "FeedForward",
-    "GatedMixing",
+    "GatedBlock",
     "LayerNorm",
     "LayerState",
     "Linear",
     "Mixer",
     "NormKind",
-    "PlainMixing",
     "RMSNorm",
+    "ResidualBlock",
     "TCNConfig",
-    "check_at_least",
-    "check_choice",
-    "check_flag",
-    "check_probability",
     "make_norm",
 ]

@@ -1,6 +1,6 @@
 """One layer of a stack: a mixer over time, attention inside chunks, a feed-forward net.
 
-`GatedMixing` joins mixer and attention as MEGA and TCNCA do, with gates; `PlainMixing` as TCNCA-simple
+`GatedBlock` joins mixer and attention as MEGA and TCNCA do, with gates; `ResidualBlock` as TCNCA-simple
 does, with plain residual connections, and without attention as TCN-MLP and EMA-MLP.
 """
 
@@ -11,16 +11,16 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from tcnca.layers.attention import ChunkedAttention
-from tcnca.layers.config import AttentionConfig, EMAConfig, Mixer, TCNConfig
+from tcnca.layers.attention import AttentionConfig, ChunkedAttention
 from tcnca.layers.dropout import Dropout
-from tcnca.layers.ema import EMA
+from tcnca.layers.ema import EMA, EMAConfig
 from tcnca.layers.feed_forward import FeedForward
 from tcnca.layers.linear import WEIGHT_STD, Linear
 from tcnca.layers.norm import make_norm
-from tcnca.layers.tcn import TCN
+from tcnca.layers.tcn import TCN, TCNConfig
 from tcnca.ops import AttentionState, EMAState, State, TCNState, activation
 
+Mixer = TCNConfig | EMAConfig
 MixerState = TCNState | EMAState
 
 
@@ -36,18 +36,18 @@ class LayerState(State):
 class BlockConfig:
     """What the layers of a stack have in common."""
 
-    width: int
+    d_model: int
     causal: bool
     mixer: Mixer | None
     attention: AttentionConfig | None
     gated: bool
-    feed_forward: int
+    d_ff: int
     activation: str
     norm: str
     prenorm: bool
     dropout: float
     value_dropout: float
-    feed_forward_dropout: float
+    ff_dropout: float
     feature_dropout: bool
 
 
@@ -58,7 +58,7 @@ def make_mixer(config: Mixer | None, width: int, causal: bool) -> TCN | EMA | No
     return EMA(width, config, causal) if isinstance(config, EMAConfig) else None
 
 
-class GatedMixing(nn.Module):
+class GatedBlock(nn.Module):
     """MEGA's gated attention (its section 3), on any mixer.
 
     `X' = drop(mixer(X̂))` gives by one projection the output gate `u`, the shared representation `ζ` of queries
@@ -68,17 +68,17 @@ class GatedMixing(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         assert config.attention is not None
-        attention, width = config.attention, config.width
-        self.widths = (width, attention.key_width, attention.value_width, width)
+        attention, width = config.attention, config.d_model
+        self.widths = (width, attention.d_key, attention.d_value, width)
         self.prenorm = config.prenorm
         self.function = activation(config.activation)
         self.norm = make_norm(config.norm, width)
         self.mixer = make_mixer(config.mixer, width, config.causal)
-        self.values = Linear(width, attention.value_width)
+        self.values = Linear(width, attention.d_value)
         self.gates = Linear(width, sum(self.widths))
-        self.output = Linear(attention.value_width, width)
-        self.gamma = nn.Parameter(torch.empty(2, attention.key_width))
-        self.beta = nn.Parameter(torch.empty(2, attention.key_width))
+        self.output = Linear(attention.d_value, width)
+        self.gamma = nn.Parameter(torch.empty(2, attention.d_key))
+        self.beta = nn.Parameter(torch.empty(2, attention.d_key))
         self.attention = ChunkedAttention(attention, config.causal)
         self.dropout = Dropout(config.dropout, config.feature_dropout)
         self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
@@ -92,7 +92,7 @@ class GatedMixing(nn.Module):
     def forward(
         self, x: Tensor, lengths: Tensor | None, state: LayerState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, width]` to the same, and the new state or None."""
+        """`[batch, time, d_model]` to the same, and the new state or None."""
         normed = self.norm(x, lengths) if self.prenorm else x
         values = self.function(self.values(normed))
         mixed, mixer_state = _mix(self.mixer, normed, lengths, state, return_state, inplace)
@@ -114,28 +114,28 @@ class GatedMixing(nn.Module):
         return x, LayerState(mixer_state, attention_state) if return_state else None
 
 
-class PlainMixing(nn.Module):
+class ResidualBlock(nn.Module):
     """Mixer, then attention if there is any, each with a norm and a plain residual connection."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        width, attention = config.width, config.attention
+        width, attention = config.d_model, config.attention
         self.prenorm = config.prenorm
         self.mixer = make_mixer(config.mixer, width, config.causal)
         self.mixer_norm = make_norm(config.norm, width) if self.mixer is not None else None
         self.attention = ChunkedAttention(attention, config.causal) if attention is not None else None
         if attention is not None:
-            self.widths = (attention.key_width, attention.key_width, attention.value_width)
+            self.widths = (attention.d_key, attention.d_key, attention.d_value)
             self.attention_norm = make_norm(config.norm, width)
             self.projection = Linear(width, sum(self.widths))
-            self.output = Linear(attention.value_width, width)
+            self.output = Linear(attention.d_value, width)
             self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
         self.dropout = Dropout(config.dropout, config.feature_dropout)
 
     def forward(
         self, x: Tensor, lengths: Tensor | None, state: LayerState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, width]` to the same, and the new state or None."""
+        """`[batch, time, d_model]` to the same, and the new state or None."""
         mixer_state: MixerState | None = None
         attention_state: AttentionState | None = None
         if self.mixer_norm is not None:
@@ -165,19 +165,19 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        self.mixing: GatedMixing | PlainMixing = GatedMixing(config) if config.gated else PlainMixing(config)
+        self.mixing: GatedBlock | ResidualBlock = GatedBlock(config) if config.gated else ResidualBlock(config)
         self.feed_forward = (
             FeedForward(
-                config.width,
-                config.feed_forward,
+                config.d_model,
+                config.d_ff,
                 function=config.activation,
                 norm=config.norm,
                 prenorm=config.prenorm,
                 dropout=config.dropout,
-                hidden_dropout=config.feed_forward_dropout,
+                hidden_dropout=config.ff_dropout,
                 feature_dropout=config.feature_dropout,
             )
-            if config.feed_forward
+            if config.d_ff
             else None
         )
 
@@ -190,7 +190,7 @@ class Block(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, width]` to the same, and the new state or None.
+        """`[batch, time, d_model]` to the same, and the new state or None.
 
         Args:
             lengths: `[batch]`, real tokens in each row; the rest is padding.

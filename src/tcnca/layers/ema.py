@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.layers.config import EMAConfig
-from tcnca.ops import EMAState, ema, initial_ema_state
+from tcnca.config import Config, check_at_least, check_choice, check_flag
+from tcnca.errors import ConfigError
+from tcnca.ops import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+
+EMAOutput = Literal["skip", "activation"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMAConfig(Config):
+    """MEGA's multi-dimensional damped EMA."""
+
+    d_state: int = 16
+    """Hidden states of each channel (the paper's N)."""
+    truncation: int | None = None
+    """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
+    backend: EMABackend = "auto"
+    """How it is computed: `fft`, `scan`, `recurrent`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
+    can run, else `fft`. All give the same."""
+    spread: bool = False
+    """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
+    output: EMAOutput = "activation"
+    """What comes out: a SiLU of `ema(x) + ω · x` (`activation`), as MEGA has it, or that itself (`skip`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("mixer.d_state", self.d_state, 1)
+        if self.truncation is not None:
+            check_at_least("mixer.truncation", self.truncation, 1)
+        check_choice("mixer.backend", self.backend, EMA_BACKENDS)
+        check_flag("mixer.spread", self.spread)
+        check_choice("mixer.output", self.output, get_args(EMAOutput))
+        if self.backend == "fused" and self.truncation is not None:
+            raise ConfigError(
+                f"mixer.backend: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
+                "'auto' takes 'fft' for a truncated kernel"
+            )
 
 
 class EMA(nn.Module):
-    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, or without SiLU, each of `width` channels with `hidden` decays of its own.
+    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, or without SiLU, each of `d_model` channels with `hidden` decays of its own.
 
     Bidirectional, a second set of parameters looks into the future. `tcnca.ops.ema` takes a kernel made beforehand;
     the module makes it anew in every call, as it cannot know when its parameters change.
@@ -21,7 +58,7 @@ class EMA(nn.Module):
         super().__init__()
         self.config = config
         self.causal = causal
-        shape = (1 if causal else 2, width, config.hidden)
+        shape = (1 if causal else 2, width, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))
         self.alpha = nn.Parameter(torch.empty(shape))
         self.beta = nn.Parameter(torch.empty(shape))
@@ -54,14 +91,14 @@ class EMA(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
     ) -> tuple[Tensor, EMAState | None]:
-        """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.ema`."""
+        """`[batch, time, d_model]` to the same; the arguments are those of `tcnca.ops.ema`."""
         averaged, new = ema(
             x,
             self.delta,
             self.alpha,
             self.beta,
             self.gamma,
-            method=self.config.method,
+            backend=self.config.backend,
             truncation=self.config.truncation,
             lengths=lengths,
             state=state,
@@ -69,12 +106,12 @@ class EMA(nn.Module):
             inplace=inplace,
         )
         y = averaged + x * self.omega
-        return F.silu(y) if self.config.finish == "activation" else y, new
+        return F.silu(y) if self.config.output == "activation" else y, new
 
     def initial_state(self, batch: int) -> EMAState:
         """The state before the first token."""
         where, kind = self.delta.device, self.delta.dtype
-        return initial_ema_state(batch, self.omega.shape[0], self.config.hidden, self.config.truncation, where, kind)
+        return initial_ema_state(batch, self.omega.shape[0], self.config.d_state, self.config.truncation, where, kind)
 
     def macs(self, length: int) -> int:
         """Multiplications and additions for one token of a sequence of `length`, by the recurrence, in pairs.
@@ -87,4 +124,4 @@ class EMA(nn.Module):
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         c = self.config
-        return f"hidden={c.hidden}, truncation={c.truncation}, method={c.method}, causal={self.causal}"
+        return f"d_state={c.d_state}, truncation={c.truncation}, backend={c.backend}, causal={self.causal}"

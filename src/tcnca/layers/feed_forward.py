@@ -15,7 +15,7 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        d_model: int,
         hidden: int,
         *,
         function: str = "silu",
@@ -28,14 +28,14 @@ class FeedForward(nn.Module):
         super().__init__()
         self.prenorm = prenorm
         self.function = activation(function)
-        self.norm = make_norm(norm, width)
-        self.up = Linear(width, hidden)
-        self.down = Linear(hidden, width)
+        self.norm = make_norm(norm, d_model)
+        self.up = Linear(d_model, hidden)
+        self.down = Linear(hidden, d_model)
         self.hidden_dropout = Dropout(hidden_dropout, feature_dropout)
         self.dropout = Dropout(dropout, feature_dropout)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """`[batch, time, width]` to the same; `lengths` (`[batch]`) says what is padding."""
+        """`[batch, time, d_model]` to the same; `lengths` (`[batch]`) says what is padding."""
         h = self.norm(x, lengths) if self.prenorm else x
         h = self.hidden_dropout(self.function(self.up(h)))
         x = x + self.dropout(self.down(h))

@@ -18,7 +18,7 @@ EPS = 1e-5
 
 
 def make_norm(kind: str, width: int, affine: bool = True) -> nn.Module:
-    """The normalization called `kind` (one of `NORM_KINDS`) over `width` channels, with or without learned scales."""
+    """The normalization called `kind` (one of `NORM_KINDS`) over `d_model` channels, with or without learned scales."""
     if kind == "layer":
         return LayerNorm(width, affine)
     if kind in ("scale", "rms"):

@@ -2,18 +2,111 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+from typing import Any, Literal, get_args
+
 import torch
 from torch import Tensor, nn
 
-from tcnca.layers.config import TCNConfig
+from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.errors import ConfigError
 from tcnca.layers.dropout import Dropout
+from tcnca.layers.init import draw_kernels
 from tcnca.layers.norm import fold, make_norm, weight_norm
-from tcnca.layers.starts import draw_kernels
-from tcnca.ops import TCNState, activation, initial_tcn_state, tcn
+from tcnca.ops import ACTIVATIONS, Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
+
+TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
+TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
+TCNBlock = Literal["linear", "chain", "residual"]
+TCNOutput = Literal["none", "skip", "activation"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TCNConfig(Config):
+    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`."""
+
+    kernel_size: int = 17
+    """Taps of every kernel (the paper's K)."""
+    dilation_factor: int = 8
+    """Growth of the dilation from block to block (the paper's f)."""
+    depth: int = 4
+    """Number of blocks (the paper's D)."""
+    convolutions: int = 1
+    """Convolutions in one block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
+    activation: Activation = "silu"
+    """Non-linearity, where `block` or `output` has one."""
+    norm: TCNNorm = "none"
+    """Normalization of each convolution: `weight` of its kernels, `batch` of each channel of its output;
+    `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
+    bias: bool = False
+    """Whether convolutions have a bias."""
+    dropout: float = 0.0
+    """Dropout inside the blocks."""
+    block: TCNBlock = "linear"
+    """How convolutions follow each other. `linear`: one directly after the other. `chain`: after each,
+    `h + a · activation(h)` with a learned `a` for each channel that begins at 0. `residual`:
+    `x + activation(convolution(x))`."""
+    output: TCNOutput = "skip"
+    """What is made of the last block's `h`: nothing more (`none`), `h + ω · x` with a learned ω for each channel
+    (`skip`), or the `activation` of that, as MEGA's EMA ends."""
+    init: TCNInit = "ema"
+    """How kernels start. `ema`: that of the first block as MEGA's EMA does, the others letting through what comes.
+    `series`: for `linear` and `chain`, together one decaying exponential a channel, as far as
+    `dilation_factor ^ depth` tokens if there are as many taps. `near`: random mixtures of decaying exponentials in the
+    first block, nothing new in the others; `decay`: little in the others. `graded`: all N(0, 1 / kernel_size), each
+    block 0.3 times the one before. `normal`: all alike. See docs/tcn-block.md."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
+            check_at_least(f"mixer.{name}", getattr(self, name), 1)
+        check_choice("mixer.activation", self.activation, ACTIVATIONS)
+        check_choice("mixer.norm", self.norm, get_args(TCNNorm))
+        check_choice("mixer.init", self.init, get_args(TCNInit))
+        check_choice("mixer.block", self.block, get_args(TCNBlock))
+        check_choice("mixer.output", self.output, get_args(TCNOutput))
+        check_flag("mixer.bias", self.bias)
+        check_probability("mixer.dropout", self.dropout)
+        # What would be ignored is refused, as two models that are equal would pass for a comparison.
+        if self.activation != "silu" and self.block == "linear" and self.output != "activation":
+            raise ConfigError(
+                f"mixer.activation: got {self.activation!r}, but block 'linear' with output {self.output!r} has none; "
+                "allowed is another with block 'chain' or 'residual' or output 'activation'"
+            )
+        if self.init == "series" and self.block == "residual":
+            raise ConfigError("mixer.init: got 'series' with block 'residual', allowed is it with 'linear' and 'chain'")
+
+    @property
+    def receptive_field(self) -> int:
+        """Number of inputs that one output depends on."""
+        return receptive_field(self.kernel_size, self.dilation_factor, self.depth, self.convolutions)
+
+    @classmethod
+    def covering(cls, length: int, **fields: Any) -> TCNConfig:
+        """The TCN with the smallest dilation factor whose receptive field is at least `length`.
+
+        This is the rule of the paper's runtime comparison. `fields` sets the others, for example `depth=4`.
+        """
+        check_at_least("length", length, 1)
+        config = cls(dilation_factor=1, **fields)
+        if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
+            raise ConfigError(
+                f"length: got {length}, allowed is at most {config.receptive_field} with depth {config.depth} and "
+                f"kernel_size {config.kernel_size}, whatever the dilation factor"
+            )
+        # The field grows with the factor, and a factor of `length` is always enough.
+        factors = range(1, length + 1)
+        enough = bisect.bisect_left(factors, length, key=lambda f: config.with_dilation_factor(f).receptive_field)
+        return config.with_dilation_factor(factors[enough])
+
+    def with_dilation_factor(self, dilation_factor: int) -> TCNConfig:
+        """A copy with another dilation factor."""
+        return dataclasses.replace(self, dilation_factor=dilation_factor)
 
 
 class TCN(nn.Module):
-    """A TCN with its own kernels for each of `width` channels."""
+    """A TCN with its own kernels for each of `d_model` channels."""
 
     def __init__(self, width: int, config: TCNConfig, causal: bool = True) -> None:
         super().__init__()
@@ -28,7 +121,7 @@ class TCN(nn.Module):
         self.norms = nn.ModuleList(make_norm(config.norm, width) for _ in convolutions if normalized)
         self.dropout = Dropout(config.dropout)
         self.gain = nn.Parameter(torch.empty(*shape)) if config.block == "chain" else None
-        self.omega = nn.Parameter(torch.empty(width)) if config.finish != "none" else None
+        self.omega = nn.Parameter(torch.empty(width)) if config.output != "none" else None
         self.function = activation(config.activation)
         self.reset_parameters()
 
@@ -60,7 +153,7 @@ class TCN(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
     ) -> tuple[Tensor, TCNState | None]:
-        """`[batch, time, width]` to the same; the arguments are those of `tcnca.ops.tcn`."""
+        """`[batch, time, d_model]` to the same; the arguments are those of `tcnca.ops.tcn`."""
         weight = self.weight if self.scale is None else weight_norm(self.weight, self.scale)
         folded = fold(weight, self.bias, [*self.norms])
         weight, bias = (weight, self.bias) if folded is None else folded
@@ -87,7 +180,7 @@ class TCN(nn.Module):
             inplace=inplace,
         )
         y = y if self.omega is None else y + self.omega * x
-        return self.function(y) if self.config.finish == "activation" else y, new
+        return self.function(y) if self.config.output == "activation" else y, new
 
     def initial_state(self, batch: int) -> TCNState:
         """The state before the first token."""

@@ -2,13 +2,13 @@
 
 from tcnca.models.checkpoint import load, save
 from tcnca.models.config import (
-    ClassifierHead,
-    LanguageModelHead,
+    ClassifierHeadConfig,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    RegressionHead,
-    TokenInput,
-    ValueInput,
+    PairHeadConfig,
+    RegressionHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
@@ -17,20 +17,20 @@ from tcnca.models.presets import Optimization, Preset, build, preset, presets
 from tcnca.models.summary import Summary, summarize
 
 __all__ = [
-    "ClassifierHead",
-    "LanguageModelHead",
+    "ClassifierHeadConfig",
+    "LanguageModelHeadConfig",
     "Lengths",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
     "Optimization",
-    "PairHead",
+    "PairHeadConfig",
     "Preset",
-    "RegressionHead",
+    "RegressionHeadConfig",
     "SequenceModel",
     "Summary",
-    "TokenInput",
-    "ValueInput",
+    "TokenInputConfig",
+    "ValueInputConfig",
     "build",
     "load",
     "load_mega_checkpoint",

@@ -99,7 +99,7 @@ def _read_config(path: Path) -> ModelConfig:
 def _explicit(model: dict[str, Any]) -> dict[str, Any]:
     """A configuration in which the TCN says how it ends: before it could, that followed from its block."""
     mixer = model.get("mixer")
-    if not isinstance(mixer, dict) or mixer.get("kind") != "tcn" or "finish" in mixer:
+    if not isinstance(mixer, dict) or mixer.get("kind") != "tcn" or "output" in mixer:
         return model
     block = mixer.get("block", "residual")
-    return {**model, "mixer": {**mixer, "block": block, "finish": "none" if block == "residual" else "activation"}}
+    return {**model, "mixer": {**mixer, "block": block, "output": "none" if block == "residual" else "activation"}}

@@ -6,20 +6,9 @@ import dataclasses
 import difflib
 from typing import Any, Literal, get_args
 
+from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
 from tcnca.errors import ConfigError
-from tcnca.layers import (
-    NORM_KINDS,
-    AttentionConfig,
-    BlockConfig,
-    Config,
-    EMAConfig,
-    NormKind,
-    TCNConfig,
-    check_at_least,
-    check_choice,
-    check_flag,
-    check_probability,
-)
+from tcnca.layers import NORM_KINDS, AttentionConfig, BlockConfig, EMAConfig, NormKind, TCNConfig
 from tcnca.ops import ACTIVATIONS, Activation
 
 Pooling = Literal["mean", "last", "first", "none"]
@@ -27,33 +16,33 @@ Combination = Literal["concat", "features"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInput(Config):
-    """Tokens `[batch, time]`, whole numbers below `vocabulary`."""
+class TokenInputConfig(Config):
+    """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    vocabulary: int = 256
+    vocab_size: int = 256
     """Number of symbols."""
-    scaled: bool = False
-    """Whether embeddings are multiplied by √width."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied by √d_model."""
     norm: bool = False
     """Whether embeddings are normalized."""
-    padding_index: int | None = None
+    pad_token_id: int | None = None
     """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("input.vocabulary", self.vocabulary, 1)
-        check_flag("input.scaled", self.scaled)
+        check_at_least("input.vocab_size", self.vocab_size, 1)
+        check_flag("input.scale_embeddings", self.scale_embeddings)
         check_flag("input.norm", self.norm)
-        if self.padding_index is not None:
-            check_at_least("input.padding_index", self.padding_index, 0)
-            if self.padding_index >= self.vocabulary:
+        if self.pad_token_id is not None:
+            check_at_least("input.pad_token_id", self.pad_token_id, 0)
+            if self.pad_token_id >= self.vocab_size:
                 raise ConfigError(
-                    f"input.padding_index: got {self.padding_index}, allowed is below the vocabulary, {self.vocabulary}"
+                    f"input.pad_token_id: got {self.pad_token_id}, allowed is below the vocabulary, {self.vocab_size}"
                 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInput(Config):
+class ValueInputConfig(Config):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
     features: int = 1
@@ -68,15 +57,15 @@ class ValueInput(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelHead(Config):
-    """Logits of the next token at every time, `[batch, time, vocabulary]`."""
+class LanguageModelHeadConfig(Config):
+    """Logits of the next token at every time, `[batch, time, vocab_size]`."""
 
-    tied: bool = True
+    tie_embeddings: bool = True
     """Whether the output matrix is the embedding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("head.tied", self.tied)
+        check_flag("head.tie_embeddings", self.tie_embeddings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,19 +94,19 @@ class _PooledHead(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierHead(_PooledHead):
-    """Logits of the classes, `[batch, classes]` (with pooling `none`, `[batch, time, classes]`)."""
+class ClassifierHeadConfig(_PooledHead):
+    """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
 
-    classes: int = 2
+    num_classes: int = 2
     """Number of classes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("head.classes", self.classes, 1)
+        check_at_least("head.num_classes", self.num_classes, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegressionHead(_PooledHead):
+class RegressionHeadConfig(_PooledHead):
     """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
 
     outputs: int = 1
@@ -129,34 +118,34 @@ class RegressionHead(_PooledHead):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairHead(_PooledHead):
-    """Logits of the classes of two documents, `[batch, classes]`."""
+class PairHeadConfig(_PooledHead):
+    """Logits of the classes of two documents, `[batch, num_classes]`."""
 
-    classes: int = 2
+    num_classes: int = 2
     """Number of classes."""
     combination: Combination = "concat"
     """`concat`: [second; first], as MEGA has it. `features`: [u; v; u·v; u−v] for first u and second v."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("head.classes", self.classes, 1)
+        check_at_least("head.num_classes", self.num_classes, 1)
         check_choice("head.combination", self.combination, get_args(Combination))
         if self.pooling == "none":
             raise ConfigError("head.pooling: got 'none', allowed are mean, last, first: a pair needs one vector each")
 
 
-Input = TokenInput | ValueInput
-Head = LanguageModelHead | ClassifierHead | RegressionHead | PairHead
+Input = TokenInputConfig | ValueInputConfig
+Head = LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig
 
 _KINDS: dict[str, dict[str, type]] = {
     "mixer": {"tcn": TCNConfig, "ema": EMAConfig},
     "attention": {"chunked": AttentionConfig},
-    "input": {"tokens": TokenInput, "values": ValueInput},
+    "input": {"tokens": TokenInputConfig, "values": ValueInputConfig},
     "head": {
-        "language-model": LanguageModelHead,
-        "classifier": ClassifierHead,
-        "regression": RegressionHead,
-        "pair": PairHead,
+        "language-model": LanguageModelHeadConfig,
+        "classifier": ClassifierHeadConfig,
+        "regression": RegressionHeadConfig,
+        "pair": PairHeadConfig,
     },
 }
 
@@ -174,11 +163,11 @@ class ModelConfig(Config):
     | EMA-MLP | EMAConfig | None | no |
     """
 
-    layers: int = 4
+    num_layers: int = 4
     """Number of layers."""
-    width: int = 128
+    d_model: int = 128
     """Channels of the sequence between layers (the paper's d)."""
-    feed_forward: int = 256
+    d_ff: int = 256
     """Hidden width of the feed-forward nets; 0 for none."""
     mixer: TCNConfig | EMAConfig | None = dataclasses.field(default_factory=TCNConfig)
     """What mixes over time before the attention."""
@@ -188,10 +177,10 @@ class ModelConfig(Config):
     """Whether mixer and attention are joined by MEGA's gates, or by plain residual connections."""
     causal: bool = True
     """Whether a token sees only the past. Only causal models stream."""
-    input: TokenInput | ValueInput = dataclasses.field(default_factory=TokenInput)
+    input: TokenInputConfig | ValueInputConfig = dataclasses.field(default_factory=TokenInputConfig)
     """What comes in."""
-    head: LanguageModelHead | ClassifierHead | RegressionHead | PairHead = dataclasses.field(
-        default_factory=LanguageModelHead
+    head: LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig = dataclasses.field(
+        default_factory=LanguageModelHeadConfig
     )
     """What goes out."""
     activation: Activation = "silu"
@@ -206,19 +195,19 @@ class ModelConfig(Config):
     """Dropout of embeddings, of mixers' outputs and of everything added to the residual."""
     value_dropout: float = 0.0
     """Dropout of the attention's values."""
-    feed_forward_dropout: float = 0.0
+    ff_dropout: float = 0.0
     """Dropout inside the feed-forward nets."""
     feature_dropout: bool = False
     """Whether dropout inside the layers drops whole channels of a sequence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("layers", self.layers, 1)
-        check_at_least("width", self.width, 1)
-        check_at_least("feed_forward", self.feed_forward, 0)
+        check_at_least("num_layers", self.num_layers, 1)
+        check_at_least("d_model", self.d_model, 1)
+        check_at_least("d_ff", self.d_ff, 0)
         for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout"):
             check_flag(name, getattr(self, name))
-        for name in ("dropout", "value_dropout", "feed_forward_dropout"):
+        for name in ("dropout", "value_dropout", "ff_dropout"):
             check_probability(name, getattr(self, name))
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("norm", self.norm, NORM_KINDS)
@@ -231,12 +220,12 @@ class ModelConfig(Config):
             raise ConfigError(
                 "gated: got True without attention, allowed is False: MEGA's gates join mixer and attention"
             )
-        if isinstance(self.head, LanguageModelHead):
-            if not isinstance(self.input, TokenInput):
-                raise ConfigError("head: got LanguageModelHead on real-valued input, allowed is TokenInput")
+        if isinstance(self.head, LanguageModelHeadConfig):
+            if not isinstance(self.input, TokenInputConfig):
+                raise ConfigError("head: got LanguageModelHeadConfig on real-valued input, allowed is TokenInputConfig")
             if not self.causal:
                 raise ConfigError(
-                    "causal: got False with a LanguageModelHead, allowed is True: it would see its answers"
+                    "causal: got False with a LanguageModelHeadConfig, allowed is True: it would see its answers"
                 )
 
     def block(self) -> BlockConfig:
@@ -274,7 +263,7 @@ class ModelConfig(Config):
     def override(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed.
 
-        A field of a part is named by itself if only one part has it (`vocabulary=256`, `chunk=64`), or else with
+        A field of a part is named by itself if only one part has it (`vocab_size=256`, `chunk_size=64`), or else with
         its part in front (`override(**{"head.hidden": 64})`).
         """
         own = _names(type(self))

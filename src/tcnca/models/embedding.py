@@ -9,26 +9,26 @@ from torch import Tensor, nn
 
 from tcnca.errors import InputError, VocabularyError
 from tcnca.layers import make_norm
-from tcnca.models.config import TokenInput, ValueInput
+from tcnca.models.config import TokenInputConfig, ValueInputConfig
 from tcnca.ops import check_tensor, check_values
 
 
 class TokenEmbedding(nn.Module):
-    """`[batch, time]` of tokens (int64) to `[batch, time, width]`."""
+    """`[batch, time]` of tokens (int64) to `[batch, time, d_model]`."""
 
-    def __init__(self, config: TokenInput, width: int, norm: str) -> None:
+    def __init__(self, config: TokenInputConfig, width: int, norm: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocabulary, width))
-        self.scale = math.sqrt(width) if config.scaled else 1.0
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, width))
+        self.scale = math.sqrt(width) if config.scale_embeddings else 1.0
         self.norm = make_norm(norm, width) if config.norm else None
-        self.padding_index = config.padding_index
+        self.pad_token_id = config.pad_token_id
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new embeddings, N(0, 1 / width); that of the padding is 0."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-        if self.padding_index is not None:
-            nn.init.zeros_(self.weight[self.padding_index])
+        if self.pad_token_id is not None:
+            nn.init.zeros_(self.weight[self.pad_token_id])
 
     def check_shape(self, name: str, x: Tensor) -> None:
         """Raise an error unless `x` is of a shape and type that can be embedded."""
@@ -49,15 +49,15 @@ class TokenEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """`[batch, time]` of tokens (int64) to `[batch, time, width]`; `lengths` (`[batch]`) says what is padding."""
+        """`[batch, time]` of tokens (int64) to `[batch, time, d_model]`; `lengths` (`[batch]`) says what is padding."""
         embedded = nn.functional.embedding(x, self.weight) * self.scale
         return embedded if self.norm is None else self.norm(embedded, lengths)
 
 
 class ValueEmbedding(nn.Module):
-    """`[batch, time, features]` of real numbers to `[batch, time, width]`: a learned vector a feature, plus a bias."""
+    """`[batch, time, features]` of real numbers to `[batch, time, d_model]`: a learned vector a feature, plus a bias."""
 
-    def __init__(self, config: ValueInput, width: int, norm: str) -> None:
+    def __init__(self, config: ValueInputConfig, width: int, norm: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.features, width))
         self.bias = nn.Parameter(torch.empty(width))
@@ -81,7 +81,7 @@ class ValueEmbedding(nn.Module):
             raise InputError(f"{name}: got {x.dtype}, allowed are floating-point numbers: this model reads real values")
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """`[batch, time]` or `[batch, time, features]` to `[batch, time, width]`; `lengths` says what is padding."""
+        """`[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`; `lengths` says what is padding."""
         x = x if x.dim() == 3 else x.unsqueeze(-1)
         embedded = x.to(self.weight.dtype) @ self.weight + self.bias
         return embedded if self.norm is None else self.norm(embedded, lengths)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.layers import Dropout
-from tcnca.models.config import ClassifierHead, LanguageModelHead, PairHead, RegressionHead
+from tcnca.models.config import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
 from tcnca.ops import State, activation, advance, take_time, zero_padding
 
 
@@ -28,11 +28,11 @@ class PoolState(State):
 
 
 class VocabularyHead(nn.Module):
-    """`[batch, time, width]` to `[batch, time, vocabulary]`, with a matrix of its own or the embedding's."""
+    """`[batch, time, d_model]` to `[batch, time, vocab_size]`, with a matrix of its own or the embedding's."""
 
-    def __init__(self, config: LanguageModelHead, vocabulary: int, width: int) -> None:
+    def __init__(self, config: LanguageModelHeadConfig, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.weight = None if config.tied else nn.Parameter(torch.empty(vocabulary, width))
+        self.weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,10 +58,10 @@ class HeadLinear(nn.Linear):
 class PooledHead(nn.Module):
     """Features, pooled over time or not, through hidden layers to classes or values."""
 
-    def __init__(self, config: ClassifierHead | RegressionHead | PairHead, width: int) -> None:
+    def __init__(self, config: ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig, width: int) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.combination = config.combination if isinstance(config, PairHead) else None
+        self.combination = config.combination if isinstance(config, PairHeadConfig) else None
         inputs = width * {None: 1, "concat": 2, "features": 4}[self.combination]
         self.function = activation(config.activation)
         self.dropout = Dropout(config.dropout)
@@ -70,14 +70,14 @@ class PooledHead(nn.Module):
             assert config.hidden is not None
             self.hidden.append(HeadLinear(inputs, config.hidden))
             inputs = config.hidden
-        regression = isinstance(config, RegressionHead)
-        outputs = config.outputs if isinstance(config, RegressionHead) else config.classes
+        regression = isinstance(config, RegressionHeadConfig)
+        outputs = config.outputs if isinstance(config, RegressionHeadConfig) else config.num_classes
         self.output = HeadLinear(inputs, outputs, bias=regression)
 
     def pool(
         self, features: Tensor, lengths: Tensor | None, state: PoolState | None, return_state: bool
     ) -> tuple[Tensor, PoolState | None]:
-        """`[batch, time, width]` to one vector a sequence, `[batch, width]`, going on from `state`."""
+        """`[batch, time, d_model]` to one vector a sequence, `[batch, width]`, going on from `state`."""
         if self.pooling == "none":
             return features, None
         if state is None:

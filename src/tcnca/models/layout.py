@@ -60,7 +60,7 @@ class Layout:
 def make_layout(
     x: Tensor,
     lengths: Lengths | None,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     cu_seqlens: Lengths | None,
     max_seqlen: int | None,
     suffix: str = "",
@@ -69,7 +69,7 @@ def make_layout(
 
     `suffix` follows their names in messages: the second document's are `lengths2` and `mask2`.
     """
-    described = {f"lengths{suffix}": lengths, f"mask{suffix}": mask, "cu_seqlens": cu_seqlens}
+    described = {f"lengths{suffix}": lengths, f"mask{suffix}": attention_mask, "cu_seqlens": cu_seqlens}
     given = [name for name, value in described.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)}: got several, allowed is one of lengths, mask and cu_seqlens")
@@ -77,8 +77,8 @@ def make_layout(
         raise InputError("max_seqlen: got one without cu_seqlens, allowed is None")
     if lengths is not None:
         return Layout(_lengths(x, lengths, f"lengths{suffix}"))
-    if mask is not None:
-        return _masked(x, mask, f"mask{suffix}")
+    if attention_mask is not None:
+        return _masked(x, attention_mask, f"mask{suffix}")
     return Layout() if cu_seqlens is None else _packed(x, cu_seqlens, max_seqlen)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from tcnca.errors import CheckpointError
 from tcnca.layers import AttentionConfig, EMAConfig
 from tcnca.models.config import (
-    ClassifierHead,
-    LanguageModelHead,
+    ClassifierHeadConfig,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    TokenInput,
-    ValueInput,
+    PairHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 
 # The index of the padding symbol in every dictionary of MEGA's.
@@ -251,7 +251,7 @@ class Arguments:
         return max(self.number("truncation_length"), 0) or None
 
 
-def language_model_config(arguments: Arguments, vocabulary: int) -> ModelConfig:
+def language_model_config(arguments: Arguments, vocab_size: int) -> ModelConfig:
     """Our configuration of a MEGA language model."""
     a = arguments
     a.refuse("adaptive_input", False, "adaptive input embeddings are not supported")
@@ -262,35 +262,35 @@ def language_model_config(arguments: Arguments, vocabulary: int) -> ModelConfig:
     positions = a["max_target_positions"]
     hidden = a["decoder_hidden_dim"]
     return ModelConfig(
-        layers=a["decoder_layers"],
-        width=a["decoder_embed_dim"],
-        feed_forward=max(a.number("decoder_ffn_embed_dim"), 0),
-        mixer=EMAConfig(hidden=a["decoder_n_dim"], truncation=a.truncation()),
+        num_layers=a["decoder_layers"],
+        d_model=a["decoder_embed_dim"],
+        d_ff=max(a.number("decoder_ffn_embed_dim"), 0),
+        mixer=EMAConfig(d_state=a["decoder_n_dim"], truncation=a.truncation()),
         attention=_attention(a, a["decoder_z_dim"], hidden, a.chunk("decoder_chunk_size"), positions or 1024),
-        input=TokenInput(
-            vocabulary=vocabulary,
-            scaled=not a["no_scale_embedding"],
+        input=TokenInputConfig(
+            vocab_size=vocab_size,
+            scale_embeddings=not a["no_scale_embedding"],
             norm=bool(a["normalize_embedding"]),
-            padding_index=PADDING_INDEX,
+            pad_token_id=PADDING_INDEX,
         ),
-        head=LanguageModelHead(tied=bool(a["share_decoder_input_output_embed"])),
+        head=LanguageModelHeadConfig(tie_embeddings=bool(a["share_decoder_input_output_embed"])),
         activation=a.choice("activation_fn", _ACTIVATIONS),
         norm=a.choice("normalization_type", _NORMS),
         prenorm=bool(a["normalize_before"]),
         final_norm_affine=not a["no_affine_final_norm"],
         dropout=a["dropout"],
         value_dropout=a["hidden_dropout"],
-        feed_forward_dropout=a["activation_dropout"],
+        ff_dropout=a["activation_dropout"],
         feature_dropout=bool(a["feature_dropout"]),
     )
 
 
-def classifier_config(arguments: Arguments, vocabulary: int | None) -> ModelConfig:
-    """Our configuration of a MEGA classifier; `vocabulary` is None for real-valued input."""
+def classifier_config(arguments: Arguments, vocab_size: int | None) -> ModelConfig:
+    """Our configuration of a MEGA classifier; `vocab_size` is None for real-valued input."""
     a = arguments
     a.refuse("layer_type", "mega", "only MEGA's layers can be read")
     a.refuse("use_p", False, "that is an option of Luna's layers")
-    kind = "text" if vocabulary is not None else "image"
+    kind = "text" if vocab_size is not None else "image"
     a.refuse("input_type", kind, f"the weights are those of a model of kind {kind!r}")
     width, hidden = a.number("encoder_embed_dim"), a["encoder_hidden_dim"]
     inputs = a["classifier_in_dim"]
@@ -310,33 +310,33 @@ def classifier_config(arguments: Arguments, vocabulary: int | None) -> ModelConf
     chunk = a.chunk("chunk_size")
     positions = a["max_positions"] or a.get("tokens_per_sample", None)
     return ModelConfig(
-        layers=a["encoder_layers"],
-        width=width,
-        feed_forward=max(a.number("encoder_ffn_embed_dim"), 0),
-        mixer=EMAConfig(hidden=a["n_dim"], truncation=a.truncation()),
+        num_layers=a["encoder_layers"],
+        d_model=width,
+        d_ff=max(a.number("encoder_ffn_embed_dim"), 0),
+        mixer=EMAConfig(d_state=a["n_dim"], truncation=a.truncation()),
         attention=_attention(a, a["z_dim"], hidden, chunk, positions),
         causal=False,
-        input=ValueInput(norm=embedding_norm)
-        if vocabulary is None
-        else TokenInput(vocabulary=vocabulary, norm=embedding_norm, padding_index=PADDING_INDEX),
-        head=PairHead(**head) if inputs == 2 * width else ClassifierHead(**head),
+        input=ValueInputConfig(norm=embedding_norm)
+        if vocab_size is None
+        else TokenInputConfig(vocab_size=vocab_size, norm=embedding_norm, pad_token_id=PADDING_INDEX),
+        head=PairHeadConfig(**head) if inputs == 2 * width else ClassifierHeadConfig(**head),
         activation=a.choice("activation_fn", _ACTIVATIONS),
         norm=a.choice("norm_type", _NORMS),
         prenorm=bool(a["encoder_normalize_before"]),
         dropout=a["dropout"],
         value_dropout=a["act_dropout"],
-        feed_forward_dropout=a["act_dropout"],
+        ff_dropout=a["act_dropout"],
         feature_dropout=bool(a["feature_dropout"]),
     )
 
 
-def _attention(a: Arguments, keys: int, values: int, chunk: int | None, positions: int | None) -> AttentionConfig:
+def _attention(a: Arguments, keys: int, values: int, chunk_size: int | None, positions: int | None) -> AttentionConfig:
     return AttentionConfig(
-        key_width=keys,
-        value_width=values,
-        chunk=chunk,
-        function=a.choice("attention_activation_fn", _FUNCTIONS),
+        d_key=keys,
+        d_value=values,
+        chunk_size=chunk_size,
+        activation=a.choice("attention_activation_fn", _FUNCTIONS),
         position=a.choice("rel_pos_bias", _POSITIONS),
-        max_length=positions if chunk is None else None,
+        max_length=positions if chunk_size is None else None,
         dropout=a["attention_dropout"],
     )

@@ -111,7 +111,7 @@ def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: st
     vocabulary = _rows(weights.get(name, torch.zeros(PADDING_INDEX + 1, 1)), name, where)
     config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
     output = "decoder.output_projection.weight"
-    if getattr(config.head, "tied", False) and output in weights:
+    if getattr(config.head, "tie_embeddings", False) and output in weights:
         if not torch.equal(weights[output], weights[name]):
             raise CheckpointError(
                 f"{where}: {output}: differs from {name}, allowed is the same: the arguments say that they are one "

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import InputError, StateError
 from tcnca.layers import Block, Dropout, LayerState, TCNConfig, make_norm
-from tcnca.models.config import LanguageModelHead, ModelConfig, PairHead, TokenInput, ValueInput
+from tcnca.models.config import LanguageModelHeadConfig, ModelConfig, PairHeadConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.embedding import TokenEmbedding, ValueEmbedding
 from tcnca.models.head import PooledHead, PoolState, VocabularyHead
 from tcnca.models.layout import Layout, Lengths, make_layout
@@ -35,7 +35,7 @@ class ModelState(State):
 class ModelOutput(NamedTuple):
     """What a model returns.
 
-    logits: `[batch, time, vocabulary]` of a language model, `[batch, classes]` of a classifier, the values
+    logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
         `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros where a token is padding.
     state: what a causal model remembers after these tokens; None if it was not asked for or there is none.
     """
@@ -54,19 +54,19 @@ class SequenceModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.width
+        width = config.d_model
         self.embedding: TokenEmbedding | ValueEmbedding
-        if isinstance(config.input, ValueInput):
+        if isinstance(config.input, ValueInputConfig):
             self.embedding = ValueEmbedding(config.input, width, config.norm)
         else:
             self.embedding = TokenEmbedding(config.input, width, config.norm)
         self.dropout = Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config.block()) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config.block()) for _ in range(config.num_layers))
         self.norm = make_norm(config.norm, width, config.final_norm_affine) if config.prenorm else None
         self.head: VocabularyHead | PooledHead
-        if isinstance(config.head, LanguageModelHead):
-            assert isinstance(config.input, TokenInput)
-            self.head = VocabularyHead(config.head, config.input.vocabulary, width)
+        if isinstance(config.head, LanguageModelHeadConfig):
+            assert isinstance(config.input, TokenInputConfig)
+            self.head = VocabularyHead(config.head, config.input.vocab_size, width)
         else:
             self.head = PooledHead(config.head, width)
         self._signature = _signature(config)
@@ -74,7 +74,7 @@ class SequenceModel(nn.Module):
     @property
     def streams(self) -> bool:
         """Whether the model has a state: it is causal and reads one document."""
-        return self.config.causal and not isinstance(self.config.head, PairHead)
+        return self.config.causal and not isinstance(self.config.head, PairHeadConfig)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, for example after a model built on the `meta` device was given memory."""
@@ -83,7 +83,7 @@ class SequenceModel(nn.Module):
             if module is not self and callable(reset):
                 reset()
 
-    def set_chunk(self, chunk: int | None) -> SequenceModel:
+    def set_chunk_size(self, chunk_size: int | None) -> SequenceModel:
         """Attend in chunks of another size from now on, for example longer ones in evaluation; None for all tokens.
 
         A `simple` position bias must reach that far: `AttentionConfig.max_length` says how far it does. States of the
@@ -93,7 +93,7 @@ class SequenceModel(nn.Module):
             raise InputError("chunk: this model has no attention, so there is nothing to set")
         for block in self._blocks():
             if block.mixing.attention is not None:
-                block.mixing.attention.set_chunk(chunk)
+                block.mixing.attention.set_chunk_size(chunk_size)
                 self.config = dataclasses.replace(self.config, attention=block.mixing.attention.config)
         self._signature = _signature(self.config)
         return self
@@ -116,8 +116,8 @@ class SequenceModel(nn.Module):
         *,
         lengths: Lengths | None = None,
         lengths2: Lengths | None = None,
-        mask: Tensor | None = None,
-        mask2: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        attention_mask2: Tensor | None = None,
         cu_seqlens: Lengths | None = None,
         max_seqlen: int | None = None,
         state: ModelState | None = None,
@@ -150,16 +150,18 @@ class SequenceModel(nn.Module):
         """
         if return_state is None:
             return_state = self.streams
-        self._check_pair(second, lengths2, mask2, state, return_state)
+        self._check_pair(second, lengths2, attention_mask2, state, return_state)
         features, layout, states = self._encode(
-            "x", x, lengths, mask, cu_seqlens, max_seqlen, state, return_state, inplace
+            "x", x, lengths, attention_mask, cu_seqlens, max_seqlen, state, return_state, inplace
         )
         if isinstance(self.head, VocabularyHead):
             logits = self.head(layout.restore(features, x.shape[1]), self.embedding.weight)
             return ModelOutput(logits, ModelState(states, None, self._signature) if return_state else None)
         pooled, pool = self.head.pool(features, layout.lengths, None if state is None else state.pool, return_state)
         if second is not None:
-            features, other, _ = self._encode("second", second, lengths2, mask2, None, None, None, False, False)
+            features, other, _ = self._encode(
+                "second", second, lengths2, attention_mask2, None, None, None, False, False
+            )
             if features.shape[0] != pooled.shape[0]:
                 raise InputError(f"second: got a batch of {features.shape[0]}, allowed is {pooled.shape[0]}, that of x")
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
@@ -173,7 +175,7 @@ class SequenceModel(nn.Module):
         name: str,
         x: Tensor,
         lengths: Lengths | None,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         cu_seqlens: Lengths | None,
         max_seqlen: int | None,
         state: ModelState | None,
@@ -183,8 +185,8 @@ class SequenceModel(nn.Module):
         """Features of right-padded rows, zero in the padding, with their layout and the layers' new states."""
         self.embedding.check_shape(name, x)
         x = x if x.is_floating_point() else x.long()  # narrow types lack operations, and bounds may not fit them
-        padding = getattr(self.config.input, "padding_index", None)
-        if padding is not None and lengths is None and mask is None and cu_seqlens is None:
+        padding = getattr(self.config.input, "pad_token_id", None)
+        if padding is not None and lengths is None and attention_mask is None and cu_seqlens is None:
             mask = x != padding
         layout = make_layout(x, lengths, mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
         rows, real = layout.rows(x), layout.lengths
@@ -197,7 +199,7 @@ class SequenceModel(nn.Module):
             self.embedding.check_tokens(name, rows)
         h = zero_padding(self.dropout(self.embedding(rows, real)), real)
         if inplace and state is not None and not torch.compiler.is_compiling():
-            state.give_away()  # before the layers: one that fails leaves it half written
+            state.consume()  # before the layers: one that fails leaves it half written
         states = []
         for index, layer in enumerate(self.layers):
             before = None if state is None else state.layers[index]
@@ -225,16 +227,16 @@ class SequenceModel(nn.Module):
         self,
         second: Tensor | None,
         lengths2: Lengths | None,
-        mask2: Tensor | None,
+        attention_mask2: Tensor | None,
         state: ModelState | None,
         return_state: bool,
     ) -> None:
-        pair = isinstance(self.config.head, PairHead)
+        pair = isinstance(self.config.head, PairHeadConfig)
         if pair and second is None:
             raise InputError("second: got None, allowed is a second document: this model has a two-document head")
         if not pair and second is not None:
             raise InputError("second: got a tensor, allowed is None: this model has no two-document head")
-        if second is None and not (lengths2 is None and mask2 is None):
+        if second is None and not (lengths2 is None and attention_mask2 is None):
             raise InputError("lengths2, mask2: got one without a second document, allowed is None")
         if not self.streams and (state is not None or return_state):
             kind = "reads two documents" if pair else "is bidirectional"
@@ -245,7 +247,7 @@ class SequenceModel(nn.Module):
     def _check_state(self, state: ModelState, rows: Tensor) -> None:
         if not isinstance(state, ModelState):
             raise StateError(f"state: got a {type(state).__name__}, allowed is a ModelState, as this model returns")
-        state.check_held()
+        state.check_not_consumed()
         if state.signature != self._signature:
             raise StateError(
                 f"state: comes from another model: it was made by {state.signature}; allowed is {self._signature}"
@@ -294,12 +296,12 @@ def _signature(config: ModelConfig) -> str:
         names = ("kernel_size", "dilation_factor", "depth", "convolutions")
         mixes = "a TCN of " + ", ".join(f"{name} {getattr(mixer, name)}" for name in names)
     elif mixer is not None:
-        mixes = f"an EMA of hidden {mixer.hidden}, truncation {mixer.truncation}"
+        mixes = f"an EMA of hidden {mixer.d_state}, truncation {mixer.truncation}"
     if attention is not None:
         looks = (
-            f"{attention.function} attention of chunk {attention.chunk}, key_width {attention.key_width}, "
-            f"value_width {attention.value_width}, {attention.position} positions"
+            f"{attention.activation} attention of chunk {attention.chunk_size}, d_key {attention.d_key}, "
+            f"d_value {attention.d_value}, {attention.position} positions"
         )
     joined = "gated" if config.gated else "plain"
     pooling = getattr(config.head, "pooling", "none")
-    return f"{config.layers} {joined} layers of width {config.width}, {mixes}; {looks}; pooling {pooling}"
+    return f"{config.num_layers} {joined} layers of width {config.d_model}, {mixes}; {looks}; pooling {pooling}"

@@ -9,14 +9,14 @@ from typing import Any
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.models.config import (
-    ClassifierHead,
+    ClassifierHeadConfig,
     Head,
     Input,
-    LanguageModelHead,
+    LanguageModelHeadConfig,
     ModelConfig,
-    PairHead,
-    TokenInput,
-    ValueInput,
+    PairHeadConfig,
+    TokenInputConfig,
+    ValueInputConfig,
 )
 from tcnca.models.model import SequenceModel
 
@@ -29,11 +29,11 @@ class Optimization:
     the grid it searched, it is our choice.
     """
 
-    updates: int
+    max_steps: int
     """Number of updates."""
-    warmup: int
+    warmup_steps: int
     """Updates of warm-up."""
-    learning_rate: float
+    lr: float
     """Peak learning rate."""
     weight_decay: float
     """Decoupled weight decay."""
@@ -43,7 +43,7 @@ class Optimization:
     """Power of the warm-up's growth."""
     warmup_start: float = 1e-7
     """Learning rate at the start."""
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Greatest norm of the gradient."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Adam's decay rates."""
@@ -73,73 +73,73 @@ class _Task:
 
     title: str
     length: int
-    layers: int
-    width: int
+    num_layers: int
+    d_model: int
     values: int
     keys: int
     input: Input
     head: Head
     optimization: Optimization
-    function: str = "softmax"
+    activation: str = "softmax"
     norm: str = "layer"
     prenorm: bool = False
     dropout: float = 0.0
-    chunk: int = 128
+    chunk_size: int = 128
     truncation: int | None = 1024
     position: str = "simple"
     causal: bool = False
 
 
 def _adam(updates: int, warmup: int, rate: float, decay: float, batch: int, **more: Any) -> Optimization:
-    return Optimization(updates=updates, warmup=warmup, learning_rate=rate, weight_decay=decay, batch=batch, **more)
+    return Optimization(max_steps=updates, warmup_steps=warmup, lr=rate, weight_decay=decay, batch=batch, **more)
 
 
-_BYTES = TokenInput(vocabulary=256)
+_BYTES = TokenInputConfig(vocab_size=256)
 
 _TASKS: dict[str, _Task] = {
     "enwik8": _Task(
         title="EnWik8, language model on bytes",
         length=8192,  # runs of at most four chunks
-        layers=12,
-        width=512,
+        num_layers=12,
+        d_model=512,
         values=1024,
         keys=128,
         # 205 byte values occur in EnWik8; MEGA's dictionary has 208 symbols.
-        input=TokenInput(vocabulary=208, scaled=True),
-        head=LanguageModelHead(tied=True),
+        input=TokenInputConfig(vocab_size=208, scale_embeddings=True),
+        head=LanguageModelHeadConfig(tie_embeddings=True),
         prenorm=True,
         dropout=0.1,
-        chunk=2048,
+        chunk_size=2048,
         # MEGA's command says 8192. No training run is longer, and its evaluation carries the plain recurrence on
         # from call to call: without truncation both are exactly that, and the streaming state stays small. Only a
         # single call of more than 8192 tokens without a state would see less of the past with it.
         truncation=None,
         position="rotary",
         causal=True,
-        optimization=_adam(400_000, 24_000, 0.005, 0.1, 65_536, clip=0.25),
+        optimization=_adam(400_000, 24_000, 0.005, 0.1, 65_536, max_grad_norm=0.25),
     ),
     "listops": _Task(
         title="ListOps (Long-Range Arena)",
         length=2002,
-        layers=6,
-        width=80,
+        num_layers=6,
+        d_model=80,
         values=160,
         keys=64,
         # Ten digits, four operators with their opening bracket, the closing bracket, and one to spare.
-        input=TokenInput(vocabulary=16),
-        head=ClassifierHead(classes=10, hidden=160, dropout=0.1),
+        input=TokenInputConfig(vocab_size=16),
+        head=ClassifierHeadConfig(num_classes=10, hidden=160, dropout=0.1),
         dropout=0.1,
         optimization=_adam(90_000, 3_000, 0.001, 0.01, 64),
     ),
     "text": _Task(
         title="Text: IMDB reviews as bytes (Long-Range Arena)",
         length=4002,
-        layers=4,
-        width=128,
+        num_layers=4,
+        d_model=128,
         values=256,
         keys=64,
         input=_BYTES,
-        head=ClassifierHead(classes=2, hidden=256, dropout=0.1),
+        head=ClassifierHeadConfig(num_classes=2, hidden=256, dropout=0.1),
         norm="scale",
         dropout=0.1,
         optimization=_adam(25_000, 10_000, 0.004, 0.01, 50),
@@ -147,12 +147,12 @@ _TASKS: dict[str, _Task] = {
     "retrieval": _Task(
         title="Retrieval: pairs of ACL Anthology papers as bytes (Long-Range Arena)",
         length=4002,
-        layers=6,
-        width=128,
+        num_layers=6,
+        d_model=128,
         values=256,
         keys=64,
         input=_BYTES,
-        head=PairHead(classes=2, hidden=256, dropout=0.1),
+        head=PairHeadConfig(num_classes=2, hidden=256, dropout=0.1),
         norm="scale",
         dropout=0.1,
         optimization=_adam(91_960, 10_000, 0.003, 0.04, 64),
@@ -160,13 +160,13 @@ _TASKS: dict[str, _Task] = {
     "image": _Task(
         title="Image: gray CIFAR-10 as pixels in a row (Long-Range Arena)",
         length=1024,
-        layers=8,
-        width=160,
+        num_layers=8,
+        d_model=160,
         values=320,
         keys=96,
-        input=ValueInput(),
-        head=ClassifierHead(classes=10, hidden=320),
-        function="laplace",
+        input=ValueInputConfig(),
+        head=ClassifierHeadConfig(num_classes=10, hidden=320),
+        activation="laplace",
         norm="batch",
         prenorm=True,
         optimization=_adam(180_000, 9_000, 0.01, 0.02, 50),
@@ -174,13 +174,13 @@ _TASKS: dict[str, _Task] = {
     "pathfinder": _Task(
         title="Pathfinder, 32×32 (Long-Range Arena)",
         length=1024,
-        layers=6,
-        width=128,
+        num_layers=6,
+        d_model=128,
         values=256,
         keys=64,
-        input=ValueInput(),
-        head=ClassifierHead(classes=2, hidden=256),
-        function="laplace",
+        input=ValueInputConfig(),
+        head=ClassifierHeadConfig(num_classes=2, hidden=256),
+        activation="laplace",
         norm="batch",
         prenorm=True,
         optimization=_adam(250_000, 50_000, 0.01, 0.01, 128),
@@ -188,23 +188,25 @@ _TASKS: dict[str, _Task] = {
     "pathx": _Task(
         title="Path-X, 128×128 (Long-Range Arena)",
         length=16_384,
-        layers=4,
-        width=64,
+        num_layers=4,
+        d_model=64,
         values=128,
         keys=32,
-        input=ValueInput(),
-        head=ClassifierHead(classes=2, hidden=128),
-        function="laplace",
+        input=ValueInputConfig(),
+        head=ClassifierHeadConfig(num_classes=2, hidden=128),
+        activation="laplace",
         norm="sync_batch",
         prenorm=True,
-        chunk=4096,
+        chunk_size=4096,
         truncation=4096,
         optimization=_adam(125_000, 25_000, 0.01, 0.01, 128, warmup_power=2),
     ),
 }
 
 # 250 epochs of 90 million bytes.
-_TCNCA_ENWIK8 = dataclasses.replace(_TASKS["enwik8"].optimization, updates=250 * 90_000_000 // 65_536, weight_decay=0.2)
+_TCNCA_ENWIK8 = dataclasses.replace(
+    _TASKS["enwik8"].optimization, max_steps=250 * 90_000_000 // 65_536, weight_decay=0.2
+)
 
 
 def _recall(length: int) -> _Task:
@@ -213,14 +215,14 @@ def _recall(length: int) -> _Task:
     return _Task(
         title=f"Associative recall, length {length}",
         length=length,
-        layers=2,
-        width=width,
+        num_layers=2,
+        d_model=width,
         values=2 * width,
         keys=width,
-        input=TokenInput(vocabulary=10),
-        head=LanguageModelHead(tied=False),
+        input=TokenInputConfig(vocab_size=10),
+        head=LanguageModelHeadConfig(tie_embeddings=False),
         prenorm=True,
-        chunk=width,
+        chunk_size=width,
         truncation=None,
         causal=True,
         # The paper sweeps the learning rate from 1e-5 to 1e-1 and dropout over 0 and 0.1.
@@ -234,18 +236,18 @@ _RECALL_LENGTHS = (64, 1024, 4096, 8192)
 def _model(task: _Task, family: str) -> ModelConfig:
     depth = 3 if task.length == 64 else 4
     tcn = TCNConfig.covering(task.length, depth=depth)
-    ema = EMAConfig(hidden=16, truncation=task.truncation)
+    ema = EMAConfig(d_state=16, truncation=task.truncation)
     attention = AttentionConfig(
-        key_width=task.keys,
-        value_width=task.values,
-        chunk=task.chunk,
-        function=task.function,  # type: ignore[arg-type]
+        d_key=task.keys,
+        d_value=task.values,
+        chunk_size=task.chunk_size,
+        activation=task.activation,  # type: ignore[arg-type]
         position=task.position,  # type: ignore[arg-type]
     )
     return ModelConfig(
-        layers=task.layers,
-        width=task.width,
-        feed_forward=task.values,
+        num_layers=task.num_layers,
+        d_model=task.d_model,
+        d_ff=task.values,
         mixer=tcn if family.startswith("tcn") else ema,
         attention=None if family.endswith("-mlp") else attention,
         gated=family in ("tcnca", "mega"),
@@ -254,7 +256,7 @@ def _model(task: _Task, family: str) -> ModelConfig:
         head=task.head,
         norm=task.norm,  # type: ignore[arg-type]
         prenorm=task.prenorm,
-        final_norm_affine=not isinstance(task.head, LanguageModelHead) or not task.head.tied,
+        final_norm_affine=not isinstance(task.head, LanguageModelHeadConfig) or not task.head.tie_embeddings,
         dropout=task.dropout,
     )
 
@@ -283,7 +285,7 @@ def presets() -> tuple[str, ...]:
 def preset(name: str, **changes: Any) -> Preset:
     """The preset called `name`, its model changed as by `ModelConfig.override`.
 
-    `preset("mega-enwik8", chunk=512)`, or `preset("tcnca-simple-recall-64", vocabulary=20)` for the other half of the
+    `preset("mega-enwik8", chunk_size=512)`, or `preset("tcnca-simple-recall-64", vocab_size=20)` for the other half of the
     paper's recall table.
     """
     if name not in _PRESETS:
@@ -303,7 +305,7 @@ def preset(name: str, **changes: Any) -> Preset:
 def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
     """Build a model.
 
-    `build("tcnca-enwik8", vocabulary=256)`, or `build(ModelConfig(width=64, layers=2))`.
+    `build("tcnca-enwik8", vocab_size=256)`, or `build(ModelConfig(d_model=64, num_layers=2))`.
 
     Args:
         what: the name of a preset (`presets()` or the command `tcnca models` list them), a preset, or a configuration.

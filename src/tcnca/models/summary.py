@@ -47,8 +47,8 @@ def summarize(preset: Preset) -> Summary:
 def _state_bytes(model: SequenceModel, length: int) -> int:
     total = model.initial_state(1).nbytes
     attention = model.config.attention
-    if attention is not None and attention.chunk is None:
+    if attention is not None and attention.chunk_size is None:
         # Full attention keeps every key and value; its cache starts empty.
         size = next(model.parameters()).element_size()
-        total += model.config.layers * length * (attention.key_width + attention.value_width) * size
+        total += model.config.num_layers * length * (attention.d_key + attention.d_value) * size
     return total

@@ -5,8 +5,8 @@ All take and return `[batch, time, channels]`. Every causal one takes a state an
 
 from tcnca.ops.activations import ACTIVATIONS, Activation, activation, laplace, relu2
 from tcnca.ops.attention import (
-    ATTENTION_FUNCTIONS,
-    AttentionFunction,
+    ATTENTION_ACTIVATIONS,
+    AttentionActivation,
     AttentionState,
     attend,
     chunked_attention,
@@ -19,21 +19,21 @@ from tcnca.ops.attention import (
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
 from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
 from tcnca.ops.dropout import dropout
-from tcnca.ops.ema import METHODS, EMAState, Method, ema, ema_coefficients, ema_kernel, initial_ema_state
+from tcnca.ops.ema import EMA_BACKENDS, EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
 from tcnca.ops.tcn import TCNState, initial_tcn_state, receptive_field, tcn
 
 __all__ = [
     "ACTIVATIONS",
-    "ATTENTION_FUNCTIONS",
-    "METHODS",
+    "ATTENTION_ACTIVATIONS",
+    "EMA_BACKENDS",
     "Activation",
-    "AttentionFunction",
+    "AttentionActivation",
     "AttentionState",
     "ConvState",
+    "EMABackend",
     "EMAState",
-    "Method",
     "State",
     "TCNState",
     "activation",

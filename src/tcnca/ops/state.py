@@ -55,13 +55,13 @@ class State:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={self.batch_size}, nbytes={self.nbytes:,})"
 
-    def give_away(self) -> None:
+    def consume(self) -> None:
         """Mark this state as used up: its memory belongs to the one that followed it."""
-        object.__setattr__(self, "_given_away", True)
+        object.__setattr__(self, "_consumed", True)
 
-    def check_held(self) -> None:
+    def check_not_consumed(self) -> None:
         """Raise an error if this state was used up by a call with `inplace=True`."""
-        if getattr(self, "_given_away", False):
+        if getattr(self, "_consumed", False):
             raise StateError(
                 "state: was used up by a call with inplace=True, allowed is the state that call returned; "
                 "clone() a state before, or leave inplace out, to go on from it twice"
@@ -69,7 +69,7 @@ class State:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new state with `function` applied to every tensor."""
-        self.check_held()
+        self.check_not_consumed()
         changed = {field.name: _map(getattr(self, field.name), function) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **changed)
 
@@ -102,7 +102,7 @@ class State:
         Positions keep their type, and sums over the whole past stay in float32 at least: they would stop growing
         in half precision.
         """
-        self.check_held()
+        self.check_not_consumed()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self._to(device, dtype, non_blocking)
 
@@ -142,7 +142,7 @@ class State:
 
     def save(self, path: str | Path) -> None:
         """Write the state to one safetensors file."""
-        self.check_held()
+        self.check_not_consumed()
         metadata = {"format": _FORMAT, "structure": json.dumps(_describe(self))}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
 

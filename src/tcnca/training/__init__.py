@@ -5,9 +5,9 @@ from tcnca.training.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    EngineConfig,
-    EvaluationConfig,
+    EvalConfig,
     OptimizerConfig,
+    RuntimeConfig,
     ScheduleConfig,
 )
 from tcnca.training.evaluate import Score, evaluate
@@ -15,7 +15,7 @@ from tcnca.training.optimizer import build_optimizer, parameter_groups, set_rate
 from tcnca.training.processes import Processes, processes
 from tcnca.training.recipe import Recipe, load_recipe, recipes
 from tcnca.training.run import Result, Run
-from tcnca.training.schedule import learning_rate
+from tcnca.training.schedule import scheduled_lr
 from tcnca.training.watching import Watch
 
 __all__ = [
@@ -23,23 +23,23 @@ __all__ = [
     "CheckpointConfig",
     "Checkpoints",
     "DataConfig",
-    "EngineConfig",
-    "EvaluationConfig",
+    "EvalConfig",
     "OptimizerConfig",
     "Processes",
     "Progress",
     "Recipe",
     "Result",
     "Run",
+    "RuntimeConfig",
     "ScheduleConfig",
     "Score",
     "Watch",
     "build_optimizer",
     "evaluate",
-    "learning_rate",
     "load_recipe",
     "parameter_groups",
     "processes",
     "recipes",
+    "scheduled_lr",
     "set_rate",
 ]

@@ -12,7 +12,7 @@ import torch
 
 from tcnca.data import Task
 from tcnca.models import SequenceModel
-from tcnca.training.config import EvaluationConfig, Precision
+from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.processes import Processes
 
 
@@ -41,7 +41,7 @@ def evaluate(
     model: SequenceModel,
     task: Task,
     split: str,
-    config: EvaluationConfig | None = None,
+    config: EvalConfig | None = None,
     *,
     precision: Precision = "float32",
     batches: int | None = None,
@@ -60,19 +60,19 @@ def evaluate(
         group: the processes that share the work.
         watch: is told, after each batch, how many are done.
     """
-    config = config or EvaluationConfig()
+    config = config or EvalConfig()
     precision = "float32" if config.exact else precision
     group = group or Processes(device=next(model.parameters()).device)
     totals = torch.zeros(2, dtype=torch.float64)
     state = None
-    with _evaluating(model, config.chunk), autocast(group.device, precision):
-        some = itertools.islice(task.evaluation(split, config.size, group.rank, group.world), batches)
+    with _evaluating(model, config.chunk_size), autocast(group.device, precision):
+        some = itertools.islice(task.eval_batches(split, config.batch_size, group.rank, group.world), batches)
         for done, host in enumerate(some, 1):
             batch = host.to(group.device)
             carried = {"state": state if batch.continues else None} if task.kind in ("language", "forecast") else {}
-            output = model(**batch.arguments(), **carried, return_state=bool(carried))
+            output = model(**batch.model_inputs(), **carried, return_state=bool(carried))
             state = output.state
-            totals += torch.stack([part.double().cpu() for part in task.tally(output.logits, batch)])
+            totals += torch.stack([part.double().cpu() for part in task.metric_sums(output.logits, batch)])
             if watch is not None:
                 watch(done)
     total, count = group.total(totals).tolist()
@@ -86,14 +86,14 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 @contextlib.contextmanager
-def _evaluating(model: SequenceModel, chunk: int | None) -> Iterator[None]:
+def _evaluating(model: SequenceModel, chunk_size: int | None) -> Iterator[None]:
     training, attention = model.training, model.config.attention
     model.eval()
     try:
-        if chunk is not None and attention is not None:
-            model.set_chunk(chunk)
+        if chunk_size is not None and attention is not None:
+            model.set_chunk_size(chunk_size)
         yield
     finally:
-        if chunk is not None and attention is not None:
-            model.set_chunk(attention.chunk)
+        if chunk_size is not None and attention is not None:
+            model.set_chunk_size(attention.chunk_size)
         model.train(training)

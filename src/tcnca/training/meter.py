@@ -98,7 +98,7 @@ class Meter:
             good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
             raise TrainingError(
                 f"update {bad}: the loss or the gradient is not finite (batch of seed {recipe.batch.seed}, step "
-                f"{bad}); {good}. Lower learning_rate or clip, or go on without such updates with nonfinite=skip"
+                f"{bad}); {good}. Lower lr or clip, or go on without such updates with nonfinite=skip"
             )
 
     def read(self) -> dict[str, float]:

@@ -31,8 +31,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             groups["matrices"].append(parameter)
         else:
             groups["rest"].append(parameter)
-    decay = {"matrices": 1.0, "kernels": config.kernel_decay, "rest": 0.0}
-    rate = {"matrices": 1.0, "kernels": config.kernel_rate, "rest": 1.0}
+    decay = {"matrices": 1.0, "kernels": config.kernel_wd_mult, "rest": 0.0}
+    rate = {"matrices": 1.0, "kernels": config.kernel_lr_mult, "rest": 1.0}
     return [
         {"name": name, "params": group, "weight_decay": decay[name] * config.weight_decay, "rate": rate[name]}
         for name, group in groups.items()
@@ -44,7 +44,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     """The optimizer of a run; `set_rate` gives it its learning rate."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
     groups = parameter_groups(model, config)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=on_gpu)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

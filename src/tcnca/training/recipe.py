@@ -9,17 +9,18 @@ from typing import Any
 
 import yaml
 
-from tcnca.data import OwnOptions, Task, task
+from tcnca.config import Config
+from tcnca.data import CustomOptions, Task, load_task
 from tcnca.errors import ConfigError
-from tcnca.layers import AttentionConfig, Config, EMAConfig, TCNConfig
-from tcnca.models import ModelConfig, TokenInput, ValueInput, preset
+from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
+from tcnca.models import ModelConfig, TokenInputConfig, ValueInputConfig, preset
 from tcnca.training.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    EngineConfig,
-    EvaluationConfig,
+    EvalConfig,
     OptimizerConfig,
+    RuntimeConfig,
     ScheduleConfig,
 )
 from tcnca.training.shipped import Loader, read_yaml, shipped
@@ -29,15 +30,15 @@ _PARTS: dict[str, type[Config]] = {
     "batch": BatchConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
-    "evaluation": EvaluationConfig,
+    "eval": EvalConfig,
     "checkpoint": CheckpointConfig,
-    "engine": EngineConfig,
+    "runtime": RuntimeConfig,
 }
-_MODEL_PARTS = (TCNConfig, EMAConfig, AttentionConfig, TokenInput, ValueInput)
+_MODEL_PARTS = (TCNConfig, EMAConfig, AttentionConfig, TokenInputConfig, ValueInputConfig)
 # What the name of a part stands for on the command line, where it is given a value itself: `data=my.txt`.
 _ITSELF = {"data": "data.source", "model": "model.preset"}
 # Parts of a part that may hold any key, checked by those who read them.
-_OPEN = ("data.task", "data.own")
+_OPEN = ("data.task", "data.custom")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,11 @@ class Recipe:
     """How weights are changed."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How long, and with which learning rate."""
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     """How to look at the model."""
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """What is kept."""
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     """How it is computed."""
 
     @classmethod
@@ -99,14 +100,14 @@ class Recipe:
     def override(self, changes: Iterable[str]) -> Recipe:
         """A copy with some keys changed, each given as `key=value`.
 
-        A key is named in full (`optimizer.learning_rate=1e-3`), or by its last name if no other has it
-        (`learning_rate=1e-3`, `layers=4`). `data=my.txt` and `model=mega-text` choose the set and the preset.
+        A key is named in full (`optimizer.lr=1e-3`), or by its last name if no other has it
+        (`lr=1e-3`, `num_layers=4`). `data=my.txt` and `model=mega-text` choose the set and the preset.
         """
         values = self.to_dict()
         for change in changes:
             key, equals, text = change.partition("=")
             if not equals:
-                raise ConfigError(f"{change}: got no value, allowed is key=value, for example learning_rate=0.001")
+                raise ConfigError(f"{change}: got no value, allowed is key=value, for example lr=0.001")
             path = located(key.strip())
             inner = values
             for name in path[:-1]:
@@ -118,16 +119,16 @@ class Recipe:
         """The task, from its prepared set or file."""
         if not self.data.source:
             raise ConfigError("data.source: got nothing, allowed is a set or a file: give data=NAME or data=FILE")
-        for key in self.data.own:
-            if key not in _names(OwnOptions):
-                raise _no_such_key(f"data.own.{key}")
-        own = OwnOptions(**self.data.own) if self.data.own else None
-        return task(
+        for key in self.data.custom:
+            if key not in _names(CustomOptions):
+                raise _no_such_key(f"data.custom.{key}")
+        own = CustomOptions(**self.data.custom) if self.data.custom else None
+        return load_task(
             self.data.source,
             self.data.folder,
             stream=self.data.stream,
-            holdout=self.data.holdout,
-            own=own,
+            val_fraction=self.data.val_fraction,
+            custom=own,
             kind=self.data.kind,
             **self.data.task,
         )
@@ -189,7 +190,7 @@ def located(key: str) -> list[str]:
     if key in _keys() or key.startswith(tuple(f"{part}." for part in _OPEN)):
         return key.split(".", 2) if key.startswith(_OPEN) else key.split(".")
     if key.startswith("model."):
-        # A field of a part of the model, such as model.chunk; the model knows them.
+        # A field of a part of the model, such as model.chunk_size; the model knows them.
         return ["model", key.removeprefix("model.")]
     found = [full for full in _keys() if full.split(".")[-1] == key]
     if len(found) == 1:
@@ -207,7 +208,7 @@ def same_key(one: str, other: str) -> bool:
 
 
 def _no_such_key(key: str) -> ConfigError:
-    keys = [*_keys(), *(f"data.own.{name}" for name in _names(OwnOptions))]
+    keys = [*_keys(), *(f"data.custom.{name}" for name in _names(CustomOptions))]
     names = {full.split(".")[-1]: full for full in reversed(keys)} | {full: full for full in keys}
     parts = {part: part for part in [*_PARTS, "model", "about"]}
     names = names if "." in key else names | parts

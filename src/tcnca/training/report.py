@@ -116,7 +116,7 @@ def cost_rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     if report.best is not None:
         rows.append(("best validation", f"{report.best['score']:.4f} at update {report.best['step']:,}"))
-    rows += [("updates", f"{report.step:,}"), ("tokens", f"{report.tokens:,}"), ("time", duration(report.seconds))]
+    rows += [("max_steps", f"{report.step:,}"), ("tokens", f"{report.tokens:,}"), ("time", duration(report.seconds))]
     if report.tokens_per_second is not None:
         rows.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     if report.memory_gib is not None:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tcnca.data import Batch
-from tcnca.data.draw import Draw
-from tcnca.data.kinds import Task
+from tcnca.data.rng import CounterRNG
+from tcnca.data.tasks import Task
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel
 from tcnca.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
@@ -25,10 +25,10 @@ from tcnca.training.evaluate import Score, autocast, evaluate
 from tcnca.training.files import beside, write_whole
 from tcnca.training.meter import Meter, Update
 from tcnca.training.optimizer import build_optimizer, set_rate
-from tcnca.training.parallel import compiles, made_ready, synchronized
+from tcnca.training.parallel import compiles, parallelize, synchronized
 from tcnca.training.processes import Processes
 from tcnca.training.recipe import Recipe, differences, load_recipe
-from tcnca.training.schedule import learning_rate
+from tcnca.training.schedule import scheduled_lr
 from tcnca.training.stopping import signals
 from tcnca.training.watching import Watch
 
@@ -58,13 +58,13 @@ class Run:
         self, recipe: Recipe, folder: Path, group: Processes, watch: Watch, budget: float | None = None
     ) -> None:
         self.recipe, self.folder, self.group, self.watch, self.budget = recipe, folder, group, watch, budget
-        if recipe.engine.threads:
-            torch.set_num_threads(recipe.engine.threads)
+        if recipe.runtime.threads:
+            torch.set_num_threads(recipe.runtime.threads)
         self.task: Task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task)).to(group.device)
-        self.compiled = compiles(recipe.engine, group.device)
-        self.stepper = made_ready(self.model, recipe.engine, group)
+        self.compiled = compiles(recipe.runtime, group.device)
+        self.stepper = parallelize(self.model, recipe.runtime, group)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, group)
         self.progress = Progress(data=self.task.data.digest)
@@ -119,7 +119,7 @@ class Run:
         latest = self.checkpoints.latest()
         for split, score in scores.items():
             # What was seen of some batches only is no match for a whole split.
-            comparable = self.recipe.evaluation.batches is None or self.checkpoints.best() is None
+            comparable = self.recipe.eval.batches is None or self.checkpoints.best() is None
             if self._note(split, score) and comparable and latest is not None:
                 self.checkpoints.mark_best(latest, score.value)
         self._leave_model()
@@ -151,8 +151,8 @@ class Run:
                 self.model,
                 self.task,
                 split,
-                self.recipe.evaluation,
-                precision=self.recipe.engine.precision,
+                self.recipe.eval,
+                precision=self.recipe.runtime.precision,
                 batches=batches,
                 group=self.group,
             )
@@ -190,7 +190,7 @@ class Run:
                 spent = self.group.greatest(torch.tensor(before + time.monotonic() - begun, dtype=torch.float64))
                 compiling = self.progress.compiling + float(spent) - seconds
                 self.progress = dataclasses.replace(self.progress, compiling=compiling)
-            if (step + 1) % self.recipe.engine.log_every == 0:
+            if (step + 1) % self.recipe.runtime.log_every == 0:
                 meter.check(self.recipe, self.checkpoints)
                 self._log(seconds, done, meter)
             if self._validates(step + 1):
@@ -202,12 +202,12 @@ class Run:
     def _done(self, seconds: float) -> float:
         """The share of the run that is over: of its updates, or of its time."""
         if self.budget is None:
-            return self.progress.step / self.recipe.schedule.updates
+            return self.progress.step / self.recipe.schedule.max_steps
         left_out = self.progress.compiling
         return (seconds - left_out) / (self.budget - left_out) if seconds < self.budget else 1.0
 
     def _rate(self, done: float) -> float:
-        return learning_rate(done, self.recipe.optimizer.learning_rate, self.recipe.schedule)
+        return scheduled_lr(done, self.recipe.optimizer.lr, self.recipe.schedule)
 
     def _log(self, seconds: float, done: float, meter: Meter) -> None:
         """Tell what is not told yet."""
@@ -224,8 +224,8 @@ class Run:
 
     def _validates(self, step: int) -> bool:
         """Whether the model is validated after so many updates; what comes at the end is not meant."""
-        every = self.recipe.evaluation.every
-        ends = self.budget is None and step >= self.recipe.schedule.updates
+        every = self.recipe.eval.every
+        ends = self.budget is None and step >= self.recipe.schedule.max_steps
         return bool(every) and step % every == 0 and not ends
 
     def _save(self, seconds: float, meter: Meter) -> Path:
@@ -236,7 +236,7 @@ class Run:
         return self.checkpoints.save(self.model, self.optimizer, self.progress)
 
     def _validate(self, meter: Meter) -> None:
-        score = self.evaluate("validation", self.recipe.evaluation.batches)
+        score = self.evaluate("validation", self.recipe.eval.batches)
         self.progress = dataclasses.replace(self.progress, score=score.value)
         if self._note("validation", score):
             self.checkpoints.mark_best(self._save(self.progress.seconds, meter), score.value)
@@ -248,7 +248,7 @@ class Run:
 
     def _batches(self, step: int) -> list[Batch]:
         """This process's part of an update, in as many pieces as it is to be read in."""
-        config, pieces = self.recipe.batch, self.recipe.batch.accumulate
+        config, pieces = self.recipe.batch, self.recipe.batch.grad_accum_steps
         parts = []
         for piece in range(pieces):
             rank = self.group.rank * pieces + piece
@@ -269,13 +269,15 @@ class Run:
         for piece, host in enumerate(parts):
             batch = host.to(self.group.device, non_blocking=True)
             # Dropout, too, is a function of seed and step: a run that is resumed drops what it would have dropped.
-            torch.manual_seed(int(Draw(self.recipe.batch.seed, "dropout", step, self.group.rank, piece).raw(1)[0] >> 1))
+            torch.manual_seed(
+                int(CounterRNG(self.recipe.batch.seed, "dropout", step, self.group.rank, piece).raw(1)[0] >> 1)
+            )
             with synchronized(self.stepper, piece == len(parts) - 1), autocast(*self._arithmetic()):
-                logits = self.stepper(**batch.arguments(), return_state=False).logits
+                logits = self.stepper(**batch.model_inputs(), return_state=False).logits
                 loss = self.task.loss(logits, batch) * batch.weight / len(parts)
             loss.backward()
             total, tokens = total + loss.detach(), tokens + host.tokens
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         finite = torch.isfinite(norm) & torch.isfinite(total)
         # Only to skip is it necessary to know, and to wait for it; who stops is told with the next line of the log.
@@ -291,4 +293,4 @@ class Run:
         return Update(total, norm, tokens, waited, skipped)
 
     def _arithmetic(self) -> tuple[torch.device, Any]:
-        return self.group.device, self.recipe.engine.precision
+        return self.group.device, self.recipe.runtime.precision

@@ -10,13 +10,13 @@ import math
 from tcnca.training.config import ScheduleConfig
 
 
-def learning_rate(done: float, peak: float, schedule: ScheduleConfig) -> float:
+def scheduled_lr(done: float, peak: float, schedule: ScheduleConfig) -> float:
     """The learning rate when a share `done` of the run, from 0 to 1, is over.
 
-    The warm-up takes its share of the run: `warmup` of `updates`.
+    The warm-up takes its share of the run: `warmup_steps` of `max_steps`.
     """
     done = min(max(done, 0.0), 1.0)
-    warmup = schedule.warmup / schedule.updates
+    warmup = schedule.warmup_steps / schedule.max_steps
     if done < warmup:
         return schedule.warmup_start + (peak - schedule.warmup_start) * (done / warmup) ** schedule.warmup_power
     if warmup >= 1.0:
@@ -25,6 +25,6 @@ def learning_rate(done: float, peak: float, schedule: ScheduleConfig) -> float:
     end = schedule.end * peak
     if schedule.kind == "cosine":
         return end + (peak - end) * (1.0 - math.cos(math.pi * left)) / 2
-    if schedule.kind == "stable":
+    if schedule.kind == "wsd":
         left = min(left * (1.0 - warmup) / schedule.decay, 1.0) if schedule.decay > 0 else float(left > 0)
     return end + (peak - end) * left

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Columns, join, take
-from tcnca.data.content import SPLITS
-from tcnca.data.draw import Draw
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import SPLITS
 
 
 class Generator(Protocol):
@@ -24,7 +24,7 @@ class Generator(Protocol):
     version: ClassVar[int]
     """Raised whenever the examples of a seed change. They depend on the names of the parameters, too."""
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """Exactly `count` examples, a pure function of the key of `draw`."""
         ...
 
@@ -86,7 +86,7 @@ class Stream:
         parts: list[Columns] = []
         missing = self.block
         while missing:
-            draw = Draw(repr(self.generator), self.generator.version, seed, "stream", number, len(parts))
+            draw = CounterRNG(repr(self.generator), self.generator.version, seed, "stream", number, len(parts))
             made = self.generator.examples(draw, int(missing / self.share["train"]) + 1)
             kept = np.flatnonzero(split_of(fingerprints(made), self.share) == 0)[:missing]
             parts.append(take(made, kept))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column, Ragged, join, take
-from tcnca.data.draw import Draw
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 SYMBOLS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -54,7 +54,7 @@ class ListOps:
                 f"of more than {self.shortest} tokens fits"
             )
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """Exactly `count` expressions: `tokens`, numbers of `SYMBOLS`, and `labels`, their values."""
         parts, missing = [_fill(draw, [np.zeros(0, np.int64)])], count
         while missing > 0:
@@ -64,7 +64,7 @@ class ListOps:
             missing -= len(parts[-1]["labels"])
         return join(parts)
 
-    def _shapes(self, draw: Draw, trees: int) -> Shape:
+    def _shapes(self, draw: CounterRNG, trees: int) -> Shape:
         """The shapes, out of `trees` random ones, that have an allowed length.
 
         Roots are operators: a lone digit would be too short. A tree is given up as soon as it is known to be too long.
@@ -93,13 +93,13 @@ class ListOps:
         return [arguments[kept[owner]] for arguments, owner in zip(shape, owners, strict=True)]
 
 
-def _quarter(draw: Draw, count: int) -> NDArray[np.bool_]:
+def _quarter(draw: CounterRNG, count: int) -> NDArray[np.bool_]:
     """True with probability 1/4, from 16 bits each."""
     bits = draw.raw(-(-count // 4)).astype("<u8").view("<u2")
     return bits[:count] < 2**14
 
 
-def _fill(draw: Draw, shape: Shape) -> dict[str, Column]:
+def _fill(draw: CounterRNG, shape: Shape) -> dict[str, Column]:
     """Expressions of the given shapes with random operators and digits, and their values."""
     symbols = [
         np.where(arguments > 0, draw.integers(MIN, END, len(arguments)), draw.integers(0, 10, len(arguments)))

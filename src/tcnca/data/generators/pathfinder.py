@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Column
-from tcnca.data.draw import Draw
 from tcnca.data.generators.pathfinder_growth import Board, grow_distractors, grow_pairs, stamp
 from tcnca.data.generators.pathfinder_stamps import Bytes, Ints, dashes, disc
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 Floats = NDArray[np.float32]
@@ -86,7 +86,7 @@ class Pathfinder:
             got = f"{self.curve_dashes} and {self.distractor_dashes}"
             raise ConfigError(f"curve_dashes, distractor_dashes: got {got}, allowed are two or more")
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """`count` pictures: `pixels`, uint8 `[count, size, size]`, and `labels`, int64 `[count]`.
 
         They depend on the key of `draw` and on `count` alone.
@@ -94,12 +94,12 @@ class Pathfinder:
         scenes = self._scenes(draw, count, layers=False)
         return {"pixels": scenes.pixels, "labels": scenes.labels}
 
-    def scenes(self, draw: Draw, count: int) -> Scenes:
+    def scenes(self, draw: CounterRNG, count: int) -> Scenes:
         """The same pictures as `examples`, with what they are made of."""
         return self._scenes(draw, count, layers=True)
 
-    def _scenes(self, draw: Draw, count: int, layers: bool) -> Scenes:
-        """Pictures in blocks of one margin; without `layers`, those are left empty."""
+    def _scenes(self, draw: CounterRNG, count: int, layers: bool) -> Scenes:
+        """Pictures in blocks of one margin; without `num_layers`, those are left empty."""
         depth = count if layers else 0
         scenes = Scenes(
             pixels=np.zeros((count, self.size, self.size), np.uint8),
@@ -117,7 +117,7 @@ class Pathfinder:
                 self._fill(scenes, rows, origins[rows], margin, draw, layers)
         return scenes
 
-    def _fill(self, scenes: Scenes, rows: Ints, origins: Ints, margin: int, draw: Draw, layers: bool) -> None:
+    def _fill(self, scenes: Scenes, rows: Ints, origins: Ints, margin: int, draw: CounterRNG, layers: bool) -> None:
         """Make the pictures `rows`."""
         if not len(rows):
             return

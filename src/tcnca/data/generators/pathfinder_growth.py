@@ -12,8 +12,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from tcnca.data.draw import Draw
 from tcnca.data.generators.pathfinder_stamps import STRAIGHT, TURNS, Bytes, Dashes, Ints
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 _FREE = 76
@@ -112,7 +112,7 @@ def stamp(canvases: Bytes, rows: Ints, starts: Ints, windows: Bytes) -> None:
     views[where] = np.maximum(views[where], windows)
 
 
-def grow_pairs(board: Board, draw: Draw, length: int, distance: int) -> Curves:
+def grow_pairs(board: Board, draw: CounterRNG, length: int, distance: int) -> Curves:
     """Two curves of `length` dashes in each picture of the empty `board`, starting `distance` apart.
 
     They grow in turns, and where one of them cannot go on, both are given up. Attempts are made until there are enough
@@ -153,7 +153,7 @@ def grow_pairs(board: Board, draw: Draw, length: int, distance: int) -> Curves:
     return pairs
 
 
-def grow_distractors(board: Board, draw: Draw, number: int, length: int, attempts: int) -> Curves:
+def grow_distractors(board: Board, draw: CounterRNG, number: int, length: int, attempts: int) -> Curves:
     """Up to `number` curves of `length` dashes in the room that is left.
 
     One that fails `attempts` times is left out.
@@ -169,7 +169,7 @@ def grow_distractors(board: Board, draw: Draw, number: int, length: int, attempt
     return curves
 
 
-def _grow_distractor(board: Board, rows: Ints, draw: Draw, length: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _grow_distractor(board: Board, rows: Ints, draw: CounterRNG, length: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Try once to grow a curve in each of the pictures `rows`.
 
     Returns starts and kinds, `[rows, length]`, and for which rows they are whole.
@@ -188,7 +188,7 @@ def _grow_distractor(board: Board, rows: Ints, draw: Draw, length: int) -> tuple
     return starts.T, kinds.T, done
 
 
-def _add_firsts(stock: Curves, board: Board, draw: Draw, distance: int) -> Curves:
+def _add_firsts(stock: Curves, board: Board, draw: CounterRNG, distance: int) -> Curves:
     """The stock `[pairs, 2]` of first dashes for two curves, and more of them."""
     dashes = board.dashes
     # The first lies in the middle of the picture, so that the second has room on every side.
@@ -212,7 +212,7 @@ def _add_firsts(stock: Curves, board: Board, draw: Draw, distance: int) -> Curve
     return Curves(np.concatenate([stock.starts, board.place(points[fits])]), np.concatenate([stock.kinds, kinds[fits]]))
 
 
-def _first_distractors(board: Board, rows: Ints, draw: Draw) -> tuple[Ints, Ints]:
+def _first_distractors(board: Board, rows: Ints, draw: CounterRNG) -> tuple[Ints, Ints]:
     """A first dash in each of the pictures `rows`, anywhere it finds room; kind -1 where there is none."""
     starts, kinds = np.zeros(len(rows), np.int64), np.full(len(rows), -1)
     trying = np.arange(len(rows))
@@ -240,7 +240,7 @@ def _free_point(board: Board, row: int, kind: int, lot: float) -> tuple[int, int
     return divmod(int(points[int(lot * len(points))]), board.size)
 
 
-def _extend(board: Board, rows: Ints, starts: Ints, kinds: Ints, draw: Draw) -> tuple[Ints, Ints]:
+def _extend(board: Board, rows: Ints, starts: Ints, kinds: Ints, draw: CounterRNG) -> tuple[Ints, Ints]:
     """The dash after the given one in each of the pictures `rows`; kind -1 where there is none."""
     dashes, area = board.dashes, board.width**2
     options = starts[:, None] + board.candidates[kinds]

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from tcnca.data.columns import Column
-from tcnca.data.draw import Draw
+from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
 
@@ -24,27 +24,27 @@ class Recall:
 
     length: int = 64
     """Tokens before the question, two for each pair."""
-    vocabulary: int = 10
+    vocab_size: int = 10
     """Keys and values together."""
 
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
             raise ConfigError(f"length: got {self.length}, allowed are even numbers from 2: a key and a value a pair")
-        if not 4 <= self.vocabulary <= 256 or self.vocabulary % 2:
-            raise ConfigError(f"vocabulary: got {self.vocabulary}, allowed are even numbers from 4 to 256")
+        if not 4 <= self.vocab_size <= 256 or self.vocab_size % 2:
+            raise ConfigError(f"vocabulary: got {self.vocab_size}, allowed are even numbers from 4 to 256")
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """Names of the tokens: letters for keys and numbers for values."""
-        half = self.vocabulary // 2
+        half = self.vocab_size // 2
         letters = "abcdefghijklmnopqrstuvwxyz"
         keys = letters if half <= len(letters) else [f"k{key}" for key in range(half)]
         return (*keys[:half], *(str(value) for value in range(1, half + 1)))
 
-    def examples(self, draw: Draw, count: int) -> dict[str, Column]:
+    def examples(self, draw: CounterRNG, count: int) -> dict[str, Column]:
         """`count` sequences: `tokens`, uint8 `[count, length + 1]`, and `labels`, the values asked for."""
-        half = self.vocabulary // 2
-        values = draw.integers(half, self.vocabulary, count, half)
+        half = self.vocab_size // 2
+        values = draw.integers(half, self.vocab_size, count, half)
         keys = draw.integers(0, half, count, self.length // 2)
         # One of the keys that occur, each as likely as the others: the occurring key of the largest random number.
         row = np.arange(count)

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Columns, Ragged, join, take
-from tcnca.data.content import SPLITS
-from tcnca.data.draw import Draw
 from tcnca.data.generators.generator import Generator, fingerprints, split_of
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import SPLITS
 from tcnca.data.store import explained
 from tcnca.errors import DataError
 
@@ -227,7 +227,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _shard(plan: Plan, number: int) -> Columns:
-    draw = Draw(repr(plan.generator), plan.generator.version, plan.seed, "set", number)
+    draw = CounterRNG(repr(plan.generator), plan.generator.version, plan.seed, "set", number)
     return plan.generator.examples(draw, plan.shard)
 
 

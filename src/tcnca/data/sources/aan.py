@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources.archives import CURE, check_exists, find_file, members, open_plain
 from tcnca.data.sources.published import Download, noted_checksum
 from tcnca.data.sources.tables import rows
@@ -55,7 +55,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         splits={split: _Pairs(path, split, None if unverified else COUNTS[split]) for split, path in files.items()},
         origin=origin.resolve().name,
         verified=checked and not unverified,
-        facts={"classes": list(CLASSES)},
+        facts={"class_names": list(CLASSES)},
     )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.content import Content
-from tcnca.data.draw import Draw
+from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import Content
 from tcnca.data.sources.aan import CLASSES, LONGEST
 from tcnca.data.sources.archives import check_exists, find_file, open_plain
 from tcnca.data.sources.published import Download
@@ -38,7 +38,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     texts = [papers[name] for name in sorted(papers)]
     places = {name: place for place, name in enumerate(sorted(papers))}
     edges = _read_edges(_find(origin, EDGES), places)
-    order = Draw(_NAME, "split").permutation(len(texts))
+    order = CounterRNG(_NAME, "split").permutation(len(texts))
     cuts = [len(texts) * 60 // 100, len(texts) * 80 // 100]
     parts = dict(zip(("train", "validation", "test"), np.split(order, cuts), strict=True))
     return Content(
@@ -46,7 +46,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         splits={split: [_columns(origin, split, members, edges, texts)] for split, members in parts.items()},
         origin=origin.resolve().name,
         verified=False,
-        facts={"classes": list(CLASSES)},
+        facts={"class_names": list(CLASSES)},
     )
 
 
@@ -99,10 +99,10 @@ def _columns(origin: Path, split: str, members: NDArray[np.int64], edges: list[P
             "which must be as many; more papers are needed"
         )
     pairs = related + _unrelated(split, members, related)
-    order = Draw(_NAME, split, "order").permutation(len(pairs))
+    order = CounterRNG(_NAME, split, "order").permutation(len(pairs))
     labels = np.repeat(np.array([1, 0], np.int64), len(related))
     # Who cites is nearly always the younger paper: were it always the first, its age alone would tell.
-    turned = Draw(_NAME, split, "turned").integers(0, 2, len(pairs))
+    turned = CounterRNG(_NAME, split, "turned").integers(0, 2, len(pairs))
     return {
         "first": Ragged.of_bytes(texts[pairs[place][turned[place]]] for place in order),
         "second": Ragged.of_bytes(texts[pairs[place][1 - turned[place]]] for place in order),
@@ -112,7 +112,7 @@ def _columns(origin: Path, split: str, members: NDArray[np.int64], edges: list[P
 
 def _unrelated(split: str, members: NDArray[np.int64], related: list[Pair]) -> list[Pair]:
     """As many pairs without a citation."""
-    draw = Draw(_NAME, split, "unrelated")
+    draw = CounterRNG(_NAME, split, "unrelated")
     taken = {frozenset(pair) for pair in related}
     pairs: list[Pair] = []
     while len(pairs) < len(related):

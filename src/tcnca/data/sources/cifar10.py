@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources.archives import (
     CURE,
     check_exists,
@@ -83,7 +83,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         },
         origin=path.resolve().name,
         verified=verified,
-        facts={"classes": list(CLASSES)},
+        facts={"class_names": list(CLASSES)},
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources.archives import CURE, check_exists, open_plain
 from tcnca.data.sources.published import Download
 from tcnca.errors import DataError

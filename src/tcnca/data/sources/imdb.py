@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tcnca.data.columns import Columns, Ragged
-from tcnca.data.content import Content
+from tcnca.data.schema import Content
 from tcnca.data.sources.archives import CURE, check_exists, find_file, members, open_plain, read_all
 from tcnca.data.sources.published import Download
 from tcnca.data.sources.tables import rows, unescape
@@ -62,7 +62,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         splits=splits,
         origin=origin.resolve().name,
         verified=verified,
-        facts={"classes": ["negative", "positive"]},
+        facts={"class_names": ["negative", "positive"]},
     )
 
 

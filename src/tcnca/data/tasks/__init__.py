@@ -1,61 +1,18 @@
-"""The sets that are known by name, each in a file of its own, in one registry."""
+"""The kinds of tasks: how a set of each kind becomes batches, a loss and a metric."""
 
-from __future__ import annotations
+from tcnca.data.tasks.examples import ClassificationTask, PairTask, RegressionTask
+from tcnca.data.tasks.forecast import ForecastTask
+from tcnca.data.tasks.language import LanguageTask
+from tcnca.data.tasks.recall import RecallTask
+from tcnca.data.tasks.task import Metric, Task
 
-import difflib
-import re
-
-from tcnca.data.tasks.acl_citations import ACL_CITATIONS
-from tcnca.data.tasks.definition import Entry
-from tcnca.data.tasks.enwik8 import ENWIK8
-from tcnca.data.tasks.image import IMAGE
-from tcnca.data.tasks.listops import LISTOPS
-from tcnca.data.tasks.pathfinder import PATHFINDER, PATHX
-from tcnca.data.tasks.recall import LENGTHS, VOCABULARIES, recall
-from tcnca.data.tasks.retrieval import RETRIEVAL
-from tcnca.data.tasks.text import TEXT
-from tcnca.errors import ConfigError
-
-__all__ = ["Entry", "canonical", "entries", "entry", "known"]
-
-_ENTRIES = {
-    entry.name: entry
-    for entry in (
-        ENWIK8,
-        LISTOPS,
-        TEXT,
-        RETRIEVAL,
-        IMAGE,
-        PATHFINDER,
-        PATHX,
-        *(recall(length, vocabulary) for vocabulary in VOCABULARIES for length in LENGTHS),
-        ACL_CITATIONS,
-    )
-}
-_RECALL = re.compile(r"recall(?:-(\d+))?(?:-(\d+))?")
-
-
-def entries() -> tuple[Entry, ...]:
-    """All sets, in the order in which the paper has them."""
-    return tuple(_ENTRIES.values())
-
-
-def known(name: str) -> bool:
-    """Whether a set is known by this name."""
-    return name in _ENTRIES or _RECALL.fullmatch(name) is not None
-
-
-def entry(name: str) -> Entry:
-    """The set called `name`; `recall-LENGTH-VOCABULARY` for any length and vocabulary, `recall` for 64 and 10."""
-    if name in _ENTRIES:
-        return _ENTRIES[name]
-    if match := _RECALL.fullmatch(name):
-        return recall(*(int(number) for number in match.groups() if number is not None))
-    close = difflib.get_close_matches(name, _ENTRIES, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"set: got {name!r}, allowed are {', '.join(_ENTRIES)}{hint}")
-
-
-def canonical(name: str) -> str:
-    """The name under which a set is stored: `recall` is `recall-64-10`."""
-    return entry(name).name if known(name) else name
+__all__ = [
+    "ClassificationTask",
+    "ForecastTask",
+    "LanguageTask",
+    "Metric",
+    "PairTask",
+    "RecallTask",
+    "RegressionTask",
+    "Task",
+]

@@ -1,25 +1,51 @@
-"""Associative recall: which value followed this key?"""
+"""Associative recall: a language model of which only the last answer counts."""
 
-from tcnca.data.generators.recall import Recall
-from tcnca.data.kinds import RecallTask
-from tcnca.data.tasks.definition import Entry
+from __future__ import annotations
 
-LENGTHS = (64, 1024, 4096, 8192)
-VOCABULARIES = (10, 20)
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tcnca.data.batch import IGNORE, Batch
+from tcnca.data.columns import Columns
+from tcnca.data.generators.generator import Stream
+from tcnca.data.store import Dataset
+from tcnca.data.tasks.examples import ExampleTask
+from tcnca.data.tasks.task import class_loss, class_metric_sums
+from tcnca.models.config import LanguageModelHeadConfig, TokenInputConfig
 
 
-def recall(length: int = LENGTHS[0], vocabulary: int = VOCABULARIES[0]) -> Entry:
-    """The set of a length and a vocabulary."""
-    generator = Recall(length=length, vocabulary=vocabulary)
-    sizes = {"train": 5_000, "validation": 500, "test": 500}
-    return Entry(
-        name=f"recall-{length}-{vocabulary}",
-        title=f"Associative recall, length {length}, vocabulary {vocabulary}",
-        about="name the value that followed a key",
-        source="made here",
-        sizes=sizes,
-        disk=sum(sizes.values()) * (length + 9),
-        task=RecallTask,
-        facts={"symbols": list(generator.symbols), "classes": list(generator.symbols)},
-        generator=generator,
-    )
+class RecallTask(ExampleTask):
+    """Name the value of the key that is asked last."""
+
+    kind = "classification"
+    metric = "accuracy"
+    causal = True
+
+    def __init__(self, data: Dataset, *, stream: Stream | None = None) -> None:
+        super().__init__(data, stream=stream)
+
+    @property
+    def input(self) -> TokenInputConfig:
+        """Keys and values."""
+        return TokenInputConfig(vocab_size=len(self.data.manifest["symbols"]))
+
+    @property
+    def head(self) -> LanguageModelHeadConfig:
+        """Logits of the next token; those at the last time are the answer."""
+        return LanguageModelHeadConfig(tie_embeddings=False)
+
+    def loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Mean cross-entropy of the answers."""
+        # Only the last time has an answer; the logits of the others need not be looked at.
+        return class_loss(logits[:, -1], batch.targets[:, -1])
+
+    def metric_sums(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Right answers and all answers."""
+        return class_metric_sums(logits[:, -1], batch.targets[:, -1])
+
+    def _collate(self, columns: Columns, chosen: NDArray[np.int64]) -> Batch:
+        tokens = np.asarray(columns["tokens"][chosen], np.int64)  # type: ignore[index]
+        targets = np.full_like(tokens, IGNORE)
+        targets[:, -1] = columns["labels"][chosen]  # type: ignore[index]
+        return Batch(inputs=torch.from_numpy(tokens), targets=torch.from_numpy(targets))

@@ -11,8 +11,8 @@ from torch import Tensor
 from tcnca.ops.activations import laplace, relu2
 from tcnca.ops.dropout import dropout as drop
 
-AttentionFunction = Literal["softmax", "relu2", "laplace"]
-ATTENTION_FUNCTIONS: tuple[str, ...] = get_args(AttentionFunction)
+AttentionActivation = Literal["softmax", "relu2", "laplace"]
+ATTENTION_ACTIVATIONS: tuple[str, ...] = get_args(AttentionActivation)
 
 
 def attend(
@@ -20,7 +20,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    function: str = "softmax",
+    activation: str = "softmax",
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
@@ -33,21 +33,21 @@ def attend(
     Args:
         q: `[…, queries, width]`.
         k: `[…, keys, width]`.
-        v: `[…, keys, value_width]`.
+        v: `[…, keys, d_value]`.
         bias: added to the scores, broadcast to `[…, queries, keys]`.
         mask: true where a query may look, broadcast to `[…, queries, keys]`.
         dropout: probability of dropping a weight.
 
     Returns:
-        `[…, queries, value_width]`.
+        `[…, queries, d_value]`.
     """
-    if function == "softmax":
+    if activation == "softmax":
         weights = _softmax_weights(q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2), bias, mask)
     else:
         visible = k.shape[-2] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
         scores = q @ k.transpose(-1, -2) / visible
         scores = scores if bias is None else scores + bias
-        weights = relu2(scores) if function == "relu2" else laplace(scores)
+        weights = relu2(scores) if activation == "relu2" else laplace(scores)
         weights = weights if mask is None else weights * mask
     if dropout > 0.0:
         weights = drop(weights, dropout)

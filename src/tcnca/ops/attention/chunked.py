@@ -21,9 +21,9 @@ def chunked_attention(
     k: Tensor,
     v: Tensor,
     *,
-    chunk: int | None,
+    chunk_size: int | None,
     causal: bool = True,
-    function: str = "softmax",
+    activation: str = "softmax",
     bias: Tensor | None = None,
     dropout: float = 0.0,
     lengths: Tensor | None = None,
@@ -36,10 +36,10 @@ def chunked_attention(
 
     Args:
         q, k: `[batch, time, width]`.
-        v: `[batch, time, value_width]`.
+        v: `[batch, time, d_value]`.
         chunk: tokens in a chunk, or None for full attention.
         causal: whether a query sees only keys that are not later than itself.
-        function: `softmax`, `relu2` or `laplace` (see `attend`).
+        activation: `softmax`, `relu2` or `laplace` (see `attend`).
         bias: `[2 · reach - 1]` by key minus query (see `tcnca.ops.attention.position`), reach at least the chunk.
         dropout: probability of dropping an attention weight, less than 1.
         lengths: `[batch]`, real tokens in each row; padding is seen by nobody.
@@ -51,42 +51,44 @@ def chunked_attention(
             environment has TCNCA_KERNELS=plain. They draw other numbers for dropout.
 
     Returns:
-        `[batch, time, value_width]`, arbitrary in the padding, and the new state or None.
+        `[batch, time, d_value]`, arbitrary in the padding, and the new state or None.
     """
-    check_attention(q, k, v, chunk, causal, function, bias, lengths, state, return_state, dropout)
+    check_attention(q, k, v, chunk_size, causal, activation, bias, lengths, state, return_state, dropout)
     kernels = kernels_run(backend, q, k, v, bias, lengths, state)
     if kernels:
-        out = _by_kernels(q, k, v, chunk, causal, function, bias, dropout, lengths)
+        out = _by_kernels(q, k, v, chunk_size, causal, activation, bias, dropout, lengths)
         if not return_state:
             return out, None
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
     if state is not None:
-        out, new = continue_attention(q, k, v, chunk, function, bias, dropout, lengths, state, inplace)
+        out, new = continue_attention(q, k, v, chunk_size, activation, bias, dropout, lengths, state, inplace)
         return out, new if return_state else None
     if not kernels:
-        size = q.shape[1] if chunk is None else min(chunk, q.shape[1])
-        out = _by_chunks(q, k, v, size, causal, function, bias, dropout, lengths)
+        size = q.shape[1] if chunk_size is None else min(chunk_size, q.shape[1])
+        out = _by_chunks(q, k, v, size, causal, activation, bias, dropout, lengths)
     if not return_state:
         return out, None
     # One type for both: under autocast values may be narrower than queries and keys.
-    return out, begin_attention_state(k.to(q.dtype), v.to(q.dtype), chunk, lengths)
+    return out, begin_attention_state(k.to(q.dtype), v.to(q.dtype), chunk_size, lengths)
 
 
 def _by_kernels(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunk: int | None,
+    chunk_size: int | None,
     causal: bool,
-    function: str,
+    activation: str,
     bias: Tensor | None,
     dropout: float,
     lengths: Tensor | None,
 ) -> Tensor:
     if autocasts(q.device):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
-    return fused_attention(q, k, v, bias, lengths, chunk=chunk, causal=causal, function=function, dropout=dropout)
+    return fused_attention(
+        q, k, v, bias, lengths, chunk=chunk_size, causal=causal, function=activation, dropout=dropout
+    )
 
 
 def _by_chunks(
@@ -95,7 +97,7 @@ def _by_chunks(
     v: Tensor,
     size: int,
     causal: bool,
-    function: str,
+    activation: str,
     bias: Tensor | None,
     dropout: float,
     lengths: Tensor | None,
@@ -117,5 +119,5 @@ def _by_chunks(
         mask = real if mask is None else real & mask
     q, k, v = (part.unflatten(1, (chunks, size)) for part in (q, k, v))
     biases = None if bias is None else chunk_bias(bias, size)
-    out = attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
+    out = attend(q, k, v, activation=activation, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
     return out.index_select(1, torch.arange(time, device=out.device)) if any_length else out[:, :time]

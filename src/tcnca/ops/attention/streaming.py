@@ -24,7 +24,7 @@ class AttentionState(State):
 
     keys: `[batch, slots, width]`; slot `j` holds place `j` of the chunk. As many slots as the chunk has
         tokens; for full attention as many as the longest row has, or more.
-    values: `[batch, slots, value_width]`.
+    values: `[batch, slots, d_value]`.
     position: `[batch]`, tokens seen so far.
     """
 
@@ -36,26 +36,26 @@ class AttentionState(State):
 def initial_attention_state(
     batch: int,
     width: int,
-    value_width: int,
-    chunk: int | None,
+    d_value: int,
+    chunk_size: int | None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> AttentionState:
     """The state before the first token."""
-    slots = 0 if chunk is None else chunk
+    slots = 0 if chunk_size is None else chunk_size
     return AttentionState(
         torch.zeros(batch, slots, width, device=device, dtype=dtype),
-        torch.zeros(batch, slots, value_width, device=device, dtype=dtype),
+        torch.zeros(batch, slots, d_value, device=device, dtype=dtype),
         torch.zeros(batch, dtype=torch.long, device=device),
     )
 
 
-def begin_attention_state(k: Tensor, v: Tensor, chunk: int | None, lengths: Tensor | None) -> AttentionState:
+def begin_attention_state(k: Tensor, v: Tensor, chunk_size: int | None, lengths: Tensor | None) -> AttentionState:
     """The state after the first tokens of a sequence, whose keys and values these are."""
     position = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
     end = advance(position, k.shape[1], lengths)
-    slots = full_slots(0, end, k.shape[1], lengths) if chunk is None else None
-    keys, values = (part[:, :slots] if chunk is None else _last_chunk(part, end, chunk) for part in (k, v))
+    slots = full_slots(0, end, k.shape[1], lengths) if chunk_size is None else None
+    keys, values = (part[:, :slots] if chunk_size is None else _last_chunk(part, end, chunk_size) for part in (k, v))
     return AttentionState(keys, values, end)
 
 
@@ -74,7 +74,7 @@ def continue_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunk: int | None,
+    chunk_size: int | None,
     function: str,
     bias: Tensor | None,
     dropout: float,
@@ -84,21 +84,21 @@ def continue_attention(
 ) -> tuple[Tensor, AttentionState]:
     """Causal attention of the next tokens, and the state after them. Arguments as in `chunked_attention`."""
     time = q.shape[1]
-    fill = state.position if chunk is None else state.position % chunk
-    if time == 1 and chunk is not None:
+    fill = state.position if chunk_size is None else state.position % chunk_size
+    if time == 1 and chunk_size is not None:
         out, keys, values = _one(q, k, v, fill, function, bias, dropout, state, inplace)
     else:
         end = advance(fill, time, lengths)
-        if chunk is None:
+        if chunk_size is None:
             reach = None if bias is None else (bias.shape[0] + 1) // 2
             slots = full_slots(state.keys.shape[1], end, time, lengths, reach)
         else:
-            slots = chunk - 1 + time
-            slots += -slots % chunk if time > chunk else 0
+            slots = chunk_size - 1 + time
+            slots += -slots % chunk_size if time > chunk_size else 0
         lined_k, lined_v = (_line_up(*pair, fill, slots) for pair in ((state.keys, k), (state.values, v)))
-        attention = _window if chunk is None or time <= chunk else _chunks
-        out = attention(q, lined_k, lined_v, fill, end, chunk, function, bias, dropout)
-        keys, values = (_last_chunk(lined, end, chunk) for lined in (lined_k, lined_v))
+        attention = _window if chunk_size is None or time <= chunk_size else _chunks
+        out = attention(q, lined_k, lined_v, fill, end, chunk_size, function, bias, dropout)
+        keys, values = (_last_chunk(lined, end, chunk_size) for lined in (lined_k, lined_v))
     return out, AttentionState(keys, values, advance(state.position, time, lengths, inplace))
 
 
@@ -119,7 +119,7 @@ def _one(
     places = torch.arange(keys.shape[1], device=q.device)
     biases = None if bias is None else offset_bias(bias, slot, places)
     mask = (places <= slot).unsqueeze(1)
-    out = attend(q, keys, values, function=function, bias=biases, mask=mask, dropout=dropout)
+    out = attend(q, keys, values, activation=function, bias=biases, mask=mask, dropout=dropout)
     return out, keys, values
 
 
@@ -138,12 +138,12 @@ def _line_up(cache: Tensor, new: Tensor, fill: Tensor, slots: int) -> Tensor:
     return take_time(both, index.clamp(max=both.shape[1] - 1))
 
 
-def _last_chunk(lined: Tensor, end: Tensor, chunk: int | None) -> Tensor:
+def _last_chunk(lined: Tensor, end: Tensor, chunk_size: int | None) -> Tensor:
     """The chunk that holds slot `end`, the first one not written yet: the cache of the next call."""
-    if chunk is None:
+    if chunk_size is None:
         return lined
-    start = (end // chunk * chunk).unsqueeze(1)
-    index = start + torch.arange(chunk, device=lined.device)
+    start = (end // chunk_size * chunk_size).unsqueeze(1)
+    index = start + torch.arange(chunk_size, device=lined.device)
     return take_time(lined, index.clamp(max=lined.shape[1] - 1))
 
 
@@ -153,7 +153,7 @@ def _window(
     v: Tensor,
     fill: Tensor,
     end: Tensor,
-    chunk: int | None,
+    chunk_size: int | None,
     function: str,
     bias: Tensor | None,
     dropout: float,
@@ -162,10 +162,10 @@ def _window(
     query = fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device)
     key = torch.arange(k.shape[1], device=q.device)
     mask = (key <= query.unsqueeze(-1)) & (key < end.view(-1, 1, 1))
-    if chunk is not None:
-        mask = mask & (key // chunk == query.unsqueeze(-1) // chunk)
+    if chunk_size is not None:
+        mask = mask & (key // chunk_size == query.unsqueeze(-1) // chunk_size)
     biases = None if bias is None else offset_bias(bias, query, key)
-    return attend(q, k, v, function=function, bias=biases, mask=mask, dropout=dropout)
+    return attend(q, k, v, activation=function, bias=biases, mask=mask, dropout=dropout)
 
 
 def _chunks(
@@ -174,19 +174,19 @@ def _chunks(
     v: Tensor,
     fill: Tensor,
     end: Tensor,
-    chunk: int | None,
+    chunk_size: int | None,
     function: str,
     bias: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Many queries: put them into the slots of their chunks as well, and attend chunk by chunk."""
-    assert chunk is not None
+    assert chunk_size is not None
     slots = torch.arange(k.shape[1], device=q.device)
     lined_q = take_time(q, (slots - fill.unsqueeze(1)).clamp(0, q.shape[1] - 1))
-    place = torch.arange(chunk, device=q.device)
-    real = (slots < end.unsqueeze(1)).unflatten(1, (-1, chunk)).unsqueeze(2)
+    place = torch.arange(chunk_size, device=q.device)
+    real = (slots < end.unsqueeze(1)).unflatten(1, (-1, chunk_size)).unsqueeze(2)
     mask = real & (place <= place.unsqueeze(1))
-    biases = None if bias is None else chunk_bias(bias, chunk)
-    lined = [part.unflatten(1, (-1, chunk)) for part in (lined_q, k, v)]
-    out = attend(*lined, function=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
+    biases = None if bias is None else chunk_bias(bias, chunk_size)
+    lined = [part.unflatten(1, (-1, chunk_size)) for part in (lined_q, k, v)]
+    out = attend(*lined, activation=function, bias=biases, mask=mask, dropout=dropout).flatten(1, 2)
     return take_time(out, fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device))

@@ -1,13 +1,13 @@
 """Multi-dimensional damped exponential moving average, MEGA's mixer, in three equal forms and a fused one."""
 
 from tcnca.ops.ema.kernel import EMACoefficients, ema_coefficients, ema_kernel
-from tcnca.ops.ema.plain import METHODS, EMAState, Method, ema, initial_ema_state
+from tcnca.ops.ema.plain import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
 
 __all__ = [
-    "METHODS",
+    "EMA_BACKENDS",
+    "EMABackend",
     "EMACoefficients",
     "EMAState",
-    "Method",
     "ema",
     "ema_coefficients",
     "ema_kernel",

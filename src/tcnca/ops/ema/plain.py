@@ -18,8 +18,8 @@ from tcnca.ops.padding import advance, take_time, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
-Method = Literal["fft", "steps", "scan", "fused", "auto"]
-METHODS: tuple[str, ...] = get_args(Method)
+EMABackend = Literal["fft", "recurrent", "scan", "fused", "auto"]
+EMA_BACKENDS: tuple[str, ...] = get_args(EMABackend)
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -69,7 +69,7 @@ def ema(
     beta: Tensor,
     gamma: Tensor,
     *,
-    method: Method = "auto",
+    backend: EMABackend = "auto",
     truncation: int | None = None,
     kernel: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -86,7 +86,7 @@ def ema(
         x: `[batch, time, channels]`.
         delta, alpha, beta, gamma: `[directions, channels, hidden]`. One direction is causal; with two, the second
             looks into the future and both see the present.
-        method: `fft` (a convolution in the frequency domain), `steps` (token by token), `scan` (parallel scan),
+        backend: `fft` (a convolution in the frequency domain), `recurrent` (token by token), `scan` (parallel scan),
             `fused` (a scan by kernels for NVIDIA GPUs, or an error where they cannot run: no truncation, no float64,
             first derivatives only) or `auto` (`fused` where it can run and no `kernel` is given, unless the
             environment has TCNCA_KERNELS=plain; else `fft`).
@@ -101,27 +101,27 @@ def ema(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    check_ema(x, delta, alpha, beta, gamma, method, truncation, kernel, lengths, state, return_state)
+    check_ema(x, delta, alpha, beta, gamma, backend, truncation, kernel, lengths, state, return_state)
     parameters = (delta, alpha, beta, gamma)
-    if method in ("fused", "auto"):
-        method = _resolved(method, x, parameters, truncation, kernel, lengths, state)
-    if method == "fused" and (state is None or x.shape[1] > 1):
+    if backend in ("fused", "auto"):
+        backend = _resolved(backend, x, parameters, truncation, kernel, lengths, state)
+    if backend == "fused" and (state is None or x.shape[1] > 1):
         return _fused(x, parameters, lengths, state, return_state, inplace)
     x = zero_padding(x, lengths)
     # Autocast would make the kernel in half precision.
     with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
         hidden = None
         if state is None:
-            y = _whole(x, parameters, method, truncation, kernel)
+            y = _whole(x, parameters, backend, truncation, kernel)
         elif x.shape[1] == 1:
             hidden = _step(x, parameters, state)
             y = _read_out(hidden, parameters).to(x.dtype)
         elif state.window is None:
-            y = _whole(x, parameters, method, None, kernel) + _left_over(x, parameters, state.hidden)
+            y = _whole(x, parameters, backend, None, kernel) + _left_over(x, parameters, state.hidden)
         else:
             # The outputs depend on a window of inputs and on nothing older.
             past = unroll_ring(state.window, state.position)[:, 1:]
-            y = _whole(torch.cat([past, x], 1), parameters, method, truncation, kernel)[:, past.shape[1] :]
+            y = _whole(torch.cat([past, x], 1), parameters, backend, truncation, kernel)[:, past.shape[1] :]
         if not return_state:
             return y, None
         if state is None:
@@ -131,21 +131,21 @@ def ema(
 
 
 def _resolved(
-    method: Method,
+    backend: EMABackend,
     x: Tensor,
     parameters: Parameters,
     truncation: int | None,
     kernel: Tensor | None,
     lengths: Tensor | None,
     state: EMAState | None,
-) -> Method:
+) -> EMABackend:
     """`auto` decided, and an error where `fused` cannot run."""
     hidden = None if state is None else state.hidden
-    if method == "fused":
+    if backend == "fused":
         reason = why_not_such(x, parameters, hidden, lengths, truncation) or why_not_here(x)
         if reason is not None:
-            raise KernelError(f"method: got 'fused', which cannot run this; {reason}. Take 'auto' or 'fft'")
-        return method
+            raise KernelError(f"backend: got 'fused', which cannot run this; {reason}. Take 'auto' or 'fft'")
+        return backend
     # Whoever makes a kernel beforehand may also want its gradients.
     if kernel is None and worth_it(x) and why_not_such(x, parameters, hidden, lengths, truncation) is None:
         return "fused"
@@ -172,13 +172,15 @@ def _fused(
     return y, EMAState(hidden, None, position)
 
 
-def _whole(x: Tensor, parameters: Parameters, method: Method, truncation: int | None, kernel: Tensor | None) -> Tensor:
+def _whole(
+    x: Tensor, parameters: Parameters, backend: EMABackend, truncation: int | None, kernel: Tensor | None
+) -> Tensor:
     """The EMA of a sequence that starts here."""
-    if method == "fft":
+    if backend == "fft":
         lags = x.shape[1] if truncation is None else min(truncation, x.shape[1])
         kernel = ema_kernel(*parameters, lags) if kernel is None else kernel[..., :lags]
         return ema_fft(x, kernel)
-    run = ema_steps if method == "steps" else ema_scan
+    run = ema_steps if backend == "recurrent" else ema_scan
     return run(x, ema_coefficients(*parameters), truncation)
 
 
@@ -255,7 +257,7 @@ def check_ema(
     alpha: Tensor,
     beta: Tensor,
     gamma: Tensor,
-    method: str,
+    backend: str,
     truncation: int | None,
     kernel: Tensor | None,
     lengths: Tensor | None,
@@ -273,8 +275,8 @@ def check_ema(
                 f"four parameters, with 1 or 2 directions and {x.shape[2]} channels as x has"
             )
     check_lengths(lengths, x.shape[0], x.shape[1])
-    if method not in METHODS:
-        raise InputError(f"method: got {method!r}, allowed are {', '.join(METHODS)}")
+    if backend not in EMA_BACKENDS:
+        raise InputError(f"backend: got {backend!r}, allowed are {', '.join(EMA_BACKENDS)}")
     if truncation is not None and truncation < 1:
         raise InputError(f"truncation: got {truncation}, allowed is 1 or more, or None")
     lags = x.shape[1]

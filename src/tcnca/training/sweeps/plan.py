@@ -119,7 +119,7 @@ def plan(
 
     Args:
         recipe: name or file of a recipe.
-        changes: keys with their values, such as `learning_rate=1e-4,1e-3`.
+        changes: keys with their values, such as `lr=1e-4,1e-3`.
         folder: where the runs go; None for `sweeps/` and the name of the recipe.
         variants: sets of changes, each of which is combined with all values.
         budget: seconds of each run; None where the number of updates says when to end.
@@ -135,7 +135,7 @@ def plan(
         _check_variants(variants, grid, advice)
         grid = {VARIANT: list(variants.changes), **grid}
     if not grid:
-        raise ConfigError("got no key to sweep over, allowed is key=value,value, such as learning_rate=1e-4,1e-3")
+        raise ConfigError("got no key to sweep over, allowed is key=value,value, such as lr=1e-4,1e-3")
     combinations = [dict(zip(grid, texts, strict=True)) for texts in itertools.product(*grid.values())]
     wanted = [_blamed(base, values, variants, advice) for values in combinations]
     _check_different(base, grid, variants)

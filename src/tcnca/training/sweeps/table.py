@@ -20,7 +20,7 @@ from tcnca.training.sweeps.plan import Point, Sweep
 from tcnca.training.sweeps.running import State, outcome
 
 CSV, MARKDOWN = "sweep.csv", "sweep.md"
-HEADINGS = ("state", "validation", "best validation", "test", "updates", "seconds", "tokens/s")
+HEADINGS = ("state", "validation", "best validation", "test", "max_steps", "seconds", "tokens/s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Row:
     """The final score on each split."""
     best_validation: float | None = None
     """The best score on the validation split, at any time of the run."""
-    updates: int | None = None
+    max_steps: int | None = None
     """Updates done."""
     seconds: float | None = None
     """Time spent."""
@@ -86,7 +86,7 @@ def read_row(sweep: Sweep, point: Point) -> Row:
         error=error,
         scores=scores,
         best_validation=(max(seen) if sweep.higher_is_better else min(seen)) if seen else None,
-        updates=last.get("step"),
+        max_steps=last.get("step"),
         seconds=last.get("seconds"),
         tokens_per_second=mean_speed(lines),
     )
@@ -139,7 +139,7 @@ def write_tables(sweep: Sweep, rows: Sequence[Row]) -> None:
 def _csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    numbers = ["updates", "seconds", "tokens_per_second"]
+    numbers = ["max_steps", "seconds", "tokens_per_second"]
     titles = ["state", "metric", "validation", "test", "best_validation", *numbers, "folder", "error"]
     # Keys of a recipe may be called as columns are: those have two names, not one for two columns.
     writer.writerow([*(f"recipe.{key}" if key in titles else key for key in sweep.grid), *titles])
@@ -158,7 +158,7 @@ def cells(sweep: Sweep, row: Row) -> list[str]:
         *(row.point.values[key] for key in sweep.varied),
         row.state,
         *("–" if score is None else f"{score:.4f}" for score in scores),
-        *("–" if number is None else f"{number:,.0f}" for number in (row.updates, row.seconds, row.tokens_per_second)),
+        *("–" if number is None else f"{number:,.0f}" for number in (row.max_steps, row.seconds, row.tokens_per_second)),
     ]
 
 

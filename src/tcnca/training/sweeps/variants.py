@@ -76,7 +76,7 @@ def _named(name: Any) -> str:
 
 def _listed(name: str, texts: Any) -> list[str]:
     if not isinstance(texts, list):
-        raise ConfigError(f"variant {name}: got {texts!r}, allowed is a list such as [layers=4]; [] changes nothing")
+        raise ConfigError(f"variant {name}: got {texts!r}, allowed is a list such as [num_layers=4]; [] changes nothing")
     for text in texts:
         if not isinstance(text, str) or "=" not in text:
             raise ConfigError(f"variant {name}: got {text!r}, allowed is key=value; in quotes, if it has a comma")
