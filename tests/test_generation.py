@@ -67,7 +67,9 @@ def test_every_step_sees_what_the_parallel_forward_sees(family: str) -> None:
     assert_close(steps, whole[:, 5:-1])
 
 
-@pytest.mark.parametrize("changes", [{"position": "rotary"}, {"position": "rope"}, {"function": "laplace"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"position": "rotary"}, {"position": "rope"}, {"attention.activation": "laplace"}], ids=str
+)
 def test_greedy_with_other_attention(changes: dict[str, Any]) -> None:
     model, start = lively_model(**changes), prompt()
     expected = greedy_by_the_parallel_forward(model, start, 11)

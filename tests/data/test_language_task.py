@@ -181,10 +181,14 @@ def expected_times(split: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("carry_state", [True, False])
-@pytest.mark.parametrize(("call", "segments", "size"), [(7, 6, 4), (64, 3, 2), (1000, 50, 64), (1, 5, 1), (5, 900, 7)])
+@pytest.mark.parametrize(
+    ("eval_length", "segments", "size"), [(7, 6, 4), (64, 3, 2), (1000, 50, 64), (1, 5, 1), (5, 900, 7)]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_byte_is_predicted_once(carry_state: bool, call: int, segments: int, size: int, world_size: int) -> None:
-    task = language(call=call, segments=segments, carry_state=carry_state)
+def test_every_byte_is_predicted_once(
+    carry_state: bool, eval_length: int, segments: int, size: int, world_size: int
+) -> None:
+    task = language(eval_length=eval_length, segments=segments, carry_state=carry_state)
     times = np.zeros(256, np.int64)
     counts, flags = set(), set()
     for rank in range(world_size):
@@ -192,7 +196,7 @@ def test_every_byte_is_predicted_once(carry_state: bool, call: int, segments: in
         times += found
         counts.add(len(batches))
         flags.add(tuple(batch.continues for batch in batches))
-        assert all(len(batch) <= size and batch.inputs.shape[1] <= call for batch in batches)
+        assert all(len(batch) <= size and batch.inputs.shape[1] <= eval_length for batch in batches)
         assert all(len(batch) > 0 for batch in batches)
     np.testing.assert_array_equal(times, expected_times(DISTINCT))
     # Processes that wait for each other need equally many batches, which go on at the same time.
@@ -333,7 +337,8 @@ def test_all_bytes_are_tokens_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("chunk_size", 0), ("call", 0), ("segments", 0), ("runs", ()), ("runs", (2, 0))]
+    ("option", "value"),
+    [("chunk_size", 0), ("eval_length", 0), ("segments", 0), ("chunks_per_row", ()), ("chunks_per_row", (2, 0))],
 )
 def test_options_below_one(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option}: got 0, allowed is at least 1"):

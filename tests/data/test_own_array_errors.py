@@ -54,7 +54,7 @@ def _refused(path: Path, message: str, options: CustomOptions | None = None) -> 
         (
             {"values": VALUES, "labels": HALVES / 3},
             r"^: array 'labels' has dtype float64 .*name real numbers with --targets "
-            r"\(in a recipe: data\.own\.targets=…\)$",
+            r"\(in a recipe: data\.custom\.targets=…\)$",
         ),
         ({"values": VALUES, "labels": HALVES[:, None]}, r"^: array 'labels' has dtype int64 and shape \(20, 1\)"),
         ({"values": VALUES, "labels": HALVES * 0}, "^: every label is '0'"),
@@ -68,7 +68,7 @@ def _refused(path: Path, message: str, options: CustomOptions | None = None) -> 
         (
             {"signal": VALUES, "y": HALVES},
             r"^: no array is obviously the values, there are 'signal', 'y'; say which with --values "
-            r"\(in a recipe: data\.own\.values=…\)$",
+            r"\(in a recipe: data\.custom\.values=…\)$",
         ),
         ({"test_values": VALUES}, "^: no array is obviously the values, there are 'test_values'"),
         ({"train_x": VALUES, "x_train": VALUES}, "^: arrays 'train_x' and 'x_train' mean the same"),
@@ -108,7 +108,7 @@ def test_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
         ({"targets": "y", "kind": "forecast"}, "^: --targets 'y' means regression, --kind says forecast"),
         (
             {"text": "values"},
-            r"^: --text 'values' means nothing for arrays; leave it out \(in a recipe: data\.own\.text=…\)$",
+            r"^: --text 'values' means nothing for arrays; leave it out \(in a recipe: data\.custom\.text=…\)$",
         ),
         ({"split": "y"}, "^: --split 'y' means nothing for arrays"),
     ],

@@ -90,7 +90,7 @@ def test_tables_beside_arrays(tmp_path: Path) -> None:
         read_own(tmp_path, CustomOptions(kind="classification"))
 
 
-IN_A_RECIPE = r" \(in a recipe: data\.own\.kind=language\)$"
+IN_A_RECIPE = r" \(in a recipe: data\.custom\.kind=language\)$"
 PACKED = "is packed; unpack it first, or --kind language to learn the packed bytes" + IN_A_RECIPE
 
 

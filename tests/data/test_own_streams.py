@@ -133,7 +133,7 @@ def test_with_training_and_validation_there_is_no_test(tmp_path: Path) -> None:
 def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
     message = r"README: belongs to no split; begin its name with train, valid or test, .*, say which with --kind"
-    with pytest.raises(DataError, match=message + r" \(in a recipe: data\.own\.kind=…\)$"):
+    with pytest.raises(DataError, match=message + r" \(in a recipe: data\.custom\.kind=…\)$"):
         read_own(tmp_path)
 
 

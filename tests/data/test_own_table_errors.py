@@ -93,7 +93,7 @@ def test_the_bad_byte_is_found_far_into_the_file(tmp_path: Path) -> None:
             "text,label",
             {"kind": "pairs"},
             r"^: no columns are obviously .* name them with --text and --second "
-            r"\(in a recipe: data\.own\.text=…, data\.own\.second=…\)$",
+            r"\(in a recipe: data\.custom\.text=…, data\.custom\.second=…\)$",
         ),
         ("a,b,label", {"kind": "pairs", "text": "a"}, "^: no columns are obviously the two texts"),
         ("text1,text2,first,second,label", {}, "^: several columns could be the two texts of a pair"),

@@ -37,7 +37,7 @@ def _qkv(time: int = 13) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, None])
 def test_equals_the_formula(causal: bool, position: str, function: str, chunk_size: int | None) -> None:
-    module = _attention(causal, position=position, function=function, chunk_size=chunk_size)
+    module = _attention(causal, position=position, activation=function, chunk_size=chunk_size)
     q, k, v = _qkv()
     with torch.no_grad():
         assert_close(module(q, k, v)[0], formulas.attention(module, q, k, v))
@@ -118,7 +118,7 @@ def test_state_of_another_chunk_is_refused() -> None:
 @pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
 def test_dropout_drops_weights_in_training_only(function: str) -> None:
     # Values that are unit vectors make the output the weights themselves.
-    module = _attention(dropout=0.25, function=function, d_value=5)
+    module = _attention(dropout=0.25, activation=function, d_value=5)
     q, k = (torch.randn(40, 5, 4, dtype=torch.float64) for _ in range(2))
     v = torch.eye(5, dtype=torch.float64).expand(40, 5, 5)
     with torch.no_grad():

@@ -18,8 +18,8 @@ for _position in ("none", "rotary", "rope"):
     CAUSAL[f"tcnca-{_position}"] = small_config("tcnca", position=_position)
     CAUSAL[f"mega-full-{_position}"] = small_config("mega-full", position=_position)
 for _function in ("relu2", "laplace"):
-    CAUSAL[f"tcnca-{_function}"] = small_config("tcnca", function=_function)
-    CAUSAL[f"mega-full-{_function}"] = small_config("mega-full", function=_function)
+    CAUSAL[f"tcnca-{_function}"] = small_config("tcnca", **{"attention.activation": _function})
+    CAUSAL[f"mega-full-{_function}"] = small_config("mega-full", **{"attention.activation": _function})
 CAUSAL |= {
     "mega-truncated": small_config("mega", truncation=5),
     "mega-scan": small_config("mega", backend="scan"),

@@ -48,7 +48,7 @@ tcns = st.builds(
     output=st.just("activation"),
     init=st.sampled_from(get_args(TCNInit)),
 )
-emas = st.builds(EMAConfig, hidden=sizes, backend=st.sampled_from(EMA_BACKENDS)) | st.builds(
+emas = st.builds(EMAConfig, d_state=sizes, backend=st.sampled_from(EMA_BACKENDS)) | st.builds(
     EMAConfig,
     hidden=sizes,
     truncation=sizes,
@@ -59,13 +59,17 @@ attentions = st.builds(
     d_key=sizes.map(lambda half: 2 * half),
     d_value=sizes,
     chunk_size=st.none() | sizes,
-    function=st.sampled_from(ATTENTION_ACTIVATIONS),
+    activation=st.sampled_from(ATTENTION_ACTIVATIONS),
     position=st.sampled_from(get_args(Position)),
     max_length=st.integers(9, 20),
     dropout=probabilities,
 )
 token_inputs = st.builds(
-    TokenInputConfig, vocab_size=st.integers(4, 9), scaled=flags, norm=flags, pad_token_id=st.none() | st.integers(0, 3)
+    TokenInputConfig,
+    vocab_size=st.integers(4, 9),
+    scale_embeddings=flags,
+    norm=flags,
+    pad_token_id=st.none() | st.integers(0, 3),
 )
 inputs = token_inputs | st.builds(ValueInputConfig, features=sizes, norm=flags)
 pooled = {
@@ -132,7 +136,7 @@ def test_dictionary_names_every_field(config: ModelConfig) -> None:
 
 def test_fields_left_out_of_a_dictionary_have_their_defaults() -> None:
     assert ModelConfig.from_dict({}) == ModelConfig()
-    assert ModelConfig.from_dict({"mixer": {"kind": "ema", "hidden": 3}}) == ModelConfig(mixer=EMAConfig(d_state=3))
+    assert ModelConfig.from_dict({"mixer": {"kind": "ema", "d_state": 3}}) == ModelConfig(mixer=EMAConfig(d_state=3))
     assert ModelConfig.from_dict({"mixer": {"depth": 2}}) == ModelConfig(mixer=TCNConfig(depth=2))
 
 
@@ -202,7 +206,7 @@ def test_override_of_a_name_that_several_parts_have() -> None:
         ("chunks", "chunk_size"),
         ("vocab", "vocab_size"),
         ("kernelsize", "kernel_size"),
-        ("layer", "layers"),
+        ("layer", "num_layers"),
         ("attention.chnk", "attention.chunk_size"),
     ],
 )

@@ -43,7 +43,7 @@ def wrong_values(allowed: str) -> list[Any]:
 
 # Every field: how to make its configuration, the name in messages, what is allowed.
 FIELDS: list[tuple[Callable[..., Any], str, str]] = [
-    *[(ModelConfig, name, WHOLE.format(1)) for name in ("num_layers", "width")],
+    *[(ModelConfig, name, WHOLE.format(1)) for name in ("num_layers", "d_model")],
     (ModelConfig, "d_ff", WHOLE.format(0)),
     *[(ModelConfig, name, FLAG) for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout")],
     *[(ModelConfig, name, PROBABILITY) for name in ("dropout", "value_dropout", "ff_dropout")],
@@ -72,7 +72,7 @@ FIELDS: list[tuple[Callable[..., Any], str, str]] = [
     (AttentionConfig, "attention.dropout", PROBABILITY),
     (TokenInputConfig, "input.vocab_size", WHOLE.format(1)),
     (TokenInputConfig, "input.pad_token_id", WHOLE.format(0)),
-    *[(TokenInputConfig, f"input.{name}", FLAG) for name in ("scaled", "norm")],
+    *[(TokenInputConfig, f"input.{name}", FLAG) for name in ("scale_embeddings", "norm")],
     (ValueInputConfig, "input.features", WHOLE.format(1)),
     (ValueInputConfig, "input.norm", FLAG),
     (LanguageModelHeadConfig, "head.tie_embeddings", FLAG),

@@ -119,7 +119,7 @@ def test_language_models(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "num_layers", "d_model", "keys", "classes", "norm", "length", "truncation"),
+    ("architecture", "num_layers", "d_model", "keys", "num_classes", "norm", "length", "truncation"),
     [
         ("mega_lra_listop", 6, 80, 64, 10, "scalenorm", 2002, 1024),
         ("mega_lra_imdb", 4, 128, 64, 2, "scalenorm", 4002, 1024),
@@ -163,7 +163,7 @@ def test_long_range_arena(
     }
     given = {"arch": architecture, "input_type": "text" if text else "image"}
     model = load_mega_checkpoint(write_zeros(tmp_path / "lra.pt", given, full, 30 if text else None))
-    head: dict[str, Any] = {"classes": num_classes, "hidden": 2 * d_model, "dropout": 0.1}
+    head: dict[str, Any] = {"num_classes": num_classes, "hidden": 2 * d_model, "dropout": 0.1}
     ours = {"layernorm": "layer", "scalenorm": "scale", "rmsnorm": "rms", "batchnorm": "batch"}
     assert model.config == ModelConfig(
         num_layers=num_layers,

@@ -152,13 +152,13 @@ def test_classifier_of_no_known_architecture_is_taken_for_one_of_transformers(tm
 @pytest.mark.parametrize(
     ("base", "name", "value", "ours"),
     [
-        (LM, "decoder_layers", 0, "layers"),
-        (LM, "decoder_embed_dim", "wide", "width"),
+        (LM, "decoder_layers", 0, "num_layers"),
+        (LM, "decoder_embed_dim", "wide", "d_model"),
         (LM, "decoder_n_dim", -1, "mixer.d_state"),
         (LM, "dropout", 2.0, "dropout"),
         (LM, "decoder_ffn_embed_dim", "wide", "d_ff"),
         (LM, "truncation_length", "long", "mixer.truncation"),
-        (LRA, "encoder_embed_dim", None, "width"),
+        (LRA, "encoder_embed_dim", None, "d_model"),
         (LRA, "classifier_layers", None, "head.hidden_layers"),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else value["arch"],

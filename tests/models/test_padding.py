@@ -34,8 +34,12 @@ for _causal in (True, False):
     for _position in ("none", "rotary", "rope"):
         CASES[f"{_way}-{_position}"] = small_config("tcnca", causal=_causal, head=EVERY, position=_position)
     for _function in ("relu2", "laplace"):
-        CASES[f"{_way}-{_function}"] = small_config("mega", causal=_causal, head=EVERY, function=_function)
-        CASES[f"{_way}-full-{_function}"] = small_config("mega-full", causal=_causal, head=EVERY, function=_function)
+        CASES[f"{_way}-{_function}"] = small_config(
+            "mega", causal=_causal, head=EVERY, **{"attention.activation": _function}
+        )
+        CASES[f"{_way}-full-{_function}"] = small_config(
+            "mega-full", causal=_causal, head=EVERY, **{"attention.activation": _function}
+        )
     for _method in ("scan", "recurrent"):
         CASES[f"{_way}-{_method}"] = small_config("mega", causal=_causal, head=EVERY, backend=_method, truncation=6)
     for _norm in NORM_KINDS:
@@ -62,7 +66,7 @@ def _mask(padding: str) -> Tensor:
 
 
 def _described(mask: Tensor, padding: str) -> dict[str, Any]:
-    return {"lengths": mask.sum(1)} if padding == "right" else {"mask": mask}
+    return {"lengths": mask.sum(1)} if padding == "right" else {"attention_mask": mask}
 
 
 def _loss(logits: Tensor, weights: Tensor) -> Tensor:
@@ -222,11 +226,15 @@ def test_batch_statistics_of_training_are_those_of_real_tokens(norm: str, causal
     left = torch.randint(VOCABULARY, (2, 8))
     left[mask] = short[mask.flip(1)[:, :6]]
     found = []
-    for x, described in ((short, {"lengths": lengths}), (longer, {"lengths": lengths}), (left, {"mask": mask})):
+    for x, described in (
+        (short, {"lengths": lengths}),
+        (longer, {"lengths": lengths}),
+        (left, {"attention_mask": mask}),
+    ):
         model = small_model(config).train()
         model.load_state_dict(start)
         logits = model(x, **described).logits
-        real = described.get("mask", torch.arange(x.shape[1]) < lengths.unsqueeze(1))
+        real = described.get("attention_mask", torch.arange(x.shape[1]) < lengths.unsqueeze(1))
         found.append((logits[real], dict(model.named_buffers())))
     for logits, statistics in found[1:]:
         assert_close(logits, found[0][0])

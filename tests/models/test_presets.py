@@ -131,7 +131,7 @@ def test_tcn_sees_the_whole_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "kind", "head", "classes"),
+    ("task", "kind", "head", "num_classes"),
     [
         ("listops", TokenInputConfig, ClassifierHeadConfig, 10),
         ("text", TokenInputConfig, ClassifierHeadConfig, 2),

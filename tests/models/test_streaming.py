@@ -34,7 +34,7 @@ for _position in ("none", "rotary", "rope"):
         CASES[f"{_family}-{_position}"] = small_config(_family, position=_position)
 for _function in ("relu2", "laplace"):
     for _family in ("mega", "mega-full", "tcnca-simple"):
-        CASES[f"{_family}-{_function}"] = small_config(_family, function=_function)
+        CASES[f"{_family}-{_function}"] = small_config(_family, **{"attention.activation": _function})
 for _norm in NORM_KINDS:
     for _prenorm in (True, False):
         _name = f"{_norm}-{'pre' if _prenorm else 'post'}"

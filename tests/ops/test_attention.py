@@ -146,7 +146,7 @@ def test_dropout_drops_weights_and_scales_the_rest(function: str, streaming: boo
     time = 12
     q, k, _ = example(time, batch=8)
     identity = torch.eye(time, dtype=torch.float64).expand(8, -1, -1)
-    options: dict[str, Any] = {"chunk_size": 6, "function": function, "return_state": streaming}
+    options: dict[str, Any] = {"chunk_size": 6, "activation": function, "return_state": streaming}
     weights, _ = chunked_attention(q, k, identity, **options)
     dropped, _ = chunked_attention(q, k, identity, dropout=0.25, **options)
     kept = dropped != 0
@@ -223,7 +223,7 @@ def test_gradients_are_those_of_the_function(
     real = None if lengths is None else torch.tensor(lengths)
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "function": function, "bias": bias}
+        options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "activation": function, "bias": bias}
         return chunked_attention(q, k, v, lengths=real, **options)[0]
 
     assert gradcheck(run, (leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 5, 1), leaf(9)))
@@ -242,7 +242,7 @@ def test_gradients_through_the_state(
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         state = AttentionState(keys, values, position)
-        options: dict[str, Any] = {"chunk_size": chunk_size, "function": function, "bias": bias, "lengths": real}
+        options: dict[str, Any] = {"chunk_size": chunk_size, "activation": function, "bias": bias, "lengths": real}
         out, new = chunked_attention(q, k, v, state=state, return_state=True, **options)
         assert new is not None
         return out, new.keys, new.values

@@ -62,7 +62,7 @@ class Case:
         """The output where tokens are real, and every gradient."""
         q, k, v, *bias = leaves
         lengths = self.real(str(q.device))
-        options: dict[str, Any] = {"chunk_size": self.chunk_size, "causal": self.causal, "function": self.activation}
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "causal": self.causal, "activation": self.activation}
         out = zero_padding(run(q, k, v, bias=bias[0] if bias else None, lengths=lengths, **options), lengths)
         gradients = torch.autograd.grad(out, leaves, slope.to(out.dtype))
         names = ("to q", "to k", "to v", "to bias")
@@ -164,7 +164,7 @@ def run_dropout(function: str) -> None:
         assert_close(value, expected[name], name)
     torch.manual_seed(2)
     q, k, v, bias = leaves
-    other = by_kernels(q, k, v, bias=bias, chunk_size=64, causal=False, function=function, dropout=0.3)
+    other = by_kernels(q, k, v, bias=bias, chunk_size=64, causal=False, activation=function, dropout=0.3)
     assert not torch.equal(other, actual["out"])
 
 

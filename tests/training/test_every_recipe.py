@@ -139,7 +139,7 @@ def test_its_preset_fits_the_task(name: str, sets: Path) -> None:
         assert config.input.vocab_size >= task.input.vocab_size
     else:
         assert config.input == task.input
-    assert getattr(config.head, "classes", 0) == getattr(task.head, "classes", 0)
+    assert getattr(config.head, "num_classes", 0) == getattr(task.head, "num_classes", 0)
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("enwik8")])
@@ -156,14 +156,14 @@ def test_bytes_are_read_as_was_published(name: str) -> None:
     assert attention is None or attention.chunk_size == options["chunk_size"]
     if name.endswith(("small", "short")):
         return
-    assert (options["chunk_size"], options["call"], options["carried"], wanted.eval.batch_size) == (
+    assert (options["chunk_size"], options["eval_length"], options["carry_state"], wanted.eval.batch_size) == (
         2048,
         12_288,
         True,
         50,
     )
     assert wanted.eval.chunk_size == (None if attention is None else 4096)
-    assert options["call"] % (wanted.eval.chunk_size or 1) == 0
+    assert options["eval_length"] % (wanted.eval.chunk_size or 1) == 0
     assert wanted.batch.size % (4 * options["chunk_size"]) == 0
 
 

@@ -132,12 +132,12 @@ def write_every_set(folder: Path) -> None:
     stream = {split: {"bytes": draw.choice(symbols, size).astype(np.uint8)} for split, size in STREAM.items()}
     write_set(folder, "enwik8", "language", stream, symbols=symbols)
     write_set(folder, "listops", "classification", classes(10, tokens=lambda: sequences(15)))
-    binary = {"classes": ["no", "yes"]}
+    binary = {"class_names": ["no", "yes"]}
     text = classes(2, ("train", "test"), tokens=lambda: sequences(256))
     write_set(folder, "text", "classification", text, **binary)
     pairs = classes(2, first=lambda: sequences(256), second=lambda: sequences(256))
     write_set(folder, "retrieval", "pairs", pairs, **binary)
-    names = {"classes": [str(number) for number in range(10)]}
+    names = {"class_names": [str(number) for number in range(10)]}
     write_set(folder, "image", "classification", classes(10, pixels=pixels(32)), **names)
     write_set(folder, "pathfinder", "classification", classes(2, pixels=pixels(32)))
     write_set(folder, "pathx", "classification", classes(2, pixels=pixels(32)))

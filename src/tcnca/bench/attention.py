@@ -86,7 +86,7 @@ def _inputs(case: Attention, settings: Settings) -> Inputs:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: Literal["auto", "plain"]
 ) -> Tensor:
-    how: dict[str, Any] = {"chunk_size": case.chunk, "causal": case.causal, "function": case.config.activation}
+    how: dict[str, Any] = {"chunk_size": case.chunk, "causal": case.causal, "activation": case.config.activation}
     return chunked_attention(q, k, v, bias=bias, backend=backend, **how)[0]
 
 

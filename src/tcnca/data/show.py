@@ -56,7 +56,7 @@ def shown(data: Dataset, split: str, index: int, width: int = 80, whole: bool = 
 
 def _label(data: Dataset, example: dict[str, Any]) -> str:
     if "labels" in example:
-        return f": {data.manifest['classes'][int(example['labels'])]}"
+        return f": {data.manifest['class_names'][int(example['labels'])]}"
     if "targets" in example:
         return ": " + ", ".join(f"{target:.6g}" for target in np.ravel(example["targets"]))
     return ""

@@ -182,4 +182,4 @@ class ChunkedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         c = self.config
-        return f"chunk_size={self.chunk_size}, function={c.activation}, position={c.position}, causal={self.causal}"
+        return f"chunk_size={self.chunk_size}, activation={c.activation}, position={c.position}, causal={self.causal}"

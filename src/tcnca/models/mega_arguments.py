@@ -299,7 +299,7 @@ def classifier_config(arguments: Arguments, vocab_size: int | None) -> ModelConf
             f"args.classifier_in_dim: got {inputs}, allowed are {width} for one document and {2 * width} for two"
         )
     head: dict[str, Any] = {
-        "classes": a["sentence_class_num"],
+        "num_classes": a["sentence_class_num"],
         "pooling": a.choice("sen_rep_type", _POOLINGS),
         "hidden": a["classifier_out_dim"] if a.number("classifier_layers") > 0 else None,
         "hidden_layers": max(a.number("classifier_layers"), 1),

@@ -187,8 +187,8 @@ class SequenceModel(nn.Module):
         x = x if x.is_floating_point() else x.long()  # narrow types lack operations, and bounds may not fit them
         padding = getattr(self.config.input, "pad_token_id", None)
         if padding is not None and lengths is None and attention_mask is None and cu_seqlens is None:
-            mask = x != padding
-        layout = make_layout(x, lengths, mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
+            attention_mask = x != padding
+        layout = make_layout(x, lengths, attention_mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
         rows, real = layout.rows(x), layout.lengths
         if state is not None:
             self._check_state(state, rows)
