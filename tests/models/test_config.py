@@ -26,7 +26,7 @@ from tcnca import (
 from tcnca.layers import NORM_KINDS
 from tcnca.layers.attention import Position
 from tcnca.layers.tcn import TCNInit, TCNNorm
-from tcnca.models.config import Combination, Pooling
+from tcnca.models.heads import Combination, Pooling
 from tcnca.ops import ACTIVATIONS, ATTENTION_ACTIVATIONS, EMA_BACKENDS
 from tests.examples import small_config
 

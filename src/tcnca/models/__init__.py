@@ -1,15 +1,9 @@
 """Models: stacks of layers with an input and a head, their configurations, presets and checkpoints."""
 
 from tcnca.models.checkpoint import load, save
-from tcnca.models.config import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    ModelConfig,
-    PairHeadConfig,
-    RegressionHeadConfig,
-    TokenInputConfig,
-    ValueInputConfig,
-)
+from tcnca.models.config import ModelConfig
+from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
+from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel

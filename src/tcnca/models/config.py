@@ -4,138 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, Literal, get_args
+from typing import Any
 
 from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
 from tcnca.errors import ConfigError
 from tcnca.layers import NORM_KINDS, AttentionConfig, BlockConfig, EMAConfig, NormKind, TCNConfig
+from tcnca.models.heads import (
+    ClassifierHeadConfig,
+    LanguageModelHeadConfig,
+    PairHeadConfig,
+    RegressionHeadConfig,
+)
+from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.ops import ACTIVATIONS, Activation
-
-Pooling = Literal["mean", "last", "first", "none"]
-Combination = Literal["concat", "features"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInputConfig(Config):
-    """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
-
-    vocab_size: int = 256
-    """Number of symbols."""
-    scale_embeddings: bool = False
-    """Whether embeddings are multiplied by √d_model."""
-    norm: bool = False
-    """Whether embeddings are normalized."""
-    pad_token_id: int | None = None
-    """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("input.vocab_size", self.vocab_size, 1)
-        check_flag("input.scale_embeddings", self.scale_embeddings)
-        check_flag("input.norm", self.norm)
-        if self.pad_token_id is not None:
-            check_at_least("input.pad_token_id", self.pad_token_id, 0)
-            if self.pad_token_id >= self.vocab_size:
-                raise ConfigError(
-                    f"input.pad_token_id: got {self.pad_token_id}, allowed is below the vocabulary, {self.vocab_size}"
-                )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInputConfig(Config):
-    """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
-
-    features: int = 1
-    """Numbers at each time."""
-    norm: bool = False
-    """Whether embeddings are normalized."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("input.features", self.features, 1)
-        check_flag("input.norm", self.norm)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelHeadConfig(Config):
-    """Logits of the next token at every time, `[batch, time, vocab_size]`."""
-
-    tie_embeddings: bool = True
-    """Whether the output matrix is the embedding."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("head.tie_embeddings", self.tie_embeddings)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PooledHead(Config):
-    pooling: Pooling = "mean"
-    """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
-    hidden: int | None = None
-    """Width of a hidden layer; None for no hidden layer."""
-    hidden_layers: int = 1
-    """Number of hidden layers of that width."""
-    activation: Activation = "gelu"
-    """Non-linearity of the hidden layers."""
-    dropout: float = 0.0
-    """Dropout before the non-linearity of the hidden layers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("head.pooling", self.pooling, get_args(Pooling))
-        if self.hidden is not None:
-            check_at_least("head.hidden", self.hidden, 1)
-        check_at_least("head.hidden_layers", self.hidden_layers, 1)
-        if self.hidden is None and self.hidden_layers != 1:
-            raise ConfigError(f"head.hidden_layers: got {self.hidden_layers} without head.hidden, their width")
-        check_choice("head.activation", self.activation, ACTIVATIONS)
-        check_probability("head.dropout", self.dropout)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierHeadConfig(_PooledHead):
-    """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
-
-    num_classes: int = 2
-    """Number of classes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RegressionHeadConfig(_PooledHead):
-    """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
-
-    outputs: int = 1
-    """Number of values."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.outputs", self.outputs, 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PairHeadConfig(_PooledHead):
-    """Logits of the classes of two documents, `[batch, num_classes]`."""
-
-    num_classes: int = 2
-    """Number of classes."""
-    combination: Combination = "concat"
-    """`concat`: [second; first], as MEGA has it. `features`: [u; v; u·v; u−v] for first u and second v."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
-        check_choice("head.combination", self.combination, get_args(Combination))
-        if self.pooling == "none":
-            raise ConfigError("head.pooling: got 'none', allowed are mean, last, first: a pair needs one vector each")
-
-
-Input = TokenInputConfig | ValueInputConfig
-Head = LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig
 
 _KINDS: dict[str, dict[str, type]] = {
     "mixer": {"tcn": TCNConfig, "ema": EMAConfig},

@@ -10,14 +10,9 @@ from typing import Any
 
 from tcnca.errors import CheckpointError
 from tcnca.layers import AttentionConfig, EMAConfig
-from tcnca.models.config import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    ModelConfig,
-    PairHeadConfig,
-    TokenInputConfig,
-    ValueInputConfig,
-)
+from tcnca.models.config import ModelConfig
+from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
+from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 
 # The index of the padding symbol in every dictionary of MEGA's.
 PADDING_INDEX = 1

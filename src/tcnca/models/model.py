@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import InputError, StateError
 from tcnca.layers import Block, Dropout, LayerState, TCNConfig, make_norm
-from tcnca.models.config import LanguageModelHeadConfig, ModelConfig, PairHeadConfig, TokenInputConfig, ValueInputConfig
-from tcnca.models.embedding import TokenEmbedding, ValueEmbedding
-from tcnca.models.head import PooledHead, PoolState, VocabularyHead
+from tcnca.models.config import ModelConfig
+from tcnca.models.heads import LanguageModelHeadConfig, PairHeadConfig, PooledHead, PoolState, VocabularyHead
+from tcnca.models.inputs import TokenEmbedding, TokenInputConfig, ValueEmbedding, ValueInputConfig
 from tcnca.models.layout import Layout, Lengths, make_layout
 from tcnca.ops import State, TCNState, autocasts, length_mask, zero_padding
 

@@ -8,16 +8,9 @@ from typing import Any
 
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
-from tcnca.models.config import (
-    ClassifierHeadConfig,
-    Head,
-    Input,
-    LanguageModelHeadConfig,
-    ModelConfig,
-    PairHeadConfig,
-    TokenInputConfig,
-    ValueInputConfig,
-)
+from tcnca.models.config import ModelConfig
+from tcnca.models.heads import ClassifierHeadConfig, Head, LanguageModelHeadConfig, PairHeadConfig
+from tcnca.models.inputs import Input, TokenInputConfig, ValueInputConfig
 from tcnca.models.model import SequenceModel
 
 

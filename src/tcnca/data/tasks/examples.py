@@ -22,14 +22,8 @@ from tcnca.data.schema import Kind
 from tcnca.data.store import Dataset
 from tcnca.data.tasks.task import Task, class_loss, class_metric_sums, number_loss, precise
 from tcnca.errors import ConfigError
-from tcnca.models.config import (
-    ClassifierHeadConfig,
-    Input,
-    PairHeadConfig,
-    RegressionHeadConfig,
-    TokenInputConfig,
-    ValueInputConfig,
-)
+from tcnca.models.heads import ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig
+from tcnca.models.inputs import Input, TokenInputConfig, ValueInputConfig
 
 
 class ExampleTask(Task):

@@ -18,7 +18,8 @@ from tcnca.data.store import Dataset
 from tcnca.data.tasks.examples import squares_metric_sums
 from tcnca.data.tasks.task import Task, number_loss
 from tcnca.errors import ConfigError, DataError
-from tcnca.models.config import RegressionHeadConfig, ValueInputConfig
+from tcnca.models.heads import RegressionHeadConfig
+from tcnca.models.inputs import ValueInputConfig
 
 
 class ForecastTask(Task):

@@ -16,7 +16,8 @@ from tcnca.data.sampler import calls, groups, part, places, training_part
 from tcnca.data.store import Dataset
 from tcnca.data.tasks.task import Task, bits_metric_sums, class_loss
 from tcnca.errors import ConfigError, DataError
-from tcnca.models.config import LanguageModelHeadConfig, TokenInputConfig
+from tcnca.models.heads import LanguageModelHeadConfig
+from tcnca.models.inputs import TokenInputConfig
 
 _NEWLINE = 10
 """What the first byte of a split is predicted from."""

@@ -12,7 +12,8 @@ from tcnca.data.generators.generator import Stream
 from tcnca.data.store import Dataset
 from tcnca.data.tasks.examples import ExampleTask
 from tcnca.data.tasks.task import class_loss, class_metric_sums
-from tcnca.models.config import LanguageModelHeadConfig, TokenInputConfig
+from tcnca.models.heads import LanguageModelHeadConfig
+from tcnca.models.inputs import TokenInputConfig
 
 
 class RecallTask(ExampleTask):

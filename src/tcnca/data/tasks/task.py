@@ -16,7 +16,8 @@ from tcnca.data.columns import count
 from tcnca.data.schema import Kind
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
-from tcnca.models.config import Head, Input
+from tcnca.models.heads import Head
+from tcnca.models.inputs import Input
 
 Metric = Literal["bits per byte", "accuracy", "mean squared error"]
 
