@@ -23,10 +23,10 @@ def models(
         typer.echo(f"no preset has {like!r} in its name; `tcnca models` shows them all", err=True)
         raise typer.Exit(2)
     if as_json:
-        rows = {entry.name: {"task": entry.task, "length": entry.length, **vars(summarize(entry))} for entry in chosen}
+        rows = {entry.name: {"task": entry.task, "length": entry.length, **vars(summarize(entry.model, entry.length))} for entry in chosen}
         typer.echo(json.dumps(rows, indent=2))
         return
-    Console().print(models_table([(entry, summarize(entry)) for entry in chosen]))
+    Console().print(models_table([(entry, summarize(entry.model, entry.length)) for entry in chosen]))
 
 
 def models_table(rows: list[tuple[Preset, Summary]]) -> Table:

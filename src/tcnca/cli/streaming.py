@@ -32,7 +32,7 @@ ALLOWED = 1e-4
 
 def show_streaming(console: Console, tokens: int, seed: int) -> None:
     """Build every model of the paper and show that token-by-token output equals the parallel forward."""
-    rows = [(preset(name), summarize(preset(name))) for name in presets()]
+    rows = [(preset(name), summarize(preset(name).model, preset(name).length)) for name in presets()]
     console.print(models_table(rows))
     console.print()
     title = f"{tokens} tokens in one call, in random pieces, and one by one"

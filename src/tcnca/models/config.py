@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import check_at_least, check_choice, check_flag
 from tcnca.errors import ConfigError
-from tcnca.layers import NORM_KINDS, AttentionConfig, BlockConfig, EMAConfig, NormKind, TCNConfig
-from tcnca.models.heads import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    PairHeadConfig,
-    RegressionHeadConfig,
-)
-from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.ops import ACTIVATIONS, Activation
+from tcnca.layers import MIXERS, AttentionConfig, LayerConfig
+from tcnca.models.heads import HEADS, HeadConfig, LanguageModelHeadConfig
+from tcnca.models.inputs import INPUTS, InputConfig, TokenInputConfig
 
-_KINDS: dict[str, dict[str, type]] = {
-    "mixer": {"tcn": TCNConfig, "ema": EMAConfig},
+_KINDS: dict[str, Mapping[str, type]] = {
+    "mixer": MIXERS,
     "attention": {"chunked": AttentionConfig},
-    "input": {"tokens": TokenInputConfig, "values": ValueInputConfig},
-    "head": {
-        "language-model": LanguageModelHeadConfig,
-        "classifier": ClassifierHeadConfig,
-        "regression": RegressionHeadConfig,
-        "pair": PairHeadConfig,
-    },
+    "input": INPUTS,
+    "head": HEADS,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(Config):
+class ModelConfig(LayerConfig):
     """A stack of layers between an input and a head.
 
     | model | mixer | attention | gated |
@@ -46,73 +36,21 @@ class ModelConfig(Config):
 
     num_layers: int = 4
     """Number of layers."""
-    d_model: int = 128
-    """Channels of the sequence between layers (the paper's d)."""
-    d_ff: int = 256
-    """Hidden width of the feed-forward nets; 0 for none."""
-    mixer: TCNConfig | EMAConfig | None = dataclasses.field(default_factory=TCNConfig)
-    """What mixes over time before the attention."""
-    attention: AttentionConfig | None = dataclasses.field(default_factory=AttentionConfig)
-    """Attention inside chunks."""
-    gated: bool = True
-    """Whether mixer and attention are joined by MEGA's gates, or by plain residual connections."""
-    causal: bool = True
-    """Whether a token sees only the past. Only causal models stream."""
-    input: TokenInputConfig | ValueInputConfig = dataclasses.field(default_factory=TokenInputConfig)
-    """What comes in."""
-    head: LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig = dataclasses.field(
-        default_factory=LanguageModelHeadConfig
-    )
-    """What goes out."""
-    activation: Activation = "silu"
-    """Non-linearity of values, candidates and feed-forward nets."""
-    norm: NormKind = "layer"
-    """Normalization of every layer."""
-    prenorm: bool = True
-    """Whether to normalize what enters a part, or its sum with the residual."""
+    input: InputConfig = dataclasses.field(default_factory=TokenInputConfig)
+    """What the model reads."""
+    head: HeadConfig = dataclasses.field(default_factory=LanguageModelHeadConfig)
+    """What the model returns."""
     final_norm_affine: bool = True
     """Whether the norm after the last layer, which pre-norm models have, has learned scales."""
-    dropout: float = 0.0
-    """Dropout of embeddings, of mixers' outputs and of everything added to the residual."""
-    value_dropout: float = 0.0
-    """Dropout of the attention's values."""
-    ff_dropout: float = 0.0
-    """Dropout inside the feed-forward nets."""
-    feature_dropout: bool = False
-    """Whether dropout inside the layers drops whole channels of a sequence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("num_layers", self.num_layers, 1)
-        check_at_least("d_model", self.d_model, 1)
-        check_at_least("d_ff", self.d_ff, 0)
-        for name in ("gated", "causal", "prenorm", "final_norm_affine", "feature_dropout"):
-            check_flag(name, getattr(self, name))
-        for name in ("dropout", "value_dropout", "ff_dropout"):
-            check_probability(name, getattr(self, name))
-        check_choice("activation", self.activation, ACTIVATIONS)
-        check_choice("norm", self.norm, NORM_KINDS)
-        for part, kinds in _KINDS.items():
-            value, optional = getattr(self, part), part in ("mixer", "attention")
-            if not (isinstance(value, tuple(kinds.values())) or (optional and value is None)):
-                allowed = ", ".join(kind.__name__ for kind in kinds.values()) + (", None" if optional else "")
-                raise ConfigError(f"{part}: got {value!r}, allowed are {allowed}")
-        if self.gated and self.attention is None:
-            raise ConfigError(
-                "gated: got True without attention, allowed is False: MEGA's gates join mixer and attention"
-            )
-        if isinstance(self.head, LanguageModelHeadConfig):
-            if not isinstance(self.input, TokenInputConfig):
-                raise ConfigError("head: got LanguageModelHeadConfig on real-valued input, allowed is TokenInputConfig")
-            if not self.causal:
-                raise ConfigError(
-                    "causal: got False with a LanguageModelHeadConfig, allowed is True: it would see its answers"
-                )
-
-    def block(self) -> BlockConfig:
-        """What the layers need to know."""
-        names = {field.name for field in dataclasses.fields(BlockConfig)}
-        return BlockConfig(**{name: getattr(self, name) for name in names})
+        check_flag("final_norm_affine", self.final_norm_affine)
+        for name, kind in (("input", InputConfig), ("head", HeadConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name}: expected a {kind.__name__}, got {getattr(self, name)!r}")
+        self.head.check_model(self.input, self.causal)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON; each part carries its `kind`."""

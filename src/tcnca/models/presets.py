@@ -9,9 +9,10 @@ from typing import Any
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.models.config import ModelConfig
-from tcnca.models.heads import ClassifierHeadConfig, Head, LanguageModelHeadConfig, PairHeadConfig
-from tcnca.models.inputs import Input, TokenInputConfig, ValueInputConfig
+from tcnca.models.heads import ClassifierHeadConfig, HeadConfig, LanguageModelHeadConfig, PairHeadConfig
+from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.model import SequenceModel
+from tcnca.models.preprocessing import Preprocessing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class _Task:
     d_model: int
     values: int
     keys: int
-    input: Input
-    head: Head
+    input: InputConfig
+    head: HeadConfig
     optimization: Optimization
     activation: str = "softmax"
     norm: str = "layer"
@@ -295,13 +296,16 @@ def preset(name: str, **changes: Any) -> Preset:
     )
 
 
-def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
+def build(
+    what: str | Preset | ModelConfig, *, preprocessing: Preprocessing | None = None, **changes: Any
+) -> SequenceModel:
     """Build a model.
 
     `build("tcnca-enwik8", vocab_size=256)`, or `build(ModelConfig(d_model=64, num_layers=2))`.
 
     Args:
         what: the name of a preset (`presets()` or the command `tcnca models` list them), a preset, or a configuration.
+        preprocessing: facts about the data, which the model applies and is saved with.
         changes: fields of the configuration to change, as by `ModelConfig.override`.
 
     Returns:
@@ -312,4 +316,4 @@ def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
     config = what.model if isinstance(what, Preset) else what
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"what: got {config!r}, allowed are a preset, its name, or a ModelConfig")
-    return SequenceModel(config.override(**changes))
+    return SequenceModel(config.override(**changes), preprocessing)
