@@ -1,8 +1,10 @@
-"""Small models of every kind, with parameters far from their start so that every term matters."""
+"""Small models of every kind, with parameters far from their initial values so that every term matters, and `pairwise`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ RESIDUAL = dataclasses.replace(TCN, block="residual", output="none", norm="weigh
 EMA = EMAConfig(d_state=3)
 ATTENTION = AttentionConfig(d_key=4, d_value=6, chunk_size=4)
 
-# One configuration a model of the paper, and all blocks of the TCN among them.
+# One configuration for each model of the paper, with all blocks of the TCN among them.
 FAMILY: dict[str, dict[str, Any]] = {
     "tcnca": {"mixer": TCN, "attention": ATTENTION, "gated": True},
     "mega": {"mixer": EMA, "attention": ATTENTION, "gated": True},
@@ -40,7 +42,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 
 def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
-    """A configuration of two narrow layers."""
+    """Return a configuration of two narrow layers."""
     config = ModelConfig(
         num_layers=2, d_model=8, d_ff=12, input=TokenInputConfig(vocab_size=VOCABULARY), **FAMILY[family]
     )
@@ -50,7 +52,7 @@ def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
 def small_model(
     config: ModelConfig | str = "tcnca", dtype: torch.dtype = torch.float64, **changes: Any
 ) -> SequenceModel:
-    """A model in evaluation mode with parameters drawn anew, wider than at the start of training."""
+    """Return a model in evaluation mode with parameters far from their initial values."""
     config = small_config(config, **changes) if isinstance(config, str) else config.override(**changes)
     model = SequenceModel(config).to(dtype).eval()
     with torch.no_grad():
@@ -60,3 +62,19 @@ def small_model(
             if buffer.is_floating_point():
                 buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
     return model
+
+
+def pairwise(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few combinations of `choices` in which every pair of values of two of them occurs."""
+    everything = list(itertools.product(*(range(len(values)) for values in choices)))
+
+    def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    missing = set[tuple[tuple[int, int], tuple[int, int]]]().union(*map(pairs, everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda combination: len(pairs(combination) & missing))
+        missing -= pairs(best)
+        chosen.append(tuple(values[index] for values, index in zip(choices, best, strict=True)))
+    return chosen

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-import tcnca.models.checkpoint
+import tcnca.models.serialization
 from tcnca import (
     CheckpointError,
     ClassifierHeadConfig,
@@ -182,7 +182,7 @@ def break_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         Path(path).write_bytes(b"half a file")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(tcnca.models.checkpoint, "save_file", save_file)
+    monkeypatch.setattr(tcnca.models.serialization, "save_file", save_file)
 
 
 def break_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,27 +288,27 @@ def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
 
 
 def test_weight_of_the_wrong_shape(folder: Path) -> None:
-    change_weights(folder, lambda weights: weights.update({"layers.0.mixing.gamma": torch.zeros(2, 5)}))
-    expected = "layers.0.mixing.gamma: got shape [2, 5], allowed is [2, 4]"
+    change_weights(folder, lambda weights: weights.update({"layers.0.block.gamma": torch.zeros(2, 5)}))
+    expected = "layers.0.block.gamma: got shape [2, 5], allowed is [2, 4]"
     with pytest.raises(CheckpointError, match=rf"{re.escape(WEIGHTS)}: {re.escape(expected)}"):
         load(folder)
 
 
 def test_missing_weight(folder: Path) -> None:
-    change_weights(folder, lambda weights: weights.pop("layers.1.mixing.output.bias"))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*missing \['layers\.1\.mixing\.output\.bias'\]"):
+    change_weights(folder, lambda weights: weights.pop("layers.1.block.output.bias"))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*missing \['layers\.1\.block\.output\.bias'\]"):
         load(folder)
 
 
 def test_unknown_weight(folder: Path) -> None:
-    change_weights(folder, lambda weights: weights.update({"layers.2.mixing.gamma": torch.zeros(2, 4)}))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*unknown \['layers\.2\.mixing\.gamma'\]"):
+    change_weights(folder, lambda weights: weights.update({"layers.2.block.gamma": torch.zeros(2, 4)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*unknown \['layers\.2\.block\.gamma'\]"):
         load(folder)
 
 
 def test_weight_of_whole_numbers(folder: Path) -> None:
-    change_weights(folder, lambda weights: weights.update({"layers.0.mixing.gamma": torch.zeros(2, 4).long()}))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*layers\.0\.mixing\.gamma"):
+    change_weights(folder, lambda weights: weights.update({"layers.0.block.gamma": torch.zeros(2, 4).long()}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*layers\.0\.block\.gamma"):
         load(folder)
 
 

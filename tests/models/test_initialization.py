@@ -39,13 +39,13 @@ def deviation(model: SequenceModel, name: str) -> float:
 def test_matrices_start_at_their_deviations() -> None:
     model = SequenceModel(WIDE)
     for name in ("values", "gates", "output"):
-        assert deviation(model, f"layers.0.mixing.{name}.weight") == pytest.approx(0.02, rel=0.05)
-        assert not model.get_parameter(f"layers.0.mixing.{name}.bias").any()
+        assert deviation(model, f"layers.0.block.{name}.weight") == pytest.approx(0.02, rel=0.05)
+        assert not model.get_parameter(f"layers.0.block.{name}.bias").any()
     for name in ("up", "down"):
         assert deviation(model, f"layers.0.feed_forward.{name}.weight") == pytest.approx(0.02, rel=0.05)
-    assert deviation(model, "layers.0.mixing.gamma") == pytest.approx(0.02, rel=0.3)
-    assert not model.get_parameter("layers.0.mixing.beta").any()
-    assert deviation(model, "layers.0.mixing.attention.bias") == pytest.approx(0.02, rel=0.2)
+    assert deviation(model, "layers.0.block.gamma") == pytest.approx(0.02, rel=0.3)
+    assert not model.get_parameter("layers.0.block.beta").any()
+    assert deviation(model, "layers.0.block.attention.bias") == pytest.approx(0.02, rel=0.2)
     assert deviation(model, "embedding.weight") == pytest.approx(256**-0.5, rel=0.05)
     assert deviation(model, "head.weight") == pytest.approx(256**-0.5, rel=0.05)
     assert not model.get_parameter("embedding.weight")[3].any()

@@ -241,7 +241,7 @@ def test_running_statistics_are_read(tmp_path: Path) -> None:
     args = {**CLASSIFIER, "norm_type": "batchnorm"}
     weights = random_weights(args)
     model = load_mega_checkpoint(write(tmp_path / "batch.pt", args, weights))
-    ours, theirs = "layers.1.mixing.norm.", "encoder.encoder.layers.1.mega_layer.norm.norm."
+    ours, theirs = "layers.1.block.norm.", "encoder.encoder.layers.1.mega_layer.norm.norm."
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(model.get_buffer(ours + name), weights[theirs + name])
 

@@ -223,7 +223,7 @@ def test_weight_of_the_wrong_shape(
     ("args", "name", "named"),
     [
         (LM, "decoder.layers.0.mega_layer.k_proj.weight", "decoder.layers.0.mega_layer.k_proj.weight"),
-        (LM, "decoder.layers.7.mega_layer.gamma", "layers.7.mixing.gamma"),
+        (LM, "decoder.layers.7.mega_layer.gamma", "layers.7.block.gamma"),
         (LM, "decoder.project_in_dim.weight", "decoder.project_in_dim.weight"),
         (LRA, "encoder.encoder.layers.0.self_attn.weight", "encoder.encoder.layers.0.self_attn.weight"),
         (LRA, "classifier.1.0.weight", "head.hidden.1.weight"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from tcnca.cli.models import models_table
 from tcnca.models import SequenceModel, build, preset, presets, summarize
 
 # A preset of each kind. Chunks are made short, so that the tokens of a demo cross some.
-STREAMED: dict[str, tuple[str, dict[str, int | None]]] = {
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "tcnca-enwik8": ("tcnca-enwik8", {"chunk_size": 48}),
     "mega-enwik8, chunked": ("mega-enwik8", {"chunk_size": 48}),
     "mega-enwik8, full": ("mega-enwik8", {"chunk_size": None}),

@@ -198,8 +198,8 @@ class ChunkedAttention(nn.Module):
             return rotary_bias(self.alpha, self.beta, reach)
         if reach > limit:
             raise InputError(
-                f"x: expected at most {limit} tokens, including those of earlier calls, got {reach}; this is the length "
-                f"of the simple position bias (attention.max_length)"
+                f"x: expected at most {limit} tokens, including those of earlier calls, got {reach}; the simple position "
+                f"bias reaches no further (attention.max_length)"
             )
         return self.bias
 

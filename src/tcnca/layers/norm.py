@@ -38,7 +38,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """Mean square 1 over the channels of each token, times a learned scale for each channel, or one for all (ScaleNorm)."""
+    """Mean square 1 over the channels of each token, times learned scales of channels, or one scale (ScaleNorm)."""
 
     def __init__(self, scales: int, affine: bool = True) -> None:
         super().__init__()

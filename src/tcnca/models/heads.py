@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -91,7 +92,7 @@ class PooledHeadConfig(HeadConfig):
         check_at_least("head.hidden_layers", self.hidden_layers, 1)
         if self.hidden is None and self.hidden_layers != 1:
             raise ConfigError(
-                f"head.hidden_layers: expected head.hidden, the width of the layers, got {self.hidden_layers} without it"
+                f"head.hidden_layers: expected head.hidden, their width, with {self.hidden_layers} layers, got None"
             )
         check_choice("head.activation", self.activation, ACTIVATIONS)
         check_probability("head.dropout", self.dropout)
@@ -274,7 +275,7 @@ class PooledHead(Head):
         self.dropout = Dropout(config.dropout)
         widths = [d_model if inputs is None else inputs]
         widths += [] if config.hidden is None else [config.hidden] * config.hidden_layers
-        self.hidden = nn.ModuleList(HeadLinear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.hidden = nn.ModuleList(HeadLinear(a, b) for a, b in itertools.pairwise(widths))
         self.output = HeadLinear(widths[-1], outputs, bias, OUTPUT_SCALE)
 
     def pool(
