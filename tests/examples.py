@@ -1,4 +1,4 @@
-"""Small models of every kind, with parameters far from their initial values so that every term matters, and `pairwise`."""
+"""Small models of every kind, with parameters far from their initial values, and pairwise choices."""
 
 from __future__ import annotations
 
@@ -47,6 +47,35 @@ def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
         num_layers=2, d_model=8, d_ff=12, input=TokenInputConfig(vocab_size=VOCABULARY), **FAMILY[family]
     )
     return config.override(**changes)
+
+
+# The families and variants that together have every position, function, norm, backend and part.
+VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in FAMILY} | {
+    "rotary-relu2-scale-post": small_config(
+        "tcnca", position="rotary", norm="scale", prenorm=False, **{"attention.activation": "relu2"}
+    ),
+    "rope-laplace-rms": small_config(
+        "tcnca-simple", position="rope", norm="rms", **{"attention.activation": "laplace"}
+    ),
+    "truncated-scan-batch": small_config("mega", position="none", norm="batch", truncation=6, backend="scan"),
+    "full-rope-relu2": small_config("mega-full", position="rope", **{"attention.activation": "relu2"}),
+    "full-rotary-laplace-rms-post": small_config(
+        "mega-full", position="rotary", norm="rms", prenorm=False, **{"attention.activation": "laplace"}
+    ),
+    "truncated-1-recurrent": small_config("ema-mlp", truncation=1, backend="recurrent", norm="layer", prenorm=False),
+    "tcn-two-convolutions-batch": small_config(
+        "tcn-mlp", norm="sync_batch", prenorm=False, convolutions=2, **{"mixer.norm": "batch", "mixer.bias": True}
+    ),
+    "tcn-two-convolutions-layer": small_config("tcn-mlp", norm="scale", convolutions=2, **{"mixer.norm": "layer"}),
+    "tcn-rms-factor-1": small_config("tcnca-simple", dilation_factor=1, **{"mixer.norm": "rms"}),
+    "chunk-1-kernel-1": small_config("tcnca", chunk_size=1, kernel_size=1),
+    "attention-alone-gated": small_config("tcnca", mixer=None),
+    "attention-alone-residual": small_config("tcnca-simple", mixer=None, norm="batch", prenorm=False),
+    "feed-forward-alone": small_config("tcn-mlp", mixer=None),
+    "no-feed-forward": small_config(
+        "tcnca", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
+    ),
+}
 
 
 def small_model(

@@ -86,7 +86,7 @@ def test_streaming_after_set_chunk(position: str) -> None:
 
 def test_set_chunk_beyond_the_reach_of_a_simple_bias_is_refused() -> None:
     module = _attention(position="simple")
-    with pytest.raises(ConfigError, match="chunk_size: expected at most 16, .*got 17"):
+    with pytest.raises(ConfigError, match=r"chunk_size: expected at most 16, .*got 17"):
         module.set_chunk_size(17)
     assert module.chunk_size == 5
 
@@ -102,7 +102,7 @@ def test_set_chunk_has_no_limit_for_other_positions(position: str) -> None:
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
 def test_chunk_size_must_be_a_positive_whole_number(chunk_size: Any) -> None:
-    with pytest.raises(ConfigError, match="^chunk_size: "):
+    with pytest.raises(ConfigError, match=r"^chunk_size: "):
         _attention().set_chunk_size(chunk_size)
 
 

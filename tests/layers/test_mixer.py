@@ -55,7 +55,7 @@ def test_states_of_others_are_refused(mixer: Any) -> None:
 @MIXERS
 @pytest.mark.parametrize("width", [0, -1, 2.5, True])
 def test_width_must_be_positive(mixer: Any, width: Any) -> None:
-    with pytest.raises(ConfigError, match="^d_model: "):
+    with pytest.raises(ConfigError, match=r"^d_model: "):
         mixer(width)
 
 

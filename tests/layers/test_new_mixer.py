@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,9 +75,8 @@ class Leaky(Mixer):
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS, "leaky", LeakyConfig)
-    yield
 
 
 @pytest.mark.parametrize("attention", [ATTENTION, None], ids=["gated", "residual"])

@@ -116,7 +116,7 @@ class SequenceModel(nn.Module):
 
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[1, time]` of a text, on the device of the model."""
-        return self.preprocessing.encode(text).to(self.embedding.weight.device)
+        return self.preprocessing.encode(text).unsqueeze(0).to(self.embedding.weight.device)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""

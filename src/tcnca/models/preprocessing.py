@@ -77,10 +77,10 @@ class Preprocessing(Config):
         return cls(**values)
 
     def encode(self, text: str | bytes) -> Tensor:
-        """Return the tokens `[1, time]` of a text; a `str` is encoded as UTF-8."""
+        """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
         if self.symbols is not None:
             words = (text.decode() if isinstance(text, bytes) else text).split()
-            return torch.tensor([[_token(self.symbols, word) for word in words]], dtype=torch.long)
+            return torch.tensor([_token(self.symbols, word) for word in words], dtype=torch.long)
         data = text.encode() if isinstance(text, str) else text
         tokens = {byte: token for token, byte in enumerate(self._bytes())}
         unknown = sorted(set(data) - tokens.keys())
@@ -88,7 +88,7 @@ class Preprocessing(Config):
             raise VocabularyError(
                 f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}, which have no token"
             )
-        return torch.tensor([[tokens[byte] for byte in data]], dtype=torch.long)
+        return torch.tensor([tokens[byte] for byte in data], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""
