@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
 import math
@@ -139,6 +138,11 @@ class OpenKeys:
     known: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnKeys:
+    """Marks a dictionary of changes to the configuration that it is a field of, to be made later."""
+
+
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 NonNegativeFloat = Annotated[float, Range(0)]
@@ -146,6 +150,7 @@ Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Base of the configurations, which are frozen dataclasses.
 
@@ -172,7 +177,7 @@ class Config:
             lines = "".join(f"\n    {name}: {text}" for name, text in texts.items())
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields:{lines}\n"
         # A new kind adds keys to the configurations that can hold it.
-        _schema.cache_clear()
+        _SCHEMAS.clear()
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
@@ -217,7 +222,6 @@ def field_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-@functools.cache
 def _own_field_texts(cls: type) -> dict[str, str]:
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
@@ -232,11 +236,15 @@ def _own_field_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+_HINTS: dict[type[Config], dict[str, Any]] = {}
+
+
+def _hints(cls: type[Config]) -> dict[str, Any]:
     """Return the types of the fields of a configuration."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    if cls not in _HINTS:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return _HINTS[cls]
 
 
 def _plain(value: Any) -> Any:
@@ -253,7 +261,11 @@ def _plain(value: Any) -> Any:
 # ---- Checks of values
 
 
-class _Unfit(Exception):
+_LONG_LIST = 12
+"""Choices that are listed also where there is a suggestion."""
+
+
+class _UnfitError(Exception):
     """A value that is not of a type."""
 
 
@@ -263,11 +275,14 @@ def check(name: str, value: Any, hint: Any) -> Any:
         value = value.item()
     try:
         return _convert(value, hint)
-    except _Unfit:
+    except _UnfitError:
         choices = [each for each in _members(hint) if get_origin(each) is Literal]
-        close = _closest(value, [str(each) for choice in choices for each in get_args(choice)])
-        hint_first = f"did you mean {close}? Expected" if close else "expected"
-        raise ConfigError(f"{name}: {hint_first} {_describe(hint)}, got {value!r}") from None
+        known = [str(each) for choice in choices for each in get_args(choice)]
+        close = closest(value, known)
+        if close and len(known) > _LONG_LIST:
+            raise ConfigError(f"{name}: did you mean {close}? Got {value!r}") from None
+        beginning = f"did you mean {close}? Expected" if close else "expected"
+        raise ConfigError(f"{name}: {beginning} {_describe(hint)}, got {value!r}") from None
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:
@@ -292,15 +307,15 @@ def _convert(value: Any, hint: Any) -> Any:
         for member in _members(hint):
             try:
                 return _convert(value, member)
-            except _Unfit:
+            except _UnfitError:
                 continue
-        raise _Unfit
+        raise _UnfitError
     if origin is Annotated:
         if isinstance(hint.__metadata__[0], KeysOf) and isinstance(value, Mapping):
             return _nested(_canonical(_schema(hint.__metadata__[0]), value))
         found = _convert(value, hint.__origin__)
         if any(isinstance(limits, Range) and found not in limits for limits in hint.__metadata__):
-            raise _Unfit
+            raise _UnfitError
         return found
     if origin is Literal:
         fits = any(value == each and type(value) is type(each) for each in arguments)
@@ -317,7 +332,7 @@ def _convert(value: Any, hint: Any) -> Any:
     else:
         fits = isinstance(hint, type) and isinstance(value, hint)
     if not fits:
-        raise _Unfit
+        raise _UnfitError
     return value
 
 
@@ -352,6 +367,8 @@ class _Schema:
     """Keys that have keys below them, with the shorthand of each."""
     open: list[str] = dataclasses.field(default_factory=list)
     """Keys below which any name is allowed."""
+    own: list[str] = dataclasses.field(default_factory=list)
+    """Keys below which all keys of the schema are allowed again."""
     help: str = ""
 
     def add(self, name: str, below: _Schema, shorthand: str) -> None:
@@ -379,8 +396,16 @@ def _subclasses(cls: type[Config]) -> Iterator[type[Config]]:
         yield from _subclasses(each)
 
 
-@functools.cache
+_SCHEMAS: dict[type[Config] | KeysOf, _Schema] = {}
+
+
 def _schema(owner: type[Config] | KeysOf) -> _Schema:
+    if owner not in _SCHEMAS:
+        _SCHEMAS[owner] = _build_schema(owner)
+    return _SCHEMAS[owner]
+
+
+def _build_schema(owner: type[Config] | KeysOf) -> _Schema:
     if isinstance(owner, KeysOf):
         below = _schema(owner.config)
         return dataclasses.replace(below, keys=[*owner.extra, *below.keys])
@@ -397,6 +422,9 @@ def _schema(owner: type[Config] | KeysOf) -> _Schema:
                 )
         elif marks and isinstance(marks[0], KeysOf):
             schema.add(name, _schema(marks[0]), next(iter(marks[0].extra), ""))
+        elif OwnKeys() in marks:
+            schema.keys.append(name)
+            schema.own.append(name)
         else:
             schema.keys.append(name)
             if get_origin(getattr(hint, "__origin__", hint)) is dict or get_origin(hint) is dict:
@@ -414,9 +442,9 @@ def keys(cls: type[Config]) -> list[str]:
 def resolve(cls: type[Config], key: str) -> str:
     """Return the full path that a key stands for.
 
-    A key is a full path (`model.attention.chunk_size`), a part of it that ends it and fits no other (`model.chunk_size`,
-    `kernel_size`), or the same with the name that another library uses (`learning_rate`). A field of a section goes
-    before those of the parts below it: `dropout` is `model.dropout`.
+    A key is a full path (`model.attention.chunk_size`), the end of one path only (`kernel_size`), of which inner names
+    can be left out (`model.chunk_size`), or the same with the name that another library uses (`learning_rate`). A field
+    of a section goes before those of the parts below it: `dropout` is `model.dropout`.
     """
     return _resolve(_schema(cls), key)
 
@@ -424,6 +452,8 @@ def resolve(cls: type[Config], key: str) -> str:
 def _resolve(schema: _Schema, key: str) -> str:
     if key in schema.keys or schema.is_open(key):
         return key
+    if key.partition(".")[0] in schema.own:
+        return f"{key.partition('.')[0]}.{_resolve(schema, key.partition('.')[2])}"
     section, _, name = key.rpartition(".")
     found: list[str] = []
     if name in _FOREIGN:
@@ -441,7 +471,7 @@ def _resolve(schema: _Schema, key: str) -> str:
 
 
 def _matches(schema: _Schema, key: str) -> list[str]:
-    """Return the paths that end in `key`, of which inner parts may be left out; those of a section before deeper ones."""
+    """Return the paths that `key` is the end of; of each section, those that are least deep."""
     if key in schema.keys:
         return [key]
     *outer, name = key.split(".")
@@ -467,15 +497,20 @@ def _unknown(schema: _Schema, key: str) -> ConfigError:
     for path in reversed(schema.keys):
         names[path.rpartition(".")[2]] = (_matches(schema, path.rpartition(".")[2]) or [path])[0]
     names |= {path: path for path in schema.keys}
-    close = _closest(key, names) or _closest(key.rpartition(".")[2], names)
+    close = closest(key, names) or closest(key.rpartition(".")[2], names)
     if close:
         return ConfigError(f"{key}: did you mean {names[close]}?")
     listed = schema.help or f"its keys are {', '.join(schema.keys)}"
     return ConfigError(f"{key}: expected a key of {schema.name}; {listed}")
 
 
-def _closest(text: Any, known: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(str(text), list(known), 1)), "") if isinstance(text, str) else ""
+def closest(text: Any, known: Iterable[str]) -> str:
+    """Return the known name that a misspelt one, or one with its words in another order, can mean; or nothing."""
+    if not isinstance(text, str):
+        return ""
+    names = list(known)
+    reordered = [name for name in names if sorted(name.split("-")) == sorted(text.split("-"))]
+    return next(iter(reordered or difflib.get_close_matches(text, names, 1)), "")
 
 
 # ---- Changes: dictionaries of full paths and values
@@ -503,7 +538,11 @@ def _flat(schema: _Schema, changes: Mapping[str, Any], above: str) -> Iterator[t
         key = f"{above}{name}"
         path = _resolve(schema, key)
         inside = path in schema.sections or path in schema.open
-        if inside and isinstance(value, Mapping):
+        if path in schema.own and isinstance(value, Mapping):
+            yield from (
+                (f"{path}.{below}", f"{path}.{below}", each) for below, each in _canonical(schema, value).items()
+            )
+        elif inside and isinstance(value, Mapping):
             yield from _flat(schema, value, f"{path}.")
         elif value is None and schema.sections.get(path, "kind") != "kind":
             continue  # a section of a YAML file that is left empty
@@ -548,19 +587,21 @@ def _changed(name: str, value: Any, hint: Any, changes: dict[str, Any]) -> Any:
         value = next(iter(kinds.values()))()
     if not changes:
         return value
+    if OwnKeys() in getattr(hint, "__metadata__", ()):
+        return {**value, **changes}
     if not kinds:
         return _nested(changes, check(name, value, dict[str, Any]))
-    kind = changes.pop("kind", value._kind)
-    if kind != value._kind:
+    if value._kind and "kind" in changes:
+        kind = changes.pop("kind")
         check_choice(f"{name}.kind", kind, kinds)
-        value = kinds[kind]()
+        value = value if kind == value._kind else kinds[kind]()
     for path in changes:
         field = path.partition(".")[0]
         if field not in _hints(type(value)):
             others = [each for each, cls in kinds.items() if field in _hints(cls)]
             raise ConfigError(
-                f"{name}.{field}: expected {name}.kind={' or '.join(others)}, got a {name} of kind {value._kind}, whose "
-                f"fields are {', '.join(_hints(type(value)))}"
+                f"{name}.{field}: expected {name}.kind={' or '.join(others)}, got a {name} of kind {value._kind}, "
+                f"whose fields are {', '.join(_hints(type(value)))}"
             )
     return prefixed(f"{name}.", lambda: apply(value, changes))
 

@@ -66,8 +66,8 @@ class TCNConfig(Config, kind="tcn"):
         # A value that would be ignored is refused: two equal models would pass for a comparison.
         if self.activation != "silu" and self.block == "linear" and self.output != "activation":
             raise ConfigError(
-                f"activation: expected block 'chain' or 'residual', or output 'activation', got {self.activation!r} with "
-                f"block 'linear' and output {self.output!r}, which have no activation"
+                f"activation: expected block 'chain' or 'residual', or output 'activation', got {self.activation!r} "
+                f"with block 'linear' and output {self.output!r}, which have no activation"
             )
         if self.init == "series" and self.block == "residual":
             raise ConfigError("init: expected 'series' with block 'linear' or 'chain', got it with block 'residual'")

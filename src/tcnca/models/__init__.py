@@ -7,11 +7,10 @@ from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel
-from tcnca.models.presets import FAMILIES, Preset, build, preset, presets
+from tcnca.models.presets import Preset, build, preset, presets
 from tcnca.models.summary import Summary, summarize
 
 __all__ = [
-    "FAMILIES",
     "ClassifierHeadConfig",
     "LanguageModelHeadConfig",
     "Lengths",

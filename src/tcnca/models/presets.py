@@ -16,18 +16,8 @@ from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, Pa
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.model import SequenceModel
 
-FAMILIES: dict[str, str] = {
-    "tcnca": "TCNCA (paper): residual TCN and chunked attention, joined by MEGA's gates",
-    "tcnca-linear": "TCNCA-linear (ours, recommended): TCNCA with a linear chain of dilated convolutions",
-    "tcnca-simple": "TCNCA-simple (paper): TCN, chunked attention and MLP with plain residual connections",
-    "mega": "MEGA (Ma et al., the paper's baseline): EMA in place of the TCN",
-    "tcn-mlp": "TCN-MLP (paper): the TCN and the MLP, without attention",
-    "ema-mlp": "EMA-MLP (paper): the EMA and the MLP, without attention",
-}
-"""What each family of models is, and whether it is the paper's or ours."""
-
-# The paper names the parts of its residual block and gives no formula: docs/tcn-block.md has the measurements that chose
-# norm, non-linearity (SiLU) and initialization.
+# The paper names the parts of its residual block and gives no formula: docs/tcn-block.md has the measurements behind
+# this norm, non-linearity (SiLU) and initialization.
 _RESIDUAL: dict[str, Any] = {"block": "residual", "output": "none", "init": "decay", "norm": "weight"}
 
 
@@ -38,7 +28,7 @@ class Preset:
     name: str
     """For example `tcnca-enwik8`."""
     family: str
-    """A key of `FAMILIES`."""
+    """For example `tcnca`; `tcnca.recipes.FAMILIES` says what each is."""
     task: str
     """The task it is for."""
     length: int
@@ -78,7 +68,11 @@ _TASKS: dict[str, _Task] = {
         truncation=None,
         attention={"position": "rotary"},
         model={
-            **{"num_layers": 12, "d_model": 512, "prenorm": True, "dropout": 0.1, "causal": True},
+            "num_layers": 12,
+            "d_model": 512,
+            "prenorm": True,
+            "dropout": 0.1,
+            "causal": True,
             # 205 byte values occur in EnWik8; MEGA's dictionary has 208 symbols.
             "input": TokenInputConfig(vocab_size=208, scale_embeddings=True),
             "head": LanguageModelHeadConfig(tie_embeddings=True),
@@ -93,7 +87,10 @@ _TASKS: dict[str, _Task] = {
         d_key=64,
         d_value=160,
         model={
-            **{"num_layers": 6, "d_model": 80, "prenorm": False, "dropout": 0.1},
+            "num_layers": 6,
+            "d_model": 80,
+            "prenorm": False,
+            "dropout": 0.1,
             # Ten digits, four operators with their opening bracket, the closing bracket, and one to spare.
             "input": TokenInputConfig(vocab_size=16),
             "head": ClassifierHeadConfig(num_classes=10, hidden=160, dropout=0.1),
@@ -105,7 +102,11 @@ _TASKS: dict[str, _Task] = {
         d_key=64,
         d_value=256,
         model={
-            **{"num_layers": 4, "d_model": 128, "norm": "scale", "prenorm": False, "dropout": 0.1},
+            "num_layers": 4,
+            "d_model": 128,
+            "norm": "scale",
+            "prenorm": False,
+            "dropout": 0.1,
             "input": _BYTES,
             "head": ClassifierHeadConfig(num_classes=2, hidden=256, dropout=0.1),
         },
@@ -116,7 +117,11 @@ _TASKS: dict[str, _Task] = {
         d_key=64,
         d_value=256,
         model={
-            **{"num_layers": 6, "d_model": 128, "norm": "scale", "prenorm": False, "dropout": 0.1},
+            "num_layers": 6,
+            "d_model": 128,
+            "norm": "scale",
+            "prenorm": False,
+            "dropout": 0.1,
             "input": _BYTES,
             "head": PairHeadConfig(num_classes=2, hidden=256, dropout=0.1),
         },
@@ -128,7 +133,10 @@ _TASKS: dict[str, _Task] = {
         d_value=320,
         attention=_LAPLACE,
         model={
-            **{"num_layers": 8, "d_model": 160, "norm": "batch", "prenorm": True},
+            "num_layers": 8,
+            "d_model": 160,
+            "norm": "batch",
+            "prenorm": True,
             "input": ValueInputConfig(),
             "head": ClassifierHeadConfig(num_classes=10, hidden=320),
         },
@@ -140,7 +148,10 @@ _TASKS: dict[str, _Task] = {
         d_value=256,
         attention=_LAPLACE,
         model={
-            **{"num_layers": 6, "d_model": 128, "norm": "batch", "prenorm": True},
+            "num_layers": 6,
+            "d_model": 128,
+            "norm": "batch",
+            "prenorm": True,
             "input": ValueInputConfig(),
             "head": ClassifierHeadConfig(num_classes=2, hidden=256),
         },
@@ -154,7 +165,10 @@ _TASKS: dict[str, _Task] = {
         truncation=4096,
         attention=_LAPLACE,
         model={
-            **{"num_layers": 4, "d_model": 64, "norm": "sync_batch", "prenorm": True},
+            "num_layers": 4,
+            "d_model": 64,
+            "norm": "sync_batch",
+            "prenorm": True,
             "input": ValueInputConfig(),
             "head": ClassifierHeadConfig(num_classes=2, hidden=128),
         },
@@ -173,7 +187,10 @@ def _recall(length: int) -> _Task:
         chunk_size=size,
         truncation=None,
         model={
-            **{"num_layers": 2, "d_model": size, "prenorm": True, "causal": True},
+            "num_layers": 2,
+            "d_model": size,
+            "prenorm": True,
+            "causal": True,
             "input": TokenInputConfig(vocab_size=10),
             "head": LanguageModelHeadConfig(tie_embeddings=False),
         },
