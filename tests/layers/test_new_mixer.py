@@ -1,4 +1,4 @@
-"""A mixer that the library does not know: one configuration, one module and one registry line are all it needs."""
+"""A mixer that the library does not know: a configuration, whose `kind` registers it, and a module are all it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tcnca
-from tcnca.layers import MIXERS, Mixer, MixerConfig, ParamOptions
+from tcnca.layers import Mixer, MixerConfig, ParamOptions
 from tcnca.models import summarize
 from tcnca.ops import State, zero_padding
 from tcnca.training.config import OptimizerConfig
@@ -25,7 +25,7 @@ class LeakyState(State):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeakyConfig(MixerConfig):
+class LeakyConfig(MixerConfig, kind="leaky"):
     """A leaky sum."""
 
     leak: float = 0.5
@@ -72,11 +72,6 @@ class Leaky(Mixer):
 
     def param_options(self) -> dict[str, ParamOptions]:
         return {"leak": ParamOptions("leaks", lr_mult=0.1, wd_mult=0.0)}
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MIXERS, "leaky", LeakyConfig)
 
 
 @pytest.mark.parametrize("attention", [ATTENTION, None], ids=["gated", "residual"])

@@ -198,7 +198,7 @@ def test_chunk_size() -> None:
     before, config = model(x).logits, model.config
     with pytest.raises(ConfigError, match=r"^attention\.chunk_size: expected at most 4, .*got 5"):
         small_config(chunk_size=5, max_length=4)
-    for wrong in (5, 0, 2.0):
+    for wrong in (5, 0, 2.5):
         with pytest.raises(ConfigError, match=r"^chunk_size: "):
             model.set_chunk_size(wrong)  # type: ignore[arg-type]
     assert model.config == config

@@ -148,7 +148,7 @@ def test_classifier_of_no_known_architecture_is_taken_for_one_of_transformers(tm
     [
         (LM, "decoder_layers", 0, "num_layers"),
         (LM, "decoder_embed_dim", "wide", "d_model"),
-        (LM, "decoder_n_dim", -1, "mixer.d_state"),
+        (LM, "decoder_n_dim", -1, "d_state"),
         (LM, "dropout", 2.0, "dropout"),
         (LM, "decoder_ffn_embed_dim", "wide", "d_ff"),
         (LM, "truncation_length", "long", "mixer.truncation"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import typer

@@ -8,12 +8,8 @@ from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_dtype
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
 from tcnca.layers.tcn import TCN, TCNConfig
 
-MIXERS: dict[str, type[MixerConfig]] = {"tcn": TCNConfig, "ema": EMAConfig}
-"""The mixers that a configuration can name by its `kind`."""
-
 __all__ = [
     "EMA",
-    "MIXERS",
     "NORM_KINDS",
     "TCN",
     "AttentionConfig",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_probability
+from tcnca.config import Config, PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError, InputError
 from tcnca.ops import (
-    ATTENTION_ACTIVATIONS,
     AttentionActivation,
     AttentionState,
     chunked_attention,
@@ -34,51 +33,40 @@ def check_reach(name: str, chunk_size: int | None, reach: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Config):
+class AttentionConfig(Config, kind="chunked"):
     """Attention of one head inside chunks."""
 
-    d_key: int = 64
+    d_key: PositiveInt = 64
     """Width of queries and keys (the paper's z)."""
-    d_value: int = 128
+    d_value: PositiveInt = 128
     """Width of values (the paper's v)."""
-    chunk_size: int | None = 128
+    chunk_size: PositiveInt | None = 128
     """Tokens in a chunk (the paper's C); None for attention over the whole sequence."""
     activation: AttentionActivation = "softmax"
     """Function that turns scores into weights."""
     position: Position = "simple"
     """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
     on queries and keys. `none`."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout of attention weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("attention.d_key", self.d_key, 1)
-        check_at_least("attention.d_value", self.d_value, 1)
-        for name in ("chunk_size", "max_length"):
-            if getattr(self, name) is not None:
-                check_at_least(f"attention.{name}", getattr(self, name), 1)
-        check_choice("attention.activation", self.activation, ATTENTION_ACTIVATIONS)
-        check_choice("attention.position", self.position, get_args(Position))
-        check_probability("attention.dropout", self.dropout)
         if self.position in ("rotary", "rope") and self.d_key % 2:
             raise ConfigError(
-                f"attention.d_key: expected an even number, as position {self.position!r} rotates pairs, "
-                f"got {self.d_key}"
+                f"d_key: expected an even number for position {self.position!r}, which rotates pairs, got {self.d_key}"
             )
         if self.position == "simple":
-            check_reach("attention.chunk_size", self.chunk_size, self.reach)
+            check_reach("chunk_size", self.chunk_size, self.reach)
 
     @property
     def reach(self) -> int:
         """Tokens that a `simple` bias covers."""
         reach = self.chunk_size if self.max_length is None else self.max_length
         if reach is None:
-            raise ConfigError(
-                "attention.max_length: expected a whole number for a simple bias without chunks, got None"
-            )
+            raise ConfigError("max_length: expected an integer for a simple position bias without chunks, got None")
         return reach
 
 
@@ -198,8 +186,8 @@ class ChunkedAttention(nn.Module):
             return rotary_bias(self.alpha, self.beta, reach)
         if reach > limit:
             raise InputError(
-                f"x: expected at most {limit} tokens, including those of earlier calls, got {reach}; the simple position "
-                f"bias reaches no further (attention.max_length)"
+                f"x: expected at most {limit} tokens, including those of earlier calls, got {reach}; the simple "
+                f"position bias reaches no further (attention.max_length)"
             )
         return self.bias
 

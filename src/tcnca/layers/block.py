@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import Config, NonNegativeInt, PositiveInt, Probability
 from tcnca.errors import ConfigError
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
 from tcnca.layers.feed_forward import WEIGHT_STD, Dropout, FeedForward, Linear
 from tcnca.layers.mixer import MixerConfig
-from tcnca.layers.norm import NORM_KINDS, NormKind, make_norm
+from tcnca.layers.norm import NormKind, make_norm
 from tcnca.layers.tcn import TCNConfig
-from tcnca.ops import ACTIVATIONS, Activation, AttentionState, State, activation
+from tcnca.ops import Activation, AttentionState, State, activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LayerState(State):
 class LayerConfig(Config):
     """The structure of a layer."""
 
-    d_model: int = 128
+    d_model: PositiveInt = 128
     """Channels of the sequence between layers (the paper's d)."""
-    d_ff: int = 256
+    d_ff: NonNegativeInt = 256
     """Hidden width of the feed-forward net; 0 for none."""
     mixer: MixerConfig | None = dataclasses.field(default_factory=TCNConfig)
     """What mixes over time before the attention."""
@@ -52,29 +52,17 @@ class LayerConfig(Config):
     """Normalization of every layer."""
     prenorm: bool = True
     """Whether to normalize the input of a part, or its sum with the residual."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout of embeddings, of mixers' outputs and of everything added to the residual."""
-    value_dropout: float = 0.0
+    value_dropout: Probability = 0.0
     """Dropout of the attention's values."""
-    ff_dropout: float = 0.0
+    ff_dropout: Probability = 0.0
     """Dropout inside the feed-forward nets."""
     feature_dropout: bool = False
     """Whether dropout inside the layers drops whole channels of a sequence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("d_model", self.d_model, 1)
-        check_at_least("d_ff", self.d_ff, 0)
-        for name in ("gated", "causal", "prenorm", "feature_dropout"):
-            check_flag(name, getattr(self, name))
-        for name in ("dropout", "value_dropout", "ff_dropout"):
-            check_probability(name, getattr(self, name))
-        check_choice("activation", self.activation, ACTIVATIONS)
-        check_choice("norm", self.norm, NORM_KINDS)
-        for name, kind in (("mixer", MixerConfig), ("attention", AttentionConfig)):
-            value = getattr(self, name)
-            if not (value is None or isinstance(value, kind)):
-                raise ConfigError(f"{name}: expected None or a {kind.__name__}, got {value!r}")
         if self.gated and self.attention is None:
             raise ConfigError("gated: expected False without attention, got True; MEGA's gates need attention")
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.config import check_at_least, check_choice, check_flag
+from tcnca.config import PositiveInt
 from tcnca.errors import ConfigError
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
-from tcnca.ops import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
 
 EMAOutput = Literal["skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EMAConfig(MixerConfig):
+class EMAConfig(MixerConfig, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 
-    d_state: int = 16
+    d_state: PositiveInt = 16
     """Size of the hidden state of each channel (the paper's N)."""
-    truncation: int | None = None
+    truncation: PositiveInt | None = None
     """Length at which the kernel is cut off. The streaming state then holds as many past inputs."""
     backend: EMABackend = "auto"
     """Implementation: `fft`, `scan`, `recurrent`, or `fused` kernels for NVIDIA GPUs; `auto` uses `fused` where it can
@@ -35,15 +35,9 @@ class EMAConfig(MixerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("mixer.d_state", self.d_state, 1)
-        if self.truncation is not None:
-            check_at_least("mixer.truncation", self.truncation, 1)
-        check_choice("mixer.backend", self.backend, EMA_BACKENDS)
-        check_flag("mixer.spread", self.spread)
-        check_choice("mixer.output", self.output, get_args(EMAOutput))
         if self.backend == "fused" and self.truncation is not None:
             raise ConfigError(
-                f"mixer.backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'fused', which has no "
+                f"backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'fused', which has no "
                 "truncated kernels"
             )
 

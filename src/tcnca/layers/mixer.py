@@ -1,7 +1,7 @@
 """The protocol of mixers: modules that mix each channel over time, such as the TCN and the EMA.
 
 Blocks, models, summaries and optimizers use mixers through this protocol alone. A new mixer is an operator in
-`tcnca.ops`, a file here with a `MixerConfig` and a `Mixer`, and a line in `tcnca.layers.MIXERS`.
+`tcnca.ops` and a file here with a `MixerConfig`, whose `kind` registers it, and a `Mixer`.
 """
 
 from __future__ import annotations

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError
 from tcnca.layers.feed_forward import Dropout
 from tcnca.layers.init import initial_kernels
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
 from tcnca.layers.norm import fold, make_norm, weight_norm
-from tcnca.ops import ACTIVATIONS, Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
+from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
@@ -24,16 +24,20 @@ TCNOutput = Literal["none", "skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TCNConfig(MixerConfig):
-    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`."""
+class TCNConfig(MixerConfig, kind="tcn"):
+    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`.
 
-    kernel_size: int = 17
+    The defaults are the linear chain of TCNCA-linear, which trains best. The paper's TCN has `block="residual"`,
+    `output="none"`, `init="decay"` and `norm="weight"`. See docs/tcn-block.md.
+    """
+
+    kernel_size: PositiveInt = 17
     """Taps of every kernel (the paper's K)."""
-    dilation_factor: int = 8
+    dilation_factor: PositiveInt = 8
     """Growth of the dilation from block to block (the paper's f)."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Number of blocks (the paper's D)."""
-    convolutions: int = 1
+    convolutions: PositiveInt = 1
     """Convolutions in one block (the paper's B): 1 in the paper, 2 in the classic TCN."""
     activation: Activation = "silu"
     """Non-linearity, where `block` or `output` has one."""
@@ -42,7 +46,7 @@ class TCNConfig(MixerConfig):
     `rms` and `layer` of its output mix channels, which the paper's TCN does not do. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout inside the blocks."""
     block: TCNBlock = "linear"
     """Structure of the blocks. `linear`: convolutions only. `chain`: each convolution is followed by
@@ -60,23 +64,14 @@ class TCNConfig(MixerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
-            check_at_least(f"mixer.{name}", getattr(self, name), 1)
-        check_choice("mixer.activation", self.activation, ACTIVATIONS)
-        check_choice("mixer.norm", self.norm, get_args(TCNNorm))
-        check_choice("mixer.init", self.init, get_args(TCNInit))
-        check_choice("mixer.block", self.block, get_args(TCNBlock))
-        check_choice("mixer.output", self.output, get_args(TCNOutput))
-        check_flag("mixer.bias", self.bias)
-        check_probability("mixer.dropout", self.dropout)
         # A field without effect is an error, since two identical models could be taken for a comparison.
         if self.activation != "silu" and self.block == "linear" and self.output != "activation":
             raise ConfigError(
-                f"mixer.activation: expected block 'chain' or 'residual' or output 'activation' with "
+                f"activation: expected block 'chain' or 'residual' or output 'activation' with "
                 f"{self.activation!r}, got block 'linear' and output {self.output!r}, which have no non-linearity"
             )
         if self.init == "series" and self.block == "residual":
-            raise ConfigError("mixer.init: expected block 'linear' or 'chain' with 'series', got 'residual'")
+            raise ConfigError("init: expected block 'linear' or 'chain' with 'series', got 'residual'")
 
     def build(self, d_model: int, causal: bool = True) -> TCN:
         """Return a new `TCN`."""

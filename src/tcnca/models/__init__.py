@@ -2,24 +2,21 @@
 
 from tcnca.models.config import ModelConfig
 from tcnca.models.heads import (
-    HEADS,
     ClassifierHeadConfig,
     HeadConfig,
     LanguageModelHeadConfig,
     PairHeadConfig,
     RegressionHeadConfig,
 )
-from tcnca.models.inputs import INPUTS, InputConfig, TokenInputConfig, ValueInputConfig
+from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.mega import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel, Summary, summarize
 from tcnca.models.packing import Lengths
 from tcnca.models.preprocessing import Preprocessing
-from tcnca.models.presets import Optimization, Preset, build, preset, presets
+from tcnca.models.presets import Preset, build, preset, presets
 from tcnca.models.serialization import load, save
 
 __all__ = [
-    "HEADS",
-    "INPUTS",
     "ClassifierHeadConfig",
     "HeadConfig",
     "InputConfig",
@@ -28,7 +25,6 @@ __all__ = [
     "ModelConfig",
     "ModelOutput",
     "ModelState",
-    "Optimization",
     "PairHeadConfig",
     "Preprocessing",
     "Preset",

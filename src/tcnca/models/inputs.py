@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_flag
+from tcnca.config import Config, NonNegativeInt, PositiveInt
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_dtype, make_norm
 from tcnca.models.preprocessing import Preprocessing, Standardization
@@ -23,36 +23,26 @@ class InputConfig(Config, abc.ABC):
     norm: bool = False
     """Whether embeddings are normalized."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("input.norm", self.norm)
-
     @abc.abstractmethod
     def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> Embedding:
         """Return a new module; `norm` is the model's kind of normalization."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInputConfig(InputConfig):
+class TokenInputConfig(InputConfig, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    vocab_size: int = 256
+    vocab_size: PositiveInt = 256
     """Number of tokens."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by √d_model."""
-    pad_token_id: int | None = None
+    pad_token_id: NonNegativeInt | None = None
     """Token that means padding: it is masked where neither lengths nor a mask are given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("input.vocab_size", self.vocab_size, 1)
-        check_flag("input.scale_embeddings", self.scale_embeddings)
-        if self.pad_token_id is not None:
-            check_at_least("input.pad_token_id", self.pad_token_id, 0)
-            if self.pad_token_id >= self.vocab_size:
-                raise ConfigError(
-                    f"input.pad_token_id: expected a token below vocab_size {self.vocab_size}, got {self.pad_token_id}"
-                )
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
 
     def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> TokenEmbedding:
         """Return a new `TokenEmbedding`."""
@@ -66,23 +56,15 @@ class TokenInputConfig(InputConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInputConfig(InputConfig):
+class ValueInputConfig(InputConfig, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
-    features: int = 1
+    features: PositiveInt = 1
     """Values at each time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("input.features", self.features, 1)
 
     def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> ValueEmbedding:
         """Return a new `ValueEmbedding`."""
         return ValueEmbedding(self, d_model, norm, preprocessing)
-
-
-INPUTS: dict[str, type[InputConfig]] = {"tokens": TokenInputConfig, "values": ValueInputConfig}
-"""The inputs that a configuration can name by its `kind`."""
 
 
 class Embedding(nn.Module, abc.ABC):

@@ -10,12 +10,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config
 from tcnca.errors import ConfigError, InputError, VocabularyError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preprocessing(Config):
+class Preprocessing:
     """Facts about the training data. They are saved with the model, and the model applies them.
 
     A task yields raw inputs and raw targets. The model computes `(x - input_mean) / input_std` on real-valued inputs,
@@ -41,7 +40,6 @@ class Preprocessing(Config):
     """Symbol of each token, for models of words separated by spaces, such as ListOps."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "task" and value is not None:
