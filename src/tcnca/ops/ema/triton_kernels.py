@@ -264,8 +264,8 @@ def carry(
 ) -> None:
     """Turn the ends of segments of `length` tokens into what the segments start from, in place.
 
-    `WIDTH` chains of `share` segments, a multiple of `GROUP`, run in parallel, and end in `total`. In float64, as a decay
-    near 1 is raised to the power of a whole sequence.
+    `WIDTH` chains of `share` segments, a multiple of `GROUP`, run in parallel, and end in `total`. In float64, as a
+    decay near 1 is raised to the power of a whole sequence.
     """
     program = tl.program_id(0)
     lane = program % blocks * BLOCK + tl.arange(0, BLOCK)

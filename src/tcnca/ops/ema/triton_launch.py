@@ -16,7 +16,7 @@ from tcnca.ops.ema import triton_kernels as kernels
 from tcnca.ops.launcher import Launch
 
 TILE = 32  # channels of a program
-# Programs of one warp for each multiprocessor. More of them hide the latency of memory; each reads where it starts from.
+# Programs of one warp for each multiprocessor. More of them hide the latency of memory, but each reads its start.
 PROGRAMS = 32
 MIN_SEGMENT, MAX_SEGMENT = 128, 1024
 # Segments are whole groups of steps, of any size below.

@@ -69,8 +69,8 @@ def _forward(stream: int, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None,
     *parameters, initial, lengths, return_final = rest
     buffers = _buffers(x, parameters[0], return_final)
     initial = None if initial is None else aligned(initial)
-    parameters = tuple([aligned(part) for part in parameters])
-    return *buffers, run_forward(stream, x, parameters, initial, _int64(lengths), *buffers)
+    packed = tuple([aligned(part) for part in parameters])
+    return *buffers, run_forward(stream, x, packed, initial, _int64(lengths), *buffers)
 
 
 @on_device
