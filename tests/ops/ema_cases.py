@@ -140,7 +140,7 @@ def rounded_coefficients() -> Iterator[None]:
     How far a decay is from 1, float32 does not say well: for 0.9997 it is off by up to a ten-thousandth, and with it
     all that remembers as long. Forms that keep decays in float32 share that error, and none may add to it.
     """
-    modules = [importlib.import_module(f"tcnca.ops.ema.{name}") for name in ("naive", "interface")]
+    modules = [importlib.import_module(f"tcnca.ops.ema.{name}") for name in ("naive", "api")]
     naive: Any = modules[0]
     exactly = naive.ema_coefficients
 

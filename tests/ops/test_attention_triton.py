@@ -231,12 +231,12 @@ def test_on_a_cpu_auto_is_naive_to_the_bit_and_triton_is_refused() -> None:
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
-    interface: Any = importlib.import_module("tcnca.ops.attention.interface")
+    api: Any = importlib.import_module("tcnca.ops.attention.api")
     naive: Any = importlib.import_module("tcnca.ops.attention.naive")
     optional = {"bias": None, "lengths": None, "state": None, **options}
     settings = {"chunk_size": 4, "causal": True, "activation": "softmax", "dropout": 0.0}
     call = naive.AttentionCall(q, k, v, return_state=False, inplace=False, **settings, **optional)
-    return interface.CANDIDATES[0].unsupported_reason(call)
+    return api.CANDIDATES[0].unsupported_reason(call)
 
 
 def test_derivatives_that_the_kernels_lack_are_a_reason() -> None:
