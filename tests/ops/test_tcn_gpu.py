@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
 
 pytestmark = pytest.mark.gpu
@@ -359,7 +359,7 @@ def test_graphs_replay_to_the_bit() -> None:
     x, weight = (leaf.detach() for leaf in Case().leaves())
     expected, _ = tcn(x, weight, 3, backend="cuda")
     torch.cuda.synchronize()
-    with capturing() as graph:
+    with capture_graph() as graph:
         y, _ = tcn(x, weight, 3, backend="cuda")
     for _ in range(2):
         y.fill_(float("nan"))
