@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tcnca.errors import KernelError
+from tcnca.ops.driver import ensure_context as enter
 from tcnca.ops.kernels import ADVICE, INTERPRETED
-from tcnca.ops.tcn.cuda.compiled import enter
 
 KINDS = {
     torch.float32: "fp32",
