@@ -158,7 +158,7 @@ class State:
         try:
             state = _rebuild(json.loads(metadata["structure"]), "", tensors)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise StateError(f"{path}: expected a complete state, got one without {error}") from error
+            raise StateError(f"{path}: expected a complete state, got a damaged one ({error!r})") from error
         if not isinstance(state, cls):
             raise StateError(f"{path}: expected a {cls.__name__}, got a {type(state).__name__}")
         return state
