@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops import ATTENTION_ACTIVATIONS, chunked_attention
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
 from tests.ops.test_attention_fused import BRAIN, FULL, HALF, Case, assert_right, by_kernels, in_plain
 
@@ -229,7 +229,7 @@ def test_graphs_replay_to_the_bit() -> None:
     q, k, v = (torch.randn(2, 600, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
     expected = by_kernels(q, k, v, chunk_size=256)
     torch.cuda.synchronize()
-    with capturing() as graph:
+    with capture_graph() as graph:
         out = by_kernels(q, k, v, chunk_size=256)
     out.fill_(float("nan"))
     graph.replay()
@@ -249,7 +249,7 @@ def test_a_first_call_may_be_captured() -> None:
         cache.cache_clear()
     # What `expected` holds ties its leaves to the stream that it ran on, and no other may wait for a capture.
     fresh = [leaf.detach().requires_grad_() for leaf in leaves]
-    with capturing() as graph:
+    with capture_graph() as graph:
         captured = case.run(fresh, slope, by_kernels)
     assert start.loaded.cache_info().currsize > 0, "the capture loaded no kernel"
     graph.replay()

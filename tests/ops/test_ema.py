@@ -1,4 +1,4 @@
-"""The EMA against its kernel and its recurrence written out, its three forms against each other, and its precision."""
+"""The EMA: its kernel written out, its forms against each other, its precision, and its state."""
 
 from __future__ import annotations
 
@@ -9,18 +9,43 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tcnca.ops import EMABackend, EMAState, ema, ema_coefficients, ema_kernel
+from tcnca.ops import EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tests.comparison import TOLERANCE, assert_close
-from tests.ops.ema_cases import Case, assert_right
-from tests.ops.properties import PLAIN, THOROUGH, assert_same_gradients, gradients, in_pieces, leaf
+from tests.ops.ema_cases import Case as KernelCase
+from tests.ops.ema_cases import assert_right
+from tests.ops.properties import (
+    EXTRA,
+    PYTORCH_EMA,
+    SIZES,
+    THOROUGH,
+    WAITING,
+    Case,
+    assert_causal,
+    assert_inplace_changes_nothing,
+    assert_layout_does_not_matter,
+    assert_padding_gives_no_nan,
+    assert_padding_ignored,
+    assert_ragged_stream,
+    assert_same_gradients,
+    assert_split_invariant,
+    assert_state_left_alone,
+    counts,
+    gradients,
+    in_pieces,
+    leaf,
+    some_lengths,
+)
 
+BATCH, CHANNELS = 3, 2
+every_backend = pytest.mark.parametrize("backend", PYTORCH_EMA)
 DIRECTIONS = st.sampled_from([1, 2])
-TRUNCATIONS = st.none() | st.integers(1, 14)
+# From the second lag on alpha matters; a truncation of one is tested apart.
+TRUNCATIONS = st.none() | st.integers(2, 12)
 
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -60,20 +85,6 @@ def naive_convolution(x: Tensor, kernel: Tensor) -> Tensor:
     return y
 
 
-def naive_recurrence(x: Tensor, delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:
-    """`s ← p β x + q s`, `y = Σ_n γ s / √N`."""
-    hidden = delta.shape[2]
-    y = torch.zeros_like(x)
-    for row, channel, n in itertools.product(range(x.shape[0]), range(x.shape[2]), range(hidden)):
-        d, a, b, g = (float(part[0, channel, n]) for part in (delta, alpha, beta, gamma))
-        p = sigmoid(d)
-        q, state = 1 - p * sigmoid(a), 0.0
-        for time in range(x.shape[1]):
-            state = p * b * float(x[row, time, channel]) + q * state
-            y[row, time, channel] += g * state / math.sqrt(hidden)
-    return y
-
-
 @pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
 def test_kernel_is_the_sum_written_out(directions: int) -> None:
     with torch.no_grad():
@@ -88,9 +99,11 @@ def test_delta_weighs_the_input_and_alpha_damps() -> None:
     assert_close(readout, torch.full((1, 1, 4), 2.5))
 
 
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 @THOROUGH
-@given(time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=TRUNCATIONS)
+@given(
+    time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=st.none() | st.integers(1, 14)
+)
 def test_equals_the_convolution_written_out(
     backend: EMABackend, time: int, hidden: int, directions: int, truncation: int | None
 ) -> None:
@@ -100,13 +113,6 @@ def test_equals_the_convolution_written_out(
         y, _ = ema(x, *values, backend=backend, truncation=truncation)
         expected = naive_convolution(x, naive_kernel(*values, length=time if truncation is None else truncation))
     assert_close(y, expected)
-
-
-@pytest.mark.parametrize("backend", PLAIN)
-def test_equals_the_recurrence_written_out(backend: EMABackend) -> None:
-    with torch.no_grad():
-        x, values = torch.randn(2, 23, 2, dtype=torch.float64), parameters(1, 2, 3)
-        assert_close(ema(x, *values, backend=backend)[0], naive_recurrence(x, *values))
 
 
 def test_both_directions_see_the_present() -> None:
@@ -137,7 +143,7 @@ def test_the_three_forms_are_one(time: int, directions: int, truncation: int | N
 
 
 @pytest.mark.parametrize("truncation", [7, 12, 20], ids=["below", "equal", "above"])
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 def test_truncation_forgets_exactly_the_older_inputs(backend: EMABackend, truncation: int) -> None:
     x = leaf(1, 12, 1)
     y, _ = ema(x, *parameters(1, 1, 2), backend=backend, truncation=truncation)
@@ -146,9 +152,8 @@ def test_truncation_forgets_exactly_the_older_inputs(backend: EMABackend, trunca
     assert reached == list(range(max(12 - truncation, 0), 12))
 
 
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
-@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@every_backend
+@pytest.mark.parametrize(("directions", "truncation"), [(1, None), (2, 3)], ids=["causal", "bidirectional-truncated"])
 def test_gradients_are_those_of_the_function(backend: EMABackend, truncation: int | None, directions: int) -> None:
     def function(x: Tensor, *values: Tensor) -> Tensor:
         return ema(x, *values, backend=backend, truncation=truncation)[0]
@@ -156,10 +161,8 @@ def test_gradients_are_those_of_the_function(backend: EMABackend, truncation: in
     assert gradcheck(function, (leaf(2, 5, 1), *parameters(directions, 1, 2)))
 
 
-@pytest.mark.parametrize("lengths", [None, [2, 0]], ids=str)
-@pytest.mark.parametrize("time", [1, 4])
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
+@pytest.mark.parametrize(("time", "lengths"), [(1, [2, 0]), (4, None), (4, [2, 0])], ids=str)
+@pytest.mark.parametrize(("backend", "truncation"), [("fft", None), ("scan", 3), ("recurrent", 3)])
 def test_gradients_through_the_state(
     backend: EMABackend, truncation: int | None, time: int, lengths: list[int] | None
 ) -> None:
@@ -177,9 +180,8 @@ def test_gradients_through_the_state(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("truncation", [None, 9], ids=["full", "truncated"])
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@every_backend
+@pytest.mark.parametrize(("directions", "truncation"), [(1, 9), (2, None)], ids=["causal-truncated", "bidirectional"])
 def test_lower_precision_is_close_to_float64(
     dtype: torch.dtype, truncation: int | None, backend: EMABackend, directions: int
 ) -> None:
@@ -193,19 +195,21 @@ def test_lower_precision_is_close_to_float64(
 
 # Decays near 1, which float32 rounds; a gradient of two parts that cancel.
 HARD = [
-    Case(1, 40_000, 5, 16, state=True, final=True, slow=True),
-    Case(4, 8191, 64, 16, directions=2, dtype=torch.bfloat16, expanded=True),
+    KernelCase(1, 40_000, 5, 16, state=True, final=True, slow=True),
+    pytest.param(
+        KernelCase(4, 8191, 64, 16, directions=2, dtype=torch.bfloat16, expanded=True), marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", HARD, ids=str)
-def test_float32_errs_by_no_more_than_its_coefficients_make_it(case: Case) -> None:
+def test_float32_errs_by_no_more_than_its_coefficients_make_it(case: KernelCase) -> None:
     assert_right(case, "cpu", "fft")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("truncation", [None, 100], ids=["full", "truncated"])
-@pytest.mark.parametrize("sizes", [[1] * 300, [1, 200, 99], [300]], ids=["token by token", "pieces", "one call"])
+@pytest.mark.parametrize("sizes", [[1] * 300, [1, 200, 99]], ids=["token by token", "pieces"])
 def test_a_long_past_keeps_its_precision(dtype: torch.dtype, truncation: int | None, sizes: list[int]) -> None:
     with torch.no_grad():
         # Slow decays: an output sums hundreds of inputs, which half precision would round away.
@@ -226,7 +230,7 @@ def _ema(x: Tensor, values: list[Tensor], **options: Any) -> tuple[Tensor, EMASt
     return ema(x, *values, **options)
 
 
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 def test_autocast_leaves_the_precision_alone(backend: EMABackend) -> None:
     with torch.no_grad():
         x, *values = (part.float() for part in (leaf(2, 60, 3), *parameters(1, 3, 4)))
@@ -239,10 +243,8 @@ def test_autocast_leaves_the_precision_alone(backend: EMABackend) -> None:
     assert all(torch.equal(*pair) for pair in zip(state.tensors().values(), other.tensors().values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "sizes", [None, [5], [1] * 5, [2, 3]], ids=["no state", "one call", "token by token", "pieces"]
-)
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("sizes", [None, [1, 1, 3]], ids=["no state", "pieces"])
+@every_backend
 def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | None) -> None:
     # Sigmoids of 20 round to 1 in float32, and the decay to exactly 0: only the present is left.
     x, values = torch.ones(1, 5, 1), [torch.full((1, 1, 1), v, requires_grad=True) for v in (20.0, 20.0, 1.0, 1.0)]
@@ -251,3 +253,138 @@ def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | 
     assert_close(y.detach(), x)
     for gradient in torch.autograd.grad(y.sum(), values):
         assert bool(gradient.isfinite().all())
+
+
+def ema_case(
+    time: int,
+    backend: EMABackend,
+    truncation: int | None = None,
+    hidden: int = 3,
+    directions: int = 1,
+    cached: bool = False,
+) -> Case:
+    torch.manual_seed(0)
+    delta, alpha, beta, gamma = (leaf(directions, CHANNELS, hidden, scale=1.5) for _ in range(4))
+    kernel = ema_kernel(delta, alpha, beta, gamma, max(time, truncation or 1)) if cached else None
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
+        options |= {"backend": backend, "truncation": truncation, "kernel": kernel}
+        return ema(x, delta, alpha, beta, gamma, **options)
+
+    parameters = {"delta": delta, "alpha": alpha, "beta": beta, "gamma": gamma}
+    return Case(operator, (leaf(BATCH, time, CHANNELS),), parameters)
+
+
+@every_backend
+@THOROUGH
+@given(truncation=TRUNCATIONS, hidden=st.integers(1, 3), sizes=SIZES, cached=st.booleans())
+def test_many_calls_equal_one(
+    backend: EMABackend, truncation: int | None, hidden: int, sizes: list[int], cached: bool
+) -> None:
+    assert_split_invariant(ema_case(sum(sizes), backend, truncation, hidden, cached=cached), sizes)
+
+
+@every_backend
+def test_a_truncation_of_one_has_no_past(backend: EMABackend) -> None:
+    case = ema_case(7, backend, truncation=1)
+    with torch.no_grad():
+        _, state = case.operator(case.inputs[0][:, :4], return_state=True)
+        continued, _ = case.operator(case.inputs[0][:, 4:], state=state)
+        afresh, _ = case.operator(case.inputs[0][:, 4:])
+    assert isinstance(state, EMAState)
+    assert_close(continued, afresh)
+
+
+@every_backend
+@THOROUGH
+@given(truncation=TRUNCATIONS, sizes=SIZES)
+def test_inplace_equals_a_new_state(backend: EMABackend, truncation: int | None, sizes: list[int]) -> None:
+    assert_inplace_changes_nothing(ema_case(sum(sizes), backend, truncation), sizes)
+
+
+@every_backend
+@given(truncation=TRUNCATIONS, sizes=SIZES)
+def test_a_state_can_be_used_again(backend: EMABackend, truncation: int | None, sizes: list[int]) -> None:
+    assert_state_left_alone(ema_case(sum(sizes), backend, truncation), sizes)
+
+
+@pytest.mark.parametrize("truncation", [None, 1, 5])
+def test_starting_from_the_initial_state_equals_starting_from_none(truncation: int | None) -> None:
+    case = ema_case(7, "fft", truncation)
+    start = initial_ema_state(BATCH, CHANNELS, 3, truncation, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close(case.operator(*case.inputs, state=start)[0], case.operator(*case.inputs)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None], ids=str)
+def test_hidden_states_start_in_float32_at_least(dtype: torch.dtype | None) -> None:
+    hidden = initial_ema_state(BATCH, CHANNELS, 3, dtype=dtype).hidden
+    assert hidden is not None
+    assert hidden.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@every_backend
+def test_a_state_may_be_continued_by_another_form(backend: EMABackend) -> None:
+    first, second, whole = (ema_case(11, form) for form in ("fft", backend, "recurrent"))
+    with torch.no_grad():
+        _, state = first.operator(first.inputs[0][:, :6], return_state=True)
+        y, _ = second.operator(first.inputs[0][:, 6:], state=state)
+        assert_close(y, whole.operator(*first.inputs)[0][:, 6:])
+
+
+@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@every_backend
+@THOROUGH
+@given(truncation=TRUNCATIONS, lengths=some_lengths(BATCH, 9))
+def test_padding_is_ignored(backend: EMABackend, directions: int, truncation: int | None, lengths: list[int]) -> None:
+    assert_padding_ignored(ema_case(9, backend, truncation, directions=directions), lengths)
+
+
+@every_backend
+@THOROUGH
+@example(truncation=None, calls=WAITING, extra=0, inplace=False)
+@example(truncation=None, calls=WAITING, extra=0, inplace=True)
+@example(truncation=4, calls=WAITING, extra=0, inplace=True)
+@given(truncation=TRUNCATIONS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
+def test_rows_of_different_lengths_stream_alone(
+    backend: EMABackend, truncation: int | None, calls: list[list[int]], extra: int, inplace: bool
+) -> None:
+    case = ema_case(max(map(sum, zip(*calls, strict=True))), backend, truncation)
+    with torch.set_grad_enabled(not inplace):
+        assert_ragged_stream(case, calls, extra, inplace)
+
+
+@pytest.mark.parametrize("truncation", [None, 4], ids=["full", "truncated"])
+@pytest.mark.parametrize(("directions", "streaming"), [(1, True), (2, False)])
+@every_backend
+def test_rows_without_tokens_give_no_nan(
+    backend: EMABackend, directions: int, streaming: bool, truncation: int | None
+) -> None:
+    assert_padding_gives_no_nan(ema_case(6, backend, truncation, directions=directions), [0, 6, 0], streaming)
+
+
+@every_backend
+@given(truncation=TRUNCATIONS, at=st.integers(1, 9))
+def test_the_future_moves_nothing(backend: EMABackend, truncation: int | None, at: int) -> None:
+    # A Fourier transform spreads its rounding over all times.
+    assert_causal(ema_case(10, backend, truncation), at, exact=backend != "fft")
+
+
+@pytest.mark.parametrize("truncation", [None, 4], ids=["full", "truncated"])
+@every_backend
+def test_strided_inputs_give_the_same(backend: EMABackend, truncation: int | None) -> None:
+    assert_layout_does_not_matter(ema_case(9, backend, truncation), [1, 6, 2])
+
+
+def test_a_truncated_ema_forgets_an_outlier() -> None:
+    """Decays near 1, so that whatever stays behind of the outlier stays for good."""
+    torch.manual_seed(0)
+    values = [torch.full((1, 2, 3), level) for level in (-3.0, -6.0, 1.0, 1.0)]
+    x = torch.randn(1, 600, 2)
+    x[:, 100] = 1e5
+    exact, _ = ema(x.double(), *(part.double() for part in values), truncation=64)
+    state, outputs = None, []
+    for time in range(600):
+        y, state = ema(x[:, time : time + 1], *values, truncation=64, state=state, return_state=True)
+        outputs.append(y)
+    assert_close(torch.cat(outputs, 1)[:, 200:], exact[:, 200:])

@@ -14,7 +14,7 @@ import tcnca
 from tcnca import AttentionConfig, EMAConfig, ModelConfig, ValueInputConfig
 from tcnca.errors import KernelError
 from tcnca.ops import ema, ema_kernel
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 from tests.comparison import TOLERANCE, assert_close, relative_error
 from tests.ops.ema_cases import Case, assert_right, some
 
@@ -164,7 +164,7 @@ def test_a_cuda_graph_repeats_it() -> None:
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    with capturing() as graph:
+    with capture_graph() as graph:
         captured = step()
     with torch.no_grad():
         x.copy_(torch.randn_like(x))

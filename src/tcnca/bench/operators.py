@@ -153,7 +153,7 @@ def scan_operator(causal: bool, hidden: int = 8) -> Operator:
         name=_named("scan-ema", causal, hidden),
         label=_labeled("scan-EMA", causal, hidden),
         about="the library's EMA as a scan: fused on a GPU, in plain PyTorch with the states of all times elsewhere",
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fused" if x.is_cuda else "scan")[0],
+        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="triton" if x.is_cuda else "scan")[0],
         oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
         max_length=None,
     )

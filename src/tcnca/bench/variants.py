@@ -37,7 +37,7 @@ class Variant:
 
 def variants(device: torch.device) -> tuple[Variant, ...]:
     """All of them. The fused scan of a GPU knows no truncation: its kernels are as long as the sequence."""
-    scan = {"backend": "fused", "truncation": None} if device.type == "cuda" else {"backend": "scan"}
+    scan = {"backend": "triton", "truncation": None} if device.type == "cuda" else {"backend": "scan"}
     return (
         Variant(name="tcnca", label="TCNCA", family="tcnca", changes={}),
         Variant(name="mega-fft", label="MEGA, EMA by FFT", family="mega", changes={"backend": "fft"}),

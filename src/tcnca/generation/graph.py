@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tcnca.models import ModelState, SequenceModel
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 
 LEAST_TOKENS = 8
 """Recording costs about as much as so many steps."""
@@ -35,7 +35,7 @@ class GraphedStep:
             stream = torch.cuda.Stream()
             self._warm_up(model, state, stream)
             # Other threads, one that pins memory for example, may go on meanwhile: all of this happens in this one.
-            with capturing(stream, error_mode="thread_local") as self._graph:
+            with capture_graph(stream, error_mode="thread_local") as self._graph:
                 logits, after = model(self._token.unsqueeze(1), state=state, inplace=True)
                 assert after is not None
                 for name, tensor in after.tensors().items():

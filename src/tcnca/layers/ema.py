@@ -25,8 +25,8 @@ class EMAConfig(Config):
     truncation: int | None = None
     """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
     backend: EMABackend = "auto"
-    """How it is computed: `fft`, `scan`, `recurrent`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
-    can run, else `fft`. All give the same."""
+    """`recurrent`, `scan`, `fft`, `triton` (kernels for NVIDIA GPUs) or `auto` (`triton` where it can run, else `fft`).
+    All give the same results."""
     spread: bool = False
     """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
     output: EMAOutput = "activation"
@@ -40,9 +40,9 @@ class EMAConfig(Config):
         check_choice("mixer.backend", self.backend, EMA_BACKENDS)
         check_flag("mixer.spread", self.spread)
         check_choice("mixer.output", self.output, get_args(EMAOutput))
-        if self.backend == "fused" and self.truncation is not None:
+        if self.backend == "triton" and self.truncation is not None:
             raise ConfigError(
-                f"mixer.backend: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
+                f"mixer.backend: expected another than 'triton' with truncation {self.truncation}; "
                 "'auto' takes 'fft' for a truncated kernel"
             )
 

@@ -127,7 +127,7 @@ class Launch:
         cooperative: bool = False,
     ) -> None:
         words = [0] * num_addresses + [_word(number, "<d" if as_struct else "<f") for number in numbers]
-        self._slots = (ctypes.c_int64 * len(words))(*words)
+        self._slots: Any = (ctypes.c_int64 * len(words))(*words)
         first = ctypes.addressof(self._slots)
         starts = [first] if as_struct else [first + 8 * i for i in range(len(words))]
         self._arguments = (ctypes.c_void_p * len(starts))(*starts)
@@ -140,7 +140,7 @@ class Launch:
         self._lock = threading.Lock()
         self._name = function.name
 
-    def __call__(self, stream: int, *addresses: Any) -> None:
+    def __call__(self, stream: int, *addresses: int) -> None:
         """Launch the kernel on a stream of the current device."""
         # The driver has copied the arguments when it returns; until then no other thread may write its own.
         with self._lock:

@@ -1,4 +1,4 @@
-"""Chunked attention as an operator of PyTorch: `tcnca::chunked_attention` and its gradient.
+"""Chunked attention by kernels as PyTorch operators: `tcnca::chunked_attention` and its gradient.
 
 The kernels, and Triton with them, are imported by the first call.
 """
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import KernelError
-from tcnca.ops.kernels import ADVICE, INTERPRETED
+from tcnca.ops.dispatch import HINT, INTERPRETED
+from tcnca.ops.driver import on_device
 
 _LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor? seed"
-_SETTINGS = "SymInt chunk, bool causal, str function, float dropout"
+_SETTINGS = "SymInt chunk_size, bool causal, str activation, float dropout"
 _LIBRARY.define(f"chunked_attention({_INPUTS}, {_SETTINGS}) -> (Tensor out, Tensor normalizer)")
 _LIBRARY.define(
     f"chunked_attention_backward(Tensor dy, Tensor out, Tensor normalizer, {_INPUTS}, {_SETTINGS}, bool to_bias)"
@@ -27,58 +28,56 @@ def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    chunk: int | None,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int | None,
     causal: bool,
-    function: str,
-    dropout: float = 0.0,
+    activation: str,
+    dropout: float,
 ) -> Tensor:
-    """`tcnca.ops.chunked_attention` of whole sequences, for one type of queries, keys and values.
+    """Attend in sequences from their start; queries, keys and values have one dtype.
 
-    Whatever the padding holds counts as zeros, and comes out as zeros.
+    Padding is read as zeros, and its outputs are zeros.
     """
-    seed = None
-    if dropout > 0.0:
-        seed = torch.randint(2**62, (1,), device=q.device)
-    # A number even for none, so that a compiler may leave it open.
-    size = 0 if chunk is None else chunk
-    out, _ = torch.ops.tcnca.chunked_attention.default(q, k, v, bias, lengths, seed, size, causal, function, dropout)
-    return out
+    seed = torch.randint(2**62, (1,), device=q.device) if dropout > 0.0 else None
+    # 0 is full attention: a number in any case, so that a compiler may leave it open.
+    settings = (0 if chunk_size is None else chunk_size, causal, activation, dropout)
+    return torch.ops.tcnca.chunked_attention.default(q, k, v, bias, lengths, seed, *settings)[0]
 
 
-def _forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    from tcnca.ops.attention.triton import launch
+@on_device
+def _forward(stream: int, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from tcnca.ops.attention.triton_launch import run_forward
 
-    return launch.forward(q, *rest)
+    return run_forward(stream, q, *rest)
 
 
-def _backward(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from tcnca.ops.attention.triton import launch
+@on_device
+def _backward(stream: int, dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from tcnca.ops.attention.triton_launch import run_backward
 
-    dq, dk, dv, dbias = launch.backward(dy, *rest)
+    dq, dk, dv, dbias = run_backward(stream, dy, *rest)
     bias, to_bias = rest[5], rest[-1]
     return dq, dk, dv, dbias.to(bias.dtype) if to_bias else dbias
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    kept = q.shape[:2] if settings[5] == "softmax" else (0,)
-    return v.new_empty(v.shape), q.new_empty(kept, dtype=torch.float32)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    activation = rest[5]
+    normalizer = q.new_empty(q.shape[:2] if activation == "softmax" else (0,), dtype=torch.float32)
+    return v.new_empty(v.shape), normalizer
 
 
 def _fake_backward(
-    dy: Tensor, out: Tensor, normalizer: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *settings: Any
+    dy: Tensor, out: Tensor, normalizer: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    to_bias = settings[-1]
+    to_bias = rest[-1]
     dbias = bias.new_empty(bias.shape) if bias is not None and to_bias else q.new_empty(0, dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, chunk, causal, function, dropout = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.settings = (chunk, causal, function, dropout)
+    ctx.save_for_backward(*output, *inputs[:6])
+    ctx.settings = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
@@ -97,10 +96,13 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise KernelError(f"gradients of attention's gradients: the kernels have none; take backend='plain', or {ADVICE}")
+    raise KernelError(
+        f"attention: expected first derivatives only, got a second one, which the kernels do not have; "
+        f"use backend='naive', or {HINT}"
+    )
 
 
-# Triton's interpreter runs the same on a CPU, for tests.
+# Triton's interpreter runs the same kernels on the CPU, for tests.
 _KEY = "CPU" if INTERPRETED else "CUDA"
 _LIBRARY.impl("chunked_attention", _forward, _KEY)
 _LIBRARY.impl("chunked_attention_backward", _backward, _KEY)
