@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from tcnca.cli import app
+from tcnca.config import parse_value as parsed
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
@@ -28,7 +29,6 @@ from tcnca.models import (
     preset,
 )
 from tcnca.training import Recipe, load_recipe
-from tcnca.training.recipe import parsed
 from tcnca.training.sweeps.plan import parse_grid
 from tcnca.training.sweeps.variants import load_variants
 
