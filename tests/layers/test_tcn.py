@@ -148,7 +148,7 @@ def test_series_start_is_one_decaying_exponential_a_channel(causal: bool, kernel
     impulse = torch.zeros(1, 2 * reach + 1, WIDTH, dtype=torch.float64)
     impulse[:, reach] = 1.0
     with torch.no_grad():
-        response, _ = tcn(impulse, module.weight, factor, nonlinearity="none", residual=False, causal=causal)
+        response, _ = tcn(impulse, module.weight, factor, activation="none", residual=False, causal=causal)
     for channel in range(WIDTH):
         forwards = causal or channel % 2 == 0
         tail = response[0, reach:, channel] if forwards else response[0, : reach + 1, channel].flip(0)
@@ -280,8 +280,8 @@ def test_batch_norm_in_training_does_not_see_padding() -> None:
 def test_batch_norm_in_evaluation_is_folded_into_the_kernels(kind: str, convolutions: int, bias: bool) -> None:
     module, x, lengths = _tcn(norm=kind, convolutions=convolutions, bias=bias), _x(9), torch.tensor([4, 9])
     assert fold(module.weight, module.bias, [*module.norms]) is not None
-    options: dict[str, Any] = {"bias": module.bias, "nonlinearity": "silu", "lengths": lengths}
-    separate, _ = tcn(x, module.weight, 2, normalize=lambda h, number: module.norms[number](h, lengths), **options)
+    options: dict[str, Any] = {"bias": module.bias, "activation": "silu", "lengths": lengths}
+    separate, _ = tcn(x, module.weight, 2, norm_fn=lambda h, number: module.norms[number](h, lengths), **options)
     folded, _ = module(x, lengths=lengths)
     assert_close(folded, separate)
     slope, leaves = torch.randn_like(x), [*module.parameters()]
