@@ -57,6 +57,7 @@ CONV: list[Row] = [
     ),
 ]
 TCN: list[Row] = [
+    ("weight-dtype", lambda: tcn(X, BLOCKS.double(), 2), ["weight:", "torch.float32 like x", "got torch.float64"]),
     ("x-dimensions", lambda: tcn(FLAT, BLOCKS, 2), ["x:", *NO_BATCH]),
     ("x-empty", lambda: tcn(EMPTY, BLOCKS, 2), ["x:", *NO_TOKENS]),
     (
@@ -218,9 +219,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("call", "words"), TABLE)
-def test_errors_name_the_field_and_what_was_expected(
-    call: Callable[[], object], words: list[str]
-) -> None:
+def test_errors_name_the_field_and_what_was_expected(call: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(StateError if words[0].startswith("state") else InputError) as error:
         call()
     message = str(error.value)
