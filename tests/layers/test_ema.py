@@ -14,10 +14,10 @@ from tcnca import EMAConfig
 from tcnca.layers import EMA
 from tcnca.layers.ema import EMAOutput
 from tcnca.ops import EMABackend
-from tcnca.ops.ema import plain
+from tcnca.ops.ema import api
 from tests.comparison import assert_close
 from tests.layers import formulas
-from tests.ops.properties import PLAIN
+from tests.ops.properties import PYTORCH_EMA
 
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
@@ -60,7 +60,7 @@ def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("backend", PYTORCH_EMA)
 @pytest.mark.parametrize("truncation", [None, 1, 4, 50])
 @pytest.mark.parametrize("output", get_args(EMAOutput))
 def test_equals_the_formula(causal: bool, backend: EMABackend, truncation: int | None, output: EMAOutput) -> None:
@@ -85,19 +85,19 @@ def test_padding_is_silent() -> None:
     assert_close(padded[:, :6].detach(), module(x[:, :6])[0].detach())
 
 
-@pytest.mark.parametrize("backend", [*PLAIN, "auto"])
+@pytest.mark.parametrize("backend", [*PYTORCH_EMA, "auto"])
 def test_the_method_of_the_configuration_is_the_one_that_runs(
     backend: EMABackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms = {"fft": "ema_fft", "recurrent": "ema_steps", "scan": "ema_scan"}
+    forms = {"fft": "ema_fft", "recurrent": "ema_recurrent", "scan": "ema_scan"}
     ran = []
     for name, form in forms.items():
-        real = getattr(plain, form)
+        real = getattr(api, form)
 
         def spy(*args: object, name: str = name, real: Callable[..., Tensor] = real) -> Tensor:
             ran.append(name)
             return real(*args)
 
-        monkeypatch.setattr(plain, form, spy)
+        monkeypatch.setattr(api, form, spy)
     EMA(2, EMAConfig(d_state=2, backend=backend))(torch.randn(1, 5, 2))
     assert ran == ["fft" if backend == "auto" else backend]

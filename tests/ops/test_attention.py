@@ -1,15 +1,15 @@
-"""Chunked attention: its sums written out, position biases, gradients, precision, state, padding and causality."""
+"""Chunked attention: its sums written out, position biases, gradients, precision and state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -20,7 +20,6 @@ from tcnca.ops import (
     AttentionState,
     attend,
     chunked_attention,
-    initial_attention_state,
     laplace,
     offset_bias,
     relu2,
@@ -28,27 +27,8 @@ from tcnca.ops import (
     rotate,
 )
 from tests.comparison import assert_close
-from tests.ops.properties import (
-    EXTRA,
-    SIZES,
-    THOROUGH,
-    WAITING,
-    Case,
-    assert_causal,
-    assert_inplace_changes_nothing,
-    assert_layout_does_not_matter,
-    assert_padding_gives_no_nan,
-    assert_padding_ignored,
-    assert_ragged_stream,
-    assert_split_invariant,
-    assert_state_left_alone,
-    counts,
-    in_pieces,
-    leaf,
-    some_lengths,
-)
+from tests.ops.properties import THOROUGH, in_pieces, leaf
 
-BATCH, WIDTH, VALUE_WIDTH = 3, 3, 2
 every_activation = pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
 CHUNKS = st.none() | st.integers(1, 7)
 
@@ -117,16 +97,8 @@ def test_equals_the_sums_written_out(
     max_length = min(chunk_size or time, time) + beyond
     bias = torch.randn(2 * max_length - 1, dtype=torch.float64) if with_bias else None
     lengths = data.draw(st.none() | st.lists(st.integers(0, time), min_size=2, max_size=2), "lengths")
-    out, _ = chunked_attention(
-        q,
-        k,
-        v,
-        chunk_size=chunk_size,
-        causal=causal,
-        activation=activation,
-        bias=bias,
-        lengths=None if lengths is None else torch.tensor(lengths),
-    )
+    options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "activation": activation, "bias": bias}
+    out, _ = chunked_attention(q, k, v, lengths=None if lengths is None else torch.tensor(lengths), **options)
     expected = naive_attention(q, k, v, chunk_size, causal, activation, bias, lengths)
     for row, length in enumerate(lengths or [time] * 2):
         assert_close(out[row, :length], expected[row, :length])
@@ -147,18 +119,6 @@ def test_attention_functions_of_known_values() -> None:
     assert relu2(x).tolist() == [0.0, 0.0, 0.25, 4.0]
     assert float(laplace(torch.tensor(0.707107, dtype=torch.float64))) == 0.5
     assert_close(laplace(x), torch.tensor(naive_weights(x.tolist(), "laplace"), dtype=torch.float64))
-
-
-def test_laplace_meets_relu2_in_value_and_slope() -> None:
-    # How MEGA chose its two constants, which it gives with six digits: as many as float32 has.
-    x = leaf(1) * 0 + math.sqrt(0.5)
-    for what, smooth, sharp in zip(("value", "slope"), _at(laplace, x), _at(relu2, x), strict=True):
-        assert_close(smooth, sharp, what, dtype=torch.float32)
-
-
-def _at(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    y = function(x)
-    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
 @every_activation
@@ -204,16 +164,6 @@ def test_each_row_may_have_its_own_positions() -> None:
     x, positions = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[0, 1, 2], [5, 6, 7]])
     expected = torch.stack([rotate(x[row], positions[row]) for row in range(2)])
     assert_close(rotate(x, positions), expected)
-
-
-@given(query=st.integers(0, 300), key=st.integers(0, 300), shift=st.integers(0, 1000))
-def test_rotated_scores_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 8, dtype=torch.float64)
-    scores = [(rotate(q, torch.tensor([query + by])) * rotate(k, torch.tensor([key + by]))).sum() for by in (0, shift)]
-    # Measured against the greatest score there could be: the score itself may be near zero.
-    size = float(q.norm() * k.norm())
-    assert_close(scores[1] / size + 2, scores[0] / size + 2)
 
 
 @given(max_length=st.integers(1, 8), width=st.integers(1, 3).map(lambda half: 2 * half), start=st.integers(0, 9))
@@ -305,132 +255,31 @@ def test_lower_precision_rotations_are_close_to_float64(dtype: torch.dtype) -> N
     assert_close(turned, rotate(x.double(), positions))
 
 
-def attention_case(
-    time: int,
-    chunk_size: int | None,
-    activation: str,
-    causal: bool = True,
-    with_bias: bool = True,
-    max_length: int | None = None,
-) -> Case:
-    torch.manual_seed(0)
-    bias = leaf(2 * (max_length or chunk_size or time) - 1) if with_bias else None
-
-    def operator(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, AttentionState | None]:
-        return chunked_attention(
-            q, k, v, chunk_size=chunk_size, causal=causal, activation=activation, bias=bias, **options
-        )
-
-    leaves = (leaf(BATCH, time, WIDTH), leaf(BATCH, time, WIDTH), leaf(BATCH, time, VALUE_WIDTH))
-    return Case(operator, leaves, {} if bias is None else {"bias": bias})
-
-
-@every_activation
-@THOROUGH
-@given(chunk_size=CHUNKS, sizes=SIZES, with_bias=st.booleans())
-def test_many_calls_equal_one(activation: str, chunk_size: int | None, sizes: list[int], with_bias: bool) -> None:
-    assert_split_invariant(attention_case(sum(sizes), chunk_size, activation, with_bias=with_bias), sizes)
-
-
-@every_activation
-@THOROUGH
-@given(chunk_size=CHUNKS, sizes=SIZES)
-def test_inplace_equals_a_new_state(activation: str, chunk_size: int | None, sizes: list[int]) -> None:
-    assert_inplace_changes_nothing(attention_case(sum(sizes), chunk_size, activation), sizes)
-
-
-@every_activation
-@given(chunk_size=CHUNKS, sizes=SIZES)
-def test_a_state_can_be_used_again(activation: str, chunk_size: int | None, sizes: list[int]) -> None:
-    # The bias covers more tokens, since one state is also continued by a second copy of its piece.
-    case = attention_case(sum(sizes), chunk_size, activation, max_length=max(chunk_size or 1, sum(sizes) + max(sizes)))
-    assert_state_left_alone(case, sizes)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3], ids=["full", "chunks"])
-def test_starting_from_the_initial_state_equals_starting_from_none(chunk_size: int | None) -> None:
-    case = attention_case(7, chunk_size, "softmax")
-    start = initial_attention_state(BATCH, WIDTH, VALUE_WIDTH, chunk_size, dtype=torch.float64)
-    with torch.no_grad():
-        assert_close(case.operator(*case.inputs, state=start)[0], case.operator(*case.inputs)[0])
-
-
 @given(chunk_size=st.integers(1, 7), time=st.integers(1, 20))
 def test_the_state_holds_one_chunk_and_full_attention_everything(chunk_size: int, time: int) -> None:
-    case = attention_case(time, chunk_size, "softmax")
-    _, state = case.operator(*case.inputs, return_state=True)
-    assert isinstance(state, AttentionState)
-    assert state.keys.shape == (BATCH, chunk_size, WIDTH)
-    assert state.values.shape == (BATCH, chunk_size, VALUE_WIDTH)
+    q, k, v = inputs(time)
+    _, state = chunked_attention(q, k, v, chunk_size=chunk_size, return_state=True)
+    assert state is not None
+    assert (state.keys.shape, state.values.shape) == ((2, chunk_size, 3), (2, chunk_size, 2))
     unfinished = time % chunk_size
-    assert torch.equal(state.keys[:, :unfinished], case.inputs[1][:, time - unfinished :])
-    full = attention_case(time, None, "softmax")
-    _, state = full.operator(*full.inputs, return_state=True)
-    assert isinstance(state, AttentionState)
-    assert torch.equal(state.values, full.inputs[2])
+    assert torch.equal(state.keys[:, :unfinished], k[:, time - unfinished :])
+    _, state = chunked_attention(q, k, v, chunk_size=None, return_state=True)
+    assert state is not None
+    assert torch.equal(state.values, v)
 
 
 @every_activation
 @given(chunk_size=st.integers(1, 7), at=st.integers(1, 13))
 def test_chunks_do_not_see_each_other(activation: str, chunk_size: int, at: int) -> None:
-    case = attention_case(14, chunk_size, activation, causal=False)
-    out, _ = case.operator(*case.inputs)
-    reached = torch.autograd.grad(out[:, at].sum(), case.inputs[2])[0].abs().sum((0, 2)).nonzero().flatten()
+    q, k, v = inputs(14)
+    out, _ = chunked_attention(q, k, v.requires_grad_(), chunk_size=chunk_size, causal=False, activation=activation)
+    reached = torch.autograd.grad(out[:, at].sum(), v)[0].abs().sum((0, 2)).nonzero().flatten()
     start = at // chunk_size * chunk_size
     visible = list(range(start, min(start + chunk_size, 14)))
     assert set(reached.tolist()) <= set(visible)
     # The others may give a key that they see a weight of zero.
     if activation == "softmax":
         assert reached.tolist() == visible
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@every_activation
-@THOROUGH
-@given(chunk_size=CHUNKS, lengths=some_lengths(BATCH, 9))
-def test_padding_is_ignored(activation: str, causal: bool, chunk_size: int | None, lengths: list[int]) -> None:
-    assert_padding_ignored(attention_case(9, chunk_size, activation, causal), lengths)
-
-
-@every_activation
-@THOROUGH
-@example(chunk_size=4, calls=WAITING, extra=0, inplace=False)
-@example(chunk_size=4, calls=WAITING, extra=0, inplace=True)
-@given(chunk_size=CHUNKS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
-def test_rows_of_different_lengths_stream_alone(
-    activation: str, chunk_size: int | None, calls: list[list[int]], extra: int, inplace: bool
-) -> None:
-    time = max(map(sum, zip(*calls, strict=True)))
-    # With full attention the cache keeps every call's padding, up to the longest row's.
-    slots = sum(max(*call, 1) + extra for call in calls)
-    case = attention_case(time, chunk_size, activation, max_length=chunk_size or slots)
-    with torch.set_grad_enabled(not inplace):
-        assert_ragged_stream(case, calls, extra, inplace)
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "lengths"),
-    [(None, [0, 6, 0]), (2, [1, 2, 3]), (3, [6, 3, 2]), (1, [0, 1, 6]), (9, [0, 6, 1])],
-    ids=str,
-)
-@pytest.mark.parametrize(("causal", "streaming"), [(True, True), (False, False)])
-@every_activation
-def test_chunks_of_nothing_but_padding_give_no_nan(
-    activation: str, causal: bool, streaming: bool, chunk_size: int | None, lengths: list[int]
-) -> None:
-    assert_padding_gives_no_nan(attention_case(6, chunk_size, activation, causal), lengths, streaming)
-
-
-@every_activation
-@given(chunk_size=CHUNKS, at=st.integers(1, 9))
-def test_the_future_moves_nothing(activation: str, chunk_size: int | None, at: int) -> None:
-    assert_causal(attention_case(10, chunk_size, activation), at)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4], ids=["full", "chunks"])
-@every_activation
-def test_strided_inputs_give_the_same(activation: str, chunk_size: int | None) -> None:
-    assert_layout_does_not_matter(attention_case(9, chunk_size, activation), [1, 6, 2])
 
 
 def test_padding_does_not_make_the_cache_of_full_attention_grow() -> None:

@@ -112,7 +112,7 @@ small = pytest.mark.usefixtures("_small")
 CASES = [
     Case(lengths=(75, 31), chunk_size=70),
     Case(causal=False, chunk_size=16, bias=False),
-    Case(activation="laplace", causal=False, lengths=(75, 31), chunk_size=70),
+    Case(activation="laplace", lengths=(75, 31), chunk_size=16),
     Case(activation="relu2", chunk_size=16),
     Case(shape=(9, 1, 3, 2), chunk_size=7, beyond=6),
 ]
@@ -124,7 +124,7 @@ MORE_CASES = [
     Case(activation="laplace", chunk_size=70, bias=False),
     Case(activation="relu2", causal=False, chunk_size=70),
     Case(activation="relu2", lengths=(75, 31), chunk_size=70, bias=False),
-    Case(activation="laplace", lengths=(75, 31), chunk_size=16),
+    Case(activation="laplace", causal=False, lengths=(75, 31), chunk_size=70),
     Case(shape=(3, 50, 16, 33), chunk_size=None, lengths=(50, 0, 17)),
     Case(shape=(2, 40, 32, 16), chunk_size=100, beyond=60, causal=False),
     Case(shape=(2, 50, 16, 70), chunk_size=45, dtype=HALF, strided=True),
@@ -231,12 +231,12 @@ def test_on_a_cpu_auto_is_naive_to_the_bit_and_triton_is_refused() -> None:
 
 
 def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
-    interface: Any = importlib.import_module("tcnca.ops.attention.interface")
+    api: Any = importlib.import_module("tcnca.ops.attention.api")
     naive: Any = importlib.import_module("tcnca.ops.attention.naive")
     optional = {"bias": None, "lengths": None, "state": None, **options}
     settings = {"chunk_size": 4, "causal": True, "activation": "softmax", "dropout": 0.0}
     call = naive.AttentionCall(q, k, v, return_state=False, inplace=False, **settings, **optional)
-    return interface.CANDIDATES[0].unsupported_reason(call)
+    return api.CANDIDATES[0].unsupported_reason(call)
 
 
 def test_derivatives_that_the_kernels_lack_are_a_reason() -> None:

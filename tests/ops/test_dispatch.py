@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def select(requested: str, size: int = 10, device: torch.device = CPU) -> str:
     """An operator with two fast backends: one for odd sizes, and one that takes all sizes and gains from 5 on."""
-    candidates = (
+    candidates: tuple[Candidate[int], ...] = (
         Candidate("odd", None, lambda size: None if size % 2 else f"size: expected an odd one, got {size}", bool),
         Candidate("gpu", "triton", lambda size: None, lambda size: size >= 5),
     )
@@ -97,7 +97,7 @@ def test_a_device_without_an_nvidia_gpu_is_unsupported(monkeypatch: pytest.Monke
 
 
 def test_transforms_are_noticed() -> None:
-    reasons = []
+    reasons: list[Any] = []
 
     def loss(x: Tensor) -> Tensor:
         reasons.append(dispatch.transform_reason())

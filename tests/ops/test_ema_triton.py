@@ -52,10 +52,10 @@ def test_the_cpu_is_refused() -> None:
 
 
 def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
-    interface: Any = importlib.import_module("tcnca.ops.ema.interface")
+    api: Any = importlib.import_module("tcnca.ops.ema.api")
     usual = {"truncation": None, "kernel": None, "lengths": None, "state": None, "return_state": False}
-    call = interface.EMACall(x, (parameter,) * 4, inplace=False, **usual | options)
-    return interface.CANDIDATES[0].unsupported_reason(call)
+    call = api.EMACall(x, (parameter,) * 4, inplace=False, **usual | options)
+    return api.CANDIDATES[0].unsupported_reason(call)
 
 
 def test_reasons_against_kernels_are_named() -> None:
@@ -207,13 +207,13 @@ def test_the_operators_are_registered_well(streams: bool) -> None:
 @interpreted
 @pytest.mark.slow
 def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface: Any = importlib.import_module("tcnca.ops.ema.interface")
+    api: Any = importlib.import_module("tcnca.ops.ema.api")
     # The answers are those of a machine with a GPU.
     monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
     monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
     monkeypatch.setattr(dispatch, "should_use", lambda compiler, device, op: dispatch._should_use(compiler, 0, op))
-    candidate = interface.CANDIDATES[0]._replace(should_use=lambda call: call.kernel is None)
-    monkeypatch.setattr(interface, "CANDIDATES", (candidate,))
+    candidate = api.CANDIDATES[0]._replace(should_use=lambda call: call.kernel is None)
+    monkeypatch.setattr(api, "CANDIDATES", (candidate,))
     monkeypatch.delenv("TCNCA_KERNELS", raising=False)
     parameters = [part.requires_grad_() for part in some("cpu", *[(1, 3, 2)] * 4)]
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

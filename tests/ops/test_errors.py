@@ -169,11 +169,7 @@ ATTENTION: list[Row] = [
     ("dropout-of-all", lambda: attention(dropout=1.0), ["dropout:", "got 1.0", "from 0 up to, not including, 1"]),
     ("dropout-nan", lambda: attention(dropout=math.nan), ["dropout:", "got nan", "from 0 up to, not including, 1"]),
     ("activation", lambda: attention(activation="elu"), ["activation:", "'elu'", "softmax, relu2, laplace"]),
-    (
-        "state-bidirectional",
-        lambda: attention(causal=False, state=initial_attention_state(2, 3, 3, 4)),
-        BIDIRECTIONAL,
-    ),
+    ("state-bidirectional", lambda: attention(causal=False, state=initial_attention_state(2, 3, 3, 4)), BIDIRECTIONAL),
     ("return_state-bidirectional", lambda: attention(causal=False, return_state=True), BIDIRECTIONAL),
     (
         "state-of-another-chunk",

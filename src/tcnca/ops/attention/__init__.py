@@ -1,6 +1,6 @@
 """Chunked attention of one head, with position biases and true rotary embeddings."""
 
-from tcnca.ops.attention.interface import AttentionBackend, chunked_attention, required_max_length
+from tcnca.ops.attention.api import AttentionBackend, chunked_attention, required_max_length
 from tcnca.ops.attention.naive import (
     ATTENTION_ACTIVATIONS,
     AttentionActivation,

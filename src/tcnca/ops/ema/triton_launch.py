@@ -290,14 +290,7 @@ class _Builder:
         constants = {"HIDDEN": self.signature.hidden, **constants}
         device = self.signature.device
         return Launch(
-            kernel,
-            grid,
-            dtypes,
-            numbers,
-            constants,
-            device=device,
-            num_warps=num_warps,
-            stride_divisor=stride_divisor,
+            kernel, grid, dtypes, numbers, constants, device=device, num_warps=num_warps, stride_divisor=stride_divisor
         )
 
     def ends(self, strides: Strides, dtype: torch.dtype, *, gradient: bool) -> Launch:
