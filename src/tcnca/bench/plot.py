@@ -10,8 +10,8 @@ from tcnca.bench.bars import BASE, draw_bars
 from tcnca.bench.lines import draw_lines, drawable
 from tcnca.bench.report import Report
 from tcnca.errors import ConfigError
-from tcnca.training.curves import STYLE
-from tcnca.training.files import beside
+from tcnca.training.files import atomic_path
+from tcnca.training.report import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def save_plot(path: Path, report: Report) -> Path | None:
     import matplotlib.style
 
     # What people have set for their own plots is not for this one.
-    with matplotlib.style.context(["default", STYLE]), beside(path) as draft:
+    with matplotlib.style.context(["default", STYLE]), atomic_path(path) as draft:
         draw(report).savefig(draft, dpi=200, format=path.suffix.lstrip(".").lower())
     return path
 

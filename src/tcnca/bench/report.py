@@ -9,8 +9,7 @@ from typing import Any
 
 from tcnca.bench.timing import Times
 from tcnca.errors import DataError
-from tcnca.training.files import write_whole
-from tcnca.training.log import plain
+from tcnca.training.files import atomic_write, to_json
 
 GRAPH, EAGER = "graph", "eager"
 
@@ -112,8 +111,7 @@ class Report:
 def write_json(path: Path, report: Report) -> None:
     """Write a report, whole or not at all."""
     values = report.to_dict()
-    values["entries"] = [plain(entry) for entry in values["entries"]]
-    write_whole(path, json.dumps(plain(values), indent=1) + "\n")
+    atomic_write(path, to_json(values, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Report:

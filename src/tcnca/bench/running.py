@@ -22,8 +22,7 @@ from tcnca.bench.ratios import ratios_of
 from tcnca.bench.report import EAGER, GRAPH, Report, Result
 from tcnca.bench.timing import Clock, Times, parts_of
 from tcnca.errors import ConfigError, TcncaError
-from tcnca.training.processes import Processes
-from tcnca.training.record import commit, hardware, versions
+from tcnca.training.provenance import commit, hardware, versions
 
 SUITES: Mapping[str, Callable[[Settings], list[Entry]]] = {
     "ops": ops_entries,
@@ -83,7 +82,7 @@ def run_suite(
     clock = Clock(settings.device, settings.seconds, settings.repeat)
     so_far = Report(
         suite=suite,
-        hardware=hardware(Processes(device=settings.device)),
+        hardware=hardware(settings.device),
         versions=versions(),
         commit=commit(),
         begun=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -14,10 +14,10 @@ from tcnca.data.tasks.task import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
 from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
-from tcnca.training import OptimizerConfig, Processes, RuntimeConfig, build_optimizer, set_rate
+from tcnca.training import DistContext, OptimizerConfig, RuntimeConfig, build_optimizers, set_lr
 from tcnca.training.config import Precision
+from tcnca.training.distributed import parallelize
 from tcnca.training.evaluate import autocast
-from tcnca.training.parallel import parallelize
 
 _RATE = 1e-5
 """Learning rate: so small that random targets do no harm to the weights, however many steps are timed."""
@@ -115,9 +115,10 @@ def training_subject(
     """A step of training on random data, and inference beside it where that is wanted."""
     torch.manual_seed(0)
     model = SequenceModel(config).to(settings.device)
-    stepper = parallelize(model, RuntimeConfig(compile=compiled), Processes(device=settings.device))
-    adam = build_optimizer(model, optimizer)
-    set_rate(adam, _RATE)
+    stepper = parallelize(model, RuntimeConfig(compile=compiled), DistContext(device=settings.device))
+    optimizers = build_optimizers(model, optimizer)
+    set_lr(optimizers, _RATE)
+    (adam,) = optimizers
     inputs = tuple(part.to(settings.device) for part in inputs_of(config, batch, length))
     targets = _targets(config, inputs[0]).to(settings.device)
     parameters = tuple(model.parameters())

@@ -39,8 +39,11 @@ def main(
     """TCNCA and its relatives: models for very long sequences."""
 
 
-for command in (demo, models, recipes, train, sweep):
+for command in (demo, models, recipes):
     app.command()(command)
+for command in (train, sweep):
+    # `--lr 1e-3` reaches the command, which answers with `lr=1e-3`.
+    app.command(context_settings={"ignore_unknown_options": True})(command)
 app.command("eval")(eval_)
 app.add_typer(data_app)
 app.add_typer(bench_app)

@@ -20,8 +20,8 @@ from tcnca.bench.report import short_time
 from tcnca.cli.bench_tables import entry_tables, ratio_table, reasons, sizes_text
 from tcnca.cli.reporting import explained, say
 from tcnca.errors import ConfigError
-from tcnca.training.processes import check_device
-from tcnca.training.record import command
+from tcnca.training.distributed import check_device
+from tcnca.training.provenance import command_line
 
 app = typer.Typer(
     name="bench",
@@ -222,7 +222,7 @@ def _run(suite: str, settings: Settings, json: Path | None, plot: Path | None) -
         raise ConfigError(f"--json: got the folder {json}, allowed is the name of a file")
     keep = None if json is None else functools.partial(write_json, json)
     with _Bar(console) as bar:
-        report = run_suite(suite, settings, command(sys.argv[1:]), bar, keep=keep)
+        report = run_suite(suite, settings, command_line(sys.argv[1:]), bar, keep=keep)
     # Written first: a table that cannot be printed is not to cost the numbers.
     if keep is not None:
         keep(report)

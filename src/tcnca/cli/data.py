@@ -22,7 +22,7 @@ from tcnca.data.schema import SPLITS, Kind
 from tcnca.data.show import save_pictures, shown
 from tcnca.data.store import MANIFEST, read_manifest
 from tcnca.errors import TcncaError
-from tcnca.training.processes import cores
+from tcnca.training.distributed import available_cores
 
 app = typer.Typer(
     name="data", help="Data sets: EnWik8, Long-Range Arena, associative recall, and your own.", no_args_is_help=True
@@ -77,7 +77,7 @@ def prepare(
     `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
     """
     console = Console(emoji=False, highlight=False)
-    workers = workers or cores()
+    workers = workers or available_cores()
     with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
         own = CustomOptions(
             kind=cast(Kind | None, kind),

@@ -1,4 +1,4 @@
-"""`tcnca demo`: a small model that learns to recall while one watches, and is then asked."""
+"""`tcnca demo`: train a small model on associative recall, then ask it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from tcnca.cli.train import train
 from tcnca.data import Task
 from tcnca.errors import ConfigError, TrainingError
 from tcnca.models import SequenceModel, load
-from tcnca.training import Checkpoints, Processes, Recipe, load_recipe
-from tcnca.training.curves import CURVES
-from tcnca.training.files import alone_in
-from tcnca.training.report import read_result
+from tcnca.training import Recipe, load_recipe
+from tcnca.training.files import file_lock
+from tcnca.training.report import CURVES, read_result
 
 NAME = "recall-small"
 FOLDER = Path("runs") / "demo"
@@ -28,7 +27,7 @@ GOAL = 0.99
 QUESTION = "a 2 c 4 b 3 d 1"
 _EXAMPLES = 3
 _LINE = 32
-"""Tokens in a line of an example, for which 80 characters are enough."""
+"""Tokens per printed line, which fit into 80 characters."""
 
 
 def demo(
@@ -36,17 +35,19 @@ def demo(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as lr=0.02.")
     ] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Train nothing; show that every model of the paper streams.")
+        bool, typer.Option("--streaming", help="Instead, show that every model of the paper can stream.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens that each model reads.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens per model.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
-    """Train a small model on associative recall to 99 %, and ask it. Each time anew, in the folder runs/demo."""
+    """Train a small model on associative recall to 99 %, and ask it. Starts over each time, in runs/demo."""
     console = Console(emoji=False, highlight=False)
     with explained():
         if streaming:
             if changes:
-                raise ConfigError(f"{changes[0]}: changes a recipe, but --streaming trains nothing; leave it out")
+                raise ConfigError(
+                    f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out"
+                )
             show_streaming(console, tokens, seed)
             return
         wanted = [*([f"batch.seed={seed}"] if seed else []), *(changes or [])]
@@ -55,7 +56,7 @@ def demo(
         _introduce(console, recipe, task)
         _clear()
         train(NAME, wanted, out=FOLDER)
-        _ask(console, task, _model(recipe))
+        _ask(console, task, load(FOLDER))
         _conclude(console)
 
 
@@ -64,8 +65,8 @@ def _recipe(changes: Sequence[str]) -> Recipe:
     recipe = plain.override(changes)
     if recipe.data.source != plain.data.source:
         raise ConfigError(
-            f"data: got {recipe.data.source}, allowed is {plain.data.source}, as the demo asks in its keys and values; "
-            f"`tcnca train {NAME} data={recipe.data.source}` trains on another set"
+            f"data: expected {plain.data.source}, whose symbols the demo uses, got {recipe.data.source}; "
+            f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
         )
     return recipe
 
@@ -74,39 +75,32 @@ def _clear() -> None:
     if not FOLDER.exists():
         return
     try:
-        # A run that is at work there keeps its folder.
-        with alone_in(FOLDER, "run"):
+        # Not while another demo is running.
+        with file_lock(FOLDER, "run"):
             shutil.rmtree(FOLDER)
     except OSError as error:
-        cure = "remove it yourself, or start the demo in another folder"
-        raise TrainingError(f"{FOLDER}: what is there cannot be removed ({error}); {cure}") from error
+        raise TrainingError(
+            f"{FOLDER}: cannot be removed ({error}); remove it yourself, or start the demo in another directory"
+        ) from error
 
 
 def _introduce(console: Console, recipe: Recipe, task: Task) -> None:
     tokens = next(task.eval_batches("test", 1)).tokens
     attention = recipe.model_config(task).attention
     chunks = "" if attention is None or attention.chunk_size is None else f", in chunks of {attention.chunk_size}"
-    updates, size = recipe.schedule.max_steps, recipe.batch.size
+    steps, size = recipe.schedule.max_steps, recipe.batch.size
     say(console, f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
-    say(console, f"TCNCA-simple learns it in {updates:,} updates of {size} sequences of {tokens} tokens{chunks}.\n")
-
-
-def _model(recipe: Recipe) -> SequenceModel:
-    """The trained model as it lies in its folder, where others take it from."""
-    place = Checkpoints(FOLDER / "checkpoints", recipe.checkpoint.keep, Processes()).latest()
-    if place is None:
-        raise TrainingError(f"{FOLDER}: its checkpoints are gone; run the demo again, and one at a time")
-    return load(place)
+    say(console, f"TCNCA-simple learns it in {steps:,} steps of {size} sequences of {tokens} tokens{chunks}.\n")
 
 
 def _ask(console: Console, task: Task, model: SequenceModel) -> None:
     symbols: list[str] = task.data.manifest["symbols"]
     pairs = QUESTION.split()
-    say(console, "\nAsked in short, its answer and how sure it is:")
+    say(console, "\nShort questions, with the answer of the model and its probability:")
     for key, right in zip(pairs[::2], pairs[1::2], strict=True):
         tokens = [symbols.index(name) for name in (*pairs, key)]
         say(console, f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
-    say(console, "\nAsked at full length, from the test set, which it has never met in training:")
+    say(console, "\nQuestions of full length, from the test set:")
     batch = next(task.eval_batches("test", _EXAMPLES))
     for tokens, target in zip(batch.inputs.tolist(), batch.targets[:, -1].tolist(), strict=True):
         *names, key = (symbols[token] for token in tokens)
@@ -125,10 +119,10 @@ def _answer(model: SequenceModel, symbols: Sequence[str], tokens: Sequence[int],
 def _conclude(console: Console) -> None:
     result = read_result(FOLDER)
     assert result is not None
-    accuracy, seconds = result["scores"]["test"]["value"], result["seconds"]
-    reached = f"{100 * accuracy:.1f} % of {result['scores']['test']['count']:,} test sequences right"
-    say(console, f"\n{reached}, after {result['step']:,} updates in {seconds:,.0f} s.")
-    say(console, f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER / 'checkpoints'}.")
-    if accuracy < GOAL:
-        raise TrainingError(f"{reached}, a demo should reach {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
-    say(console, f"\nGo on with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
+    score = result.scores["test"]
+    reached = f"{100 * score.value:.1f} % of {score.count:,} test sequences right"
+    say(console, f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
+    say(console, f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
+    if score.value < GOAL:
+        raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
+    say(console, f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")

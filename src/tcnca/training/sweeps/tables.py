@@ -1,4 +1,4 @@
-"""What came out of a sweep: a row for each run, as a table for machines, one for people, and a picture."""
+"""The tables of a sweep: a row for each run, as CSV and as Markdown, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tcnca.training.checkpoints import Checkpoints, read_progress
-from tcnca.training.files import write_whole
-from tcnca.training.log import read_log
-from tcnca.training.processes import Processes
+from tcnca.training.checkpoint import CheckpointManager, read_state
+from tcnca.training.distributed import DistContext
+from tcnca.training.files import atomic_write
+from tcnca.training.logger import read_log
 from tcnca.training.report import mean_speed, read_result
 from tcnca.training.sweeps.plan import Point, Sweep
-from tcnca.training.sweeps.running import State, outcome
+from tcnca.training.sweeps.runner import State, point_state
 
 CSV, MARKDOWN = "sweep.csv", "sweep.md"
-HEADINGS = ("state", "validation", "best validation", "test", "max_steps", "seconds", "tokens/s")
+HEADINGS = ("state", "validation", "best validation", "test", "steps", "seconds", "tokens/s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A run of a sweep, in numbers. None is what it has not got."""
+    """The numbers of a run of a sweep; None for those that it does not have."""
 
     point: Point
-    """Which run."""
+    """The run."""
     state: State
-    """How it stands."""
+    """Its state."""
     error: str = ""
     """Why it failed, if it did."""
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The final score on each split."""
+    """Final score on each split."""
     best_validation: float | None = None
-    """The best score on the validation split, at any time of the run."""
-    max_steps: int | None = None
-    """Updates done."""
+    """Best validation score during the run."""
+    steps: int | None = None
+    """Steps done."""
     seconds: float | None = None
     """Time spent."""
     tokens_per_second: float | None = None
@@ -47,65 +47,66 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     rows: list[Row]
     """One for each seed."""
 
     def scores(self, split: str) -> list[float]:
-        """The final scores on a split, of the runs that have one."""
+        """Return the final scores on a split of the runs that have one."""
         found = [row.scores.get(split, math.nan) for row in self.rows]
         return [score for score in found if math.isfinite(score)]
 
     def mean(self, split: str) -> float:
-        """Mean over all seeds, NaN while some have no score: those that fail are not the ones to leave out."""
+        """Return the mean over all seeds; NaN if some have no score, since failed runs must not be left out."""
         scores = self.scores(split)
         return statistics.fmean(scores) if len(scores) == len(self.rows) else math.nan
 
 
 def read_rows(sweep: Sweep) -> list[Row]:
-    """A row for each point, in their order, from what is in the folders."""
+    """Read a row for each point from the run directories, in the order of the points."""
     return [read_row(sweep, point) for point in sweep.points]
 
 
 def read_row(sweep: Sweep, point: Point) -> Row:
-    """The row of a point."""
-    state, error = outcome(point)
+    """Read the row of a point."""
+    state, error = point_state(point)
     lines = read_log(point.folder)
     result = read_result(point.folder) if state == "done" else None
-    found = result["scores"] if result else {}
-    # That of a model which is all NaN is null.
-    scores = {split: float(score["value"]) for split, score in found.items() if score["value"] is not None}
-    # Where there is no validation split, validations look at the test split, and are none.
-    seen = [line["score"] for line in lines if line.get("split") == sweep.split == "validation"]
-    seen = [score for score in (*seen, scores.get("validation")) if score is not None]
-    last = result or max(_steps(point, lines), key=lambda each: each["step"], default={})
+    found = result.scores if result else {}
+    scores = {split: score.value for split, score in found.items() if not math.isnan(score.value)}
+    # Without a validation split, validations look at the test split and do not count.
+    seen = [line["value"] for line in lines if line.get("split") == sweep.split == "validation"]
+    seen = [value for value in (*seen, scores.get("validation")) if value is not None]
+    reached = [(result.step, result.seconds)] if result else _reached(point, lines)
+    steps, seconds = max(reached, default=(None, None))
     return Row(
         point=point,
         state=state,
         error=error,
         scores=scores,
         best_validation=(max(seen) if sweep.higher_is_better else min(seen)) if seen else None,
-        max_steps=last.get("step"),
-        seconds=last.get("seconds"),
+        steps=steps,
+        seconds=seconds,
         tokens_per_second=mean_speed(lines),
     )
 
 
-def _steps(point: Point, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """How far a run is by its log, and by its last checkpoint."""
-    kept = Checkpoints(point.folder / "checkpoints", 1, Processes()).latest()
-    logged = [line for line in lines if "seconds" in line][-1:]
-    return [*logged, *([dataclasses.asdict(read_progress(kept))] if kept else [])]
+def _reached(point: Point, lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return step and seconds of an unfinished run, by its log and by its last checkpoint."""
+    latest = CheckpointManager(point.folder / "checkpoints", 1, DistContext()).latest()
+    states = [read_state(latest)] if latest else []
+    logged = [(line["step"], line["seconds"]) for line in lines if "seconds" in line][-1:]
+    return [*logged, *((state.step, state.seconds) for state in states)]
 
 
 def ranked(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
-    """Rows with the best first, by the split that chooses; those without a score are last."""
+    """Sort rows by the score on the selecting split, the best first; those without a score are last."""
     return sorted(rows, key=lambda row: _order(sweep, row.scores.get(sweep.split, math.nan)))
 
 
 def grouped(sweep: Sweep, rows: Sequence[Row]) -> list[Group]:
-    """Rows that differ in their seed alone put together, with the best mean first; those without one are last."""
+    """Group rows that differ only in their seed, the best mean first; those without one are last."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row.point.values[key] for key in sweep.compared), []).append(row)
@@ -119,29 +120,29 @@ def _order(sweep: Sweep, score: float) -> tuple[bool, float]:
 
 
 def best_row(sweep: Sweep, rows: Sequence[Row]) -> Row | None:
-    """The row with the best score; None while no run is done."""
+    """Return the row with the best score; None if no run is done."""
     first = ranked(sweep, rows)[0]
     return first if math.isfinite(first.scores.get(sweep.split, math.nan)) else None
 
 
 def best_group(sweep: Sweep, rows: Sequence[Row]) -> Group | None:
-    """The point that is chosen, with a run for each seed; None while none has a score for every seed."""
+    """Return the selected point with its runs; None if no point has a score for every seed."""
     first = grouped(sweep, rows)[0]
     return first if math.isfinite(first.mean(sweep.split)) else None
 
 
 def write_tables(sweep: Sweep, rows: Sequence[Row]) -> None:
-    """Write the table for machines and the one for people."""
-    write_whole(sweep.folder / CSV, _csv(sweep, rows))
-    write_whole(sweep.folder / MARKDOWN, _markdown(sweep, rows))
+    """Write `sweep.csv` and `sweep.md`."""
+    atomic_write(sweep.folder / CSV, _csv(sweep, rows))
+    atomic_write(sweep.folder / MARKDOWN, _markdown(sweep, rows))
 
 
 def _csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    numbers = ["max_steps", "seconds", "tokens_per_second"]
+    numbers = ["steps", "seconds", "tokens_per_second"]
     titles = ["state", "metric", "validation", "test", "best_validation", *numbers, "folder", "error"]
-    # Keys of a recipe may be called as columns are: those have two names, not one for two columns.
+    # A key of the recipe may have the name of a column.
     writer.writerow([*(f"recipe.{key}" if key in titles else key for key in sweep.grid), *titles])
     for row in rows:
         scores = [row.scores.get("validation"), row.scores.get("test"), row.best_validation]
@@ -152,23 +153,23 @@ def _csv(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 
 def cells(sweep: Sweep, row: Row) -> list[str]:
-    """A row for people: the values of the keys that vary, then what `HEADINGS` names."""
+    """Return a row as text: the values of the keys that vary, then the columns of `HEADINGS`."""
     scores = [row.scores.get("validation"), row.best_validation, row.scores.get("test")]
     return [
         *(row.point.values[key] for key in sweep.varied),
         row.state,
         *("–" if score is None else f"{score:.4f}" for score in scores),
-        *("–" if number is None else f"{number:,.0f}" for number in (row.max_steps, row.seconds, row.tokens_per_second)),
+        *("–" if number is None else f"{number:,.0f}" for number in (row.steps, row.seconds, row.tokens_per_second)),
     ]
 
 
 def seed_headings(sweep: Sweep) -> list[str]:
-    """Headings of the table over seeds."""
+    """Return the headings of the table over seeds."""
     return [*sweep.compared, "seeds", f"mean {sweep.split}", "standard deviation"]
 
 
 def seed_cells(sweep: Sweep, group: Group) -> list[str]:
-    """A row of the table over seeds, for people."""
+    """Return a row of the table over seeds, as text."""
     scores = group.scores(sweep.split)
     missing = "" if len(scores) == len(group.rows) else f" of {len(group.rows)}"
     return [
@@ -189,21 +190,21 @@ def _markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
     if sweep.seed:
         over = [(seed_cells(sweep, group), group == best) for group in grouped(sweep, rows)]
         parts += ["Over seeds:", _table(seed_headings(sweep), over)]
-    parts += [chosen(sweep, rows)]
+    parts += [selection(sweep, rows)]
     if runs:
-        parts += [f"What makes {'these runs' if len(runs) > 1 else 'this run'}:"]
+        parts += [f"Repeat {'these runs' if len(runs) > 1 else 'this run'} with"]
         parts += ["\n".join(f"    {shlex.join(['tcnca', *sweep.train_command(row.point)])}" for row in runs)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _legend(sweep: Sweep) -> list[str]:
-    """What the variants are."""
+    """Describe the variants."""
     if sweep.variants is None:
         return []
     changes = {name: f"`{' '.join(texts)}`" for name, texts in sweep.variants.changes.items() if texts}
     return [
         sweep.variants.about,
-        _list(f"{name}: {changes.get(name, 'the recipe as it is')}" for name in sweep.variants.changes),
+        _list(f"{name}: {changes.get(name, 'the recipe unchanged')}" for name in sweep.variants.changes),
     ]
 
 
@@ -212,7 +213,7 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _table(titles: Sequence[str], body: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """A table in Markdown; rows that are marked are bold."""
+    """Return a table in Markdown; marked rows are bold."""
     lines = [titles, ["---"] * len(titles)]
     for texts, marked in body:
         plain = [_plain(text) for text in texts]
@@ -225,28 +226,28 @@ def _plain(text: str) -> str:
 
 
 def count(rows: Sequence[Row]) -> str:
-    """How many runs stand how."""
+    """Return how many runs are in each state."""
     states = [row.state for row in rows]
     found = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     return f"{len(rows)} run{'s' if len(rows) > 1 else ''}: {', '.join(found)}."
 
 
-def chosen(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """Which point is chosen, by what, and what its score is worth; nothing while there are no scores."""
+def selection(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """Return which point is selected, by what, and its test score; empty if there are no scores."""
     best = best_group(sweep, rows)
     if best is None:
-        return "None is chosen, as none has a score for every seed." if best_row(sweep, rows) else ""
+        return "No point is selected: none has a score for every seed." if best_row(sweep, rows) else ""
     values, repeated = best.rows[0].point.values, len(best.rows) > 1
     mean, over = ("mean ", f" over {len(best.rows)} seeds") if repeated else ("", "")
     found = f"{mean}{sweep.split} {sweep.metric}{over}, {best.mean(sweep.split):.4f}"
     point = " ".join(f"{key}={values[key]}" for key in sweep.compared)
-    # Where nothing but the seed varies, there was nothing to choose.
-    start = f"Chosen by the {'greatest' if sweep.higher_is_better else 'least'} {found}: {point}."
+    # If only the seed varies, there was nothing to select.
+    start = f"Selected by the {'highest' if sweep.higher_is_better else 'lowest'} {found}: {point}."
     start = start if point else f"The {found}."
     if sweep.split == "test":
-        flatters = " There is no validation split: it was the test score that chose, so it flatters."
-        return f"{start}{flatters if point else ''}"
+        optimistic = " There is no validation split: the point was selected by its test score, which is optimistic."
+        return f"{start}{optimistic if point else ''}"
     if not best.scores("test"):
         return start
     result = f"{start} Its {mean}test {sweep.metric} is {best.mean('test'):.4f}"
-    return f"{result}, which is the result of the sweep: the test scores of the other points had no say in it."
+    return f"{result}, the result of the sweep: test scores played no part in the selection."
