@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import typer
+from tcnca.training.sweeps.variants import load_variants
 from typer.core import TyperGroup
 
 from tcnca.cli import app
@@ -30,7 +31,6 @@ from tcnca.models import (
 from tcnca.training import Recipe, load_recipe
 from tcnca.training.recipe import parsed
 from tcnca.training.sweeps.plan import parse_grid
-from tcnca.training.sweeps.variants import load_variants
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 PARTS = ("data", "batch", "optimizer", "schedule", "eval", "checkpoint", "runtime")

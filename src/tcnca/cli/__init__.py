@@ -41,9 +41,9 @@ def main(
 
 for command in (demo, models, recipes):
     app.command()(command)
-for command in (train, sweep):
-    # `--lr 1e-3` reaches the command, which answers with `lr=1e-3`.
-    app.command(context_settings={"ignore_unknown_options": True})(command)
+# `--lr 1e-3` reaches these commands, which answer with `lr=1e-3`.
+app.command(context_settings={"ignore_unknown_options": True})(train)
+app.command(context_settings={"ignore_unknown_options": True})(sweep)
 app.command("eval")(eval_)
 app.add_typer(data_app)
 app.add_typer(bench_app)

@@ -21,8 +21,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
     with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
-        yield temporary
-        temporary.replace(path)
+        try:
+            yield temporary
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def atomic_write(path: Path, text: str) -> None:

@@ -51,6 +51,10 @@ class StepOutput(NamedTuple):
 class Meter:
     """Accumulates training steps on the device. Only `read`, `state` and `first_nonfinite` wait for it."""
 
+    loss: Tensor
+    grad_norm: Tensor
+    started: float
+
     def __init__(self, dist: DistContext, state: Mapping[str, float] | None = None) -> None:
         """`state` is what `Meter.state` returned when the run was saved."""
         self.dist = dist

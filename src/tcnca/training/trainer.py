@@ -434,8 +434,9 @@ class Trainer:
         self._draw_curves()
         result = self._result("", scores)
         if self.dist.is_main:
-            write_result(self.out, result)
             write_report(self.out, result)
+            # Last, as it marks the run as finished.
+            write_result(self.out, result)
         if self.budget is not None and result.step < _FEW_STEPS:
             self.logger.print(
                 f"warning: only {result.step} steps fitted into the budget of {self.budget:g}s, too few to learn much; "
