@@ -103,12 +103,12 @@ def test_wsd_decays_only_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 30])
+@pytest.mark.parametrize("warmup", [0, 30, 100])
 def test_it_stays_between_start_and_peak_and_ends_at_its_end(kind: str, warmup: int) -> None:
     schedule = ScheduleConfig(max_steps=100, warmup_steps=warmup, kind=kind, end=0.05)  # type: ignore[arg-type]
     found = rates(schedule)
     assert all(0 <= rate <= 1.0 + 1e-12 for rate in found)
-    assert found[-1] == pytest.approx(0.05)
+    assert found[-1] == pytest.approx(1.0 if warmup == 100 else 0.05)
     rising, falling = found[: warmup + 1], found[warmup:]
     assert rising == sorted(rising)
     assert falling == sorted(falling, reverse=True)
@@ -116,8 +116,7 @@ def test_it_stays_between_start_and_peak_and_ends_at_its_end(kind: str, warmup: 
     assert scheduled_lr(1.2, 1.0, schedule) == found[-1]
 
 
-@pytest.mark.parametrize("warmup", [60, 100])
-def test_a_warm_up_longer_than_half_of_the_run_is_capped(warmup: int) -> None:
-    capped = rates(ScheduleConfig(max_steps=100, warmup_steps=warmup))
-    assert capped == rates(ScheduleConfig(max_steps=100, warmup_steps=50))
-    assert capped.index(max(capped)) == 50
+def test_a_warm_up_longer_than_the_run_is_capped() -> None:
+    capped = rates(ScheduleConfig(max_steps=100, warmup_steps=500))
+    assert capped == rates(ScheduleConfig(max_steps=100, warmup_steps=10))
+    assert capped.index(max(capped)) == 10

@@ -22,7 +22,7 @@ from tcnca.training import DistContext, Trainer, dist_context, evaluate, load_re
 from tcnca.training.distributed import parallelize
 from tcnca.training.files import file_lock
 from tests.examples import small_model
-from tests.training.tiny import MODEL, SMALL, TinyTrainer, arguments, assert_same, fit, latest, recipe, weights
+from tests.training.tiny import TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
 
 
 def invoke(*words: str) -> Result:
@@ -251,7 +251,7 @@ def test_other_recipes_and_changed_data_are_refused(tmp_path: Path) -> None:
     rows = [f"{word * 5} {number},{word}" for number in range(20) for word in ("yes", "no")]
     table = tmp_path / "my.csv"
     table.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
-    wanted = load_recipe("classify").override([*SMALL, *MODEL, f"data={table}", "eval.every=0"])
+    wanted = load_recipe("classify").override(changed(f"data={table}", "eval.every=0"))
     assert wanted.build_task().data.digest == wanted.build_task().data.digest != ""
     TinyTrainer(tmp_path / "run", wanted, stop_after=5).fit()
     with pytest.raises(CheckpointError, match="was started with another recipe, which differs in optimizer"):
@@ -263,7 +263,8 @@ def test_other_recipes_and_changed_data_are_refused(tmp_path: Path) -> None:
 
 
 def test_python_and_the_command_write_the_same_directory(tmp_path: Path) -> None:
-    done = invoke(*arguments(tmp_path / "command", "--data", "recall-16"))
+    words = [word for word in arguments(tmp_path / "command") if word != "data=recall-16"]
+    done = invoke(*words, "--data", "recall-16")
     assert done.exit_code == 0, done.output
     result = Trainer(recipe(), tmp_path / "python", device="cpu", verbose=False).fit()
     names = [
@@ -310,9 +311,9 @@ def test_evaluations_are_limited(tmp_path: Path) -> None:
 
 
 def test_short_runs_are_warned_of(tmp_path: Path) -> None:
-    short = invoke(*arguments(tmp_path / "short", "max_steps=6", "warmup_steps=4", "eval.every=0"))
-    assert "warning: warmup_steps=4 is more than half of max_steps=6; the warm-up takes 3 steps" in short.output
-    assert "warning: max_steps=6 is too short to learn much" in short.output
+    short = invoke(*arguments(tmp_path / "short", "max_steps=6", "warmup_steps=40", "eval.every=0"))
+    assert "warning: schedule.warmup_steps: 40 is more than the run's 6 steps" in short.output
+    assert "warning: schedule.max_steps: 6 steps are too few to learn much" in short.output
     budget = invoke(*arguments(tmp_path / "budget", "eval.every=0", "--budget", "0.05s"))
     assert "fitted into the budget of 0.05s, too few to learn much" in budget.output
 

@@ -49,9 +49,14 @@ STREAM = {"train": 600, "validation": 150, "test": 150}
 """Bytes of the splits of a tiny EnWik8."""
 
 
+def changed(*changes: str) -> list[str]:
+    """Return the changes that make a recipe tiny, with others in their place."""
+    return list({change.partition("=")[0]: change for change in (*SMALL, *MODEL, *changes)}.values())
+
+
 def recipe(*changes: str) -> Recipe:
     """Return a recipe that trains in a second."""
-    return load_recipe("recall-small").override([*SMALL, *MODEL, *changes])
+    return load_recipe("recall-small").override(changed(*changes))
 
 
 class TinyTrainer(Trainer):
@@ -87,10 +92,11 @@ def fit(folder: Path, *changes: str, **more: Any) -> TinyTrainer:
     return trainer
 
 
-def arguments(folder: Path, *more: str, recipe: str = "recall-small") -> list[str]:
+def arguments(folder: Path, *more: str) -> list[str]:
     """Return the arguments of `tcnca` that train a tiny recipe."""
-    small = [*SMALL, *MODEL] if recipe == "recall-small" else []
-    return ["train", recipe, "--device", "cpu", "--out", str(folder), *small, *more]
+    changes = [word for word in more if "=" in word and not word.startswith("-")]
+    options = [word for word in more if word not in changes]
+    return ["train", "recall-small", "--device", "cpu", "--out", str(folder), *changed(*changes), *options]
 
 
 def environment() -> dict[str, str]:

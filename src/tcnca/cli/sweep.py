@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tcnca.cli.reporting import check_changes, explained, parse_duration, say
 from tcnca.errors import ConfigError
-from tcnca.training.shipped import shipped
+from tcnca.recipes import builtin
 from tcnca.training.sweeps.plan import VARIANT, Point, Sweep, Variants, load_variants, plan
 from tcnca.training.sweeps.plots import save_curves, save_scores
 from tcnca.training.sweeps.runner import LOG, point_state, run_sweep
@@ -40,7 +40,7 @@ from tcnca.training.sweeps.tables import (
     write_tables,
 )
 
-_SHIPPED = ", ".join(shipped("variants"))
+_BUILTIN = ", ".join(builtin("variants"))
 
 
 def sweep(
@@ -51,7 +51,7 @@ def sweep(
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help=f"Variants to compare: a YAML file, or one of {_SHIPPED}."),
+        typer.Option(metavar="FILE", help=f"Variants to compare: a YAML file, or one of {_BUILTIN}."),
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Variants of the file to run. (default: all)")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the sweep. (default: sweeps/RECIPE-VARIANTS)")] = None,

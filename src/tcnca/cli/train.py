@@ -65,9 +65,8 @@ def train(
 
 
 def _print_config(console: Console, recipe: Recipe) -> None:
+    recipe.validate()
     say(console, recipe.to_yaml().rstrip())
-    # What cannot be trained is an error here as well.
-    recipe.model_config(recipe.build_task())
 
 
 def _print_result(console: Console, out: Path, result: Result, again: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_probability
+from tcnca.config import Config, PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError, InputError
 from tcnca.ops import (
-    ATTENTION_ACTIVATIONS,
     AttentionActivation,
     AttentionState,
     chunked_attention,
@@ -28,48 +27,39 @@ def check_reach(name: str, chunk_size: int | None, reach: int) -> None:
     """Raise a ConfigError if a `simple` position bias is too short for the chunk."""
     if chunk_size is not None and chunk_size > reach:
         raise ConfigError(
-            f"{name}: got {chunk_size}, allowed is at most {reach}, as far as the simple position bias reaches; "
-            f"attention.max_length sets how far before training, and rotary and rope positions have no such limit"
+            f"{name}: expected at most {reach}, the reach of the simple position bias, got {chunk_size}; "
+            f"attention.max_length sets the reach before training, and rotary and rope positions have no limit"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Config):
+class AttentionConfig(Config, kind="chunked"):
     """Attention of one head inside chunks."""
 
-    d_key: int = 64
+    d_key: PositiveInt = 64
     """Width of queries and keys (the paper's z)."""
-    d_value: int = 128
+    d_value: PositiveInt = 128
     """Width of values (the paper's v)."""
-    chunk_size: int | None = 128
+    chunk_size: PositiveInt | None = 128
     """Tokens in a chunk (the paper's C); None for attention over everything."""
     activation: AttentionActivation = "softmax"
     """Turns scores into weights."""
     position: Position = "simple"
     """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
     on queries and keys. `none`."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """How many tokens a `simple` bias reaches over; by default the chunk. Needed without chunks."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout of attention weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("attention.d_key", self.d_key, 1)
-        check_at_least("attention.d_value", self.d_value, 1)
-        for name in ("chunk_size", "max_length"):
-            if getattr(self, name) is not None:
-                check_at_least(f"attention.{name}", getattr(self, name), 1)
-        check_choice("attention.activation", self.activation, ATTENTION_ACTIVATIONS)
-        check_choice("attention.position", self.position, get_args(Position))
-        check_probability("attention.dropout", self.dropout)
         if self.position in ("rotary", "rope") and self.d_key % 2:
             raise ConfigError(
-                f"attention.d_key: got {self.d_key}, allowed is an even number, as position "
-                f"{self.position!r} turns pairs"
+                f"d_key: expected an even number for position {self.position!r}, which rotates pairs, got {self.d_key}"
             )
         if self.position == "simple":
-            check_reach("attention.chunk_size", self.chunk_size, self.reach)
+            check_reach("chunk_size", self.chunk_size, self.reach)
 
     @property
     def reach(self) -> int:
@@ -77,7 +67,7 @@ class AttentionConfig(Config):
         reach = self.chunk_size if self.max_length is None else self.max_length
         if reach is None:
             raise ConfigError(
-                "attention.max_length: got None, allowed is a whole number: a simple bias without chunks needs a length"
+                "max_length: expected an integer >= 1 for a simple position bias without chunks, got None"
             )
         return reach
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag
+from tcnca.config import Config, PositiveInt
 from tcnca.errors import ConfigError
-from tcnca.ops import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
 
 EMAOutput = Literal["skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EMAConfig(Config):
+class EMAConfig(Config, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 
-    d_state: int = 16
+    d_state: PositiveInt = 16
     """Hidden states of each channel (the paper's N)."""
-    truncation: int | None = None
+    truncation: PositiveInt | None = None
     """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
     backend: EMABackend = "auto"
     """How it is computed: `fft`, `scan`, `recurrent`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
@@ -34,16 +34,10 @@ class EMAConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("mixer.d_state", self.d_state, 1)
-        if self.truncation is not None:
-            check_at_least("mixer.truncation", self.truncation, 1)
-        check_choice("mixer.backend", self.backend, EMA_BACKENDS)
-        check_flag("mixer.spread", self.spread)
-        check_choice("mixer.output", self.output, get_args(EMAOutput))
         if self.backend == "fused" and self.truncation is not None:
             raise ConfigError(
-                f"mixer.backend: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
-                "'auto' takes 'fft' for a truncated kernel"
+                f"backend: expected 'fused' without truncation, got it with truncation {self.truncation}; 'auto' takes "
+                "'fft' for a truncated kernel"
             )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import Config, PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError
 from tcnca.layers.dropout import Dropout
 from tcnca.layers.init import draw_kernels
 from tcnca.layers.norm import fold, make_norm, weight_norm
-from tcnca.ops import ACTIVATIONS, Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
+from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
@@ -23,16 +23,20 @@ TCNOutput = Literal["none", "skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TCNConfig(Config):
-    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`."""
+class TCNConfig(Config, kind="tcn"):
+    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`.
 
-    kernel_size: int = 17
+    The defaults are the linear chain of TCNCA-linear, which trains best. The paper's TCN has `block="residual"`,
+    `output="none"`, `init="decay"` and `norm="weight"`. See docs/tcn-block.md.
+    """
+
+    kernel_size: PositiveInt = 17
     """Taps of every kernel (the paper's K)."""
-    dilation_factor: int = 8
+    dilation_factor: PositiveInt = 8
     """Growth of the dilation from block to block (the paper's f)."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Number of blocks (the paper's D)."""
-    convolutions: int = 1
+    convolutions: PositiveInt = 1
     """Convolutions in one block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
     activation: Activation = "silu"
     """Non-linearity, where `block` or `output` has one."""
@@ -41,7 +45,7 @@ class TCNConfig(Config):
     `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout inside the blocks."""
     block: TCNBlock = "linear"
     """How convolutions follow each other. `linear`: one directly after the other. `chain`: after each,
@@ -59,23 +63,14 @@ class TCNConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
-            check_at_least(f"mixer.{name}", getattr(self, name), 1)
-        check_choice("mixer.activation", self.activation, ACTIVATIONS)
-        check_choice("mixer.norm", self.norm, get_args(TCNNorm))
-        check_choice("mixer.init", self.init, get_args(TCNInit))
-        check_choice("mixer.block", self.block, get_args(TCNBlock))
-        check_choice("mixer.output", self.output, get_args(TCNOutput))
-        check_flag("mixer.bias", self.bias)
-        check_probability("mixer.dropout", self.dropout)
-        # What would be ignored is refused, as two models that are equal would pass for a comparison.
+        # A value that would be ignored is refused: two equal models would pass for a comparison.
         if self.activation != "silu" and self.block == "linear" and self.output != "activation":
             raise ConfigError(
-                f"mixer.activation: got {self.activation!r}, but block 'linear' with output {self.output!r} has none; "
-                "allowed is another with block 'chain' or 'residual' or output 'activation'"
+                f"activation: expected block 'chain' or 'residual', or output 'activation', got {self.activation!r} "
+                f"with block 'linear' and output {self.output!r}, which have no activation"
             )
         if self.init == "series" and self.block == "residual":
-            raise ConfigError("mixer.init: got 'series' with block 'residual', allowed is it with 'linear' and 'chain'")
+            raise ConfigError("init: expected 'series' with block 'linear' or 'chain', got it with block 'residual'")
 
     @property
     def receptive_field(self) -> int:
@@ -92,8 +87,8 @@ class TCNConfig(Config):
         config = cls(dilation_factor=1, **fields)
         if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
             raise ConfigError(
-                f"length: got {length}, allowed is at most {config.receptive_field} with depth {config.depth} and "
-                f"kernel_size {config.kernel_size}, whatever the dilation factor"
+                f"length: expected at most {config.receptive_field} with depth {config.depth} and kernel_size "
+                f"{config.kernel_size}, whatever the dilation factor, got {length}"
             )
         # The field grows with the factor, and a factor of `length` is always enough.
         factors = range(1, length + 1)

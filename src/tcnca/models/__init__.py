@@ -7,7 +7,7 @@ from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.layout import Lengths
 from tcnca.models.mega_checkpoint import load_mega_checkpoint
 from tcnca.models.model import ModelOutput, ModelState, SequenceModel
-from tcnca.models.presets import Optimization, Preset, build, preset, presets
+from tcnca.models.presets import Preset, build, preset, presets
 from tcnca.models.summary import Summary, summarize
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "ModelConfig",
     "ModelOutput",
     "ModelState",
-    "Optimization",
     "PairHeadConfig",
     "Preset",
     "RegressionHeadConfig",

@@ -3,96 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import Config, PositiveInt, Probability
 from tcnca.errors import ConfigError
 from tcnca.layers import Dropout
-from tcnca.ops import ACTIVATIONS, Activation, State, activation, advance, take_time, zero_padding
+from tcnca.ops import Activation, State, activation, advance, take_time, zero_padding
 
 Pooling = Literal["mean", "last", "first", "none"]
 Combination = Literal["concat", "features"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelHeadConfig(Config):
+class LanguageModelHeadConfig(Config, kind="language-model"):
     """Logits of the next token at every time, `[batch, time, vocab_size]`."""
 
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("head.tie_embeddings", self.tie_embeddings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PooledHead(Config):
     pooling: Pooling = "mean"
     """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
-    hidden: int | None = None
+    hidden: PositiveInt | None = None
     """Width of a hidden layer; None for no hidden layer."""
-    hidden_layers: int = 1
+    hidden_layers: PositiveInt = 1
     """Number of hidden layers of that width."""
     activation: Activation = "gelu"
     """Non-linearity of the hidden layers."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout before the non-linearity of the hidden layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("head.pooling", self.pooling, get_args(Pooling))
-        if self.hidden is not None:
-            check_at_least("head.hidden", self.hidden, 1)
-        check_at_least("head.hidden_layers", self.hidden_layers, 1)
         if self.hidden is None and self.hidden_layers != 1:
-            raise ConfigError(f"head.hidden_layers: got {self.hidden_layers} without head.hidden, their width")
-        check_choice("head.activation", self.activation, ACTIVATIONS)
-        check_probability("head.dropout", self.dropout)
+            raise ConfigError(f"hidden_layers: expected head.hidden, their width, as well, got {self.hidden_layers}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierHeadConfig(_PooledHead):
+class ClassifierHeadConfig(_PooledHead, kind="classifier"):
     """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
 
-    num_classes: int = 2
+    num_classes: PositiveInt = 2
     """Number of classes."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegressionHeadConfig(_PooledHead):
+class RegressionHeadConfig(_PooledHead, kind="regression"):
     """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
 
-    outputs: int = 1
+    outputs: PositiveInt = 1
     """Number of values."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.outputs", self.outputs, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairHeadConfig(_PooledHead):
+class PairHeadConfig(_PooledHead, kind="pair"):
     """Logits of the classes of two documents, `[batch, num_classes]`."""
 
-    num_classes: int = 2
+    num_classes: PositiveInt = 2
     """Number of classes."""
     combination: Combination = "concat"
     """`concat`: [second; first], as MEGA has it. `features`: [u; v; u·v; u−v] for first u and second v."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
-        check_choice("head.combination", self.combination, get_args(Combination))
         if self.pooling == "none":
-            raise ConfigError("head.pooling: got 'none', allowed are mean, last, first: a pair needs one vector each")
+            raise ConfigError("pooling: expected mean, last or first for a pair, got 'none'")
 
 
 Head = LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig

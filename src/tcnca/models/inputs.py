@@ -8,51 +8,39 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_flag
+from tcnca.config import Config, NonNegativeInt, PositiveInt
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import make_norm
 from tcnca.ops import check_tensor, check_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInputConfig(Config):
+class TokenInputConfig(Config, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    vocab_size: int = 256
+    vocab_size: PositiveInt = 256
     """Number of symbols."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by √d_model."""
     norm: bool = False
     """Whether embeddings are normalized."""
-    pad_token_id: int | None = None
+    pad_token_id: NonNegativeInt | None = None
     """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("input.vocab_size", self.vocab_size, 1)
-        check_flag("input.scale_embeddings", self.scale_embeddings)
-        check_flag("input.norm", self.norm)
-        if self.pad_token_id is not None:
-            check_at_least("input.pad_token_id", self.pad_token_id, 0)
-            if self.pad_token_id >= self.vocab_size:
-                raise ConfigError(
-                    f"input.pad_token_id: got {self.pad_token_id}, allowed is below the vocabulary, {self.vocab_size}"
-                )
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInputConfig(Config):
+class ValueInputConfig(Config, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
-    features: int = 1
+    features: PositiveInt = 1
     """Numbers at each time."""
     norm: bool = False
     """Whether embeddings are normalized."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("input.features", self.features, 1)
-        check_flag("input.norm", self.norm)
 
 
 class TokenEmbedding(nn.Module):

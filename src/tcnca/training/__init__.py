@@ -14,7 +14,7 @@ from tcnca.training.distributed import DistContext, dist_context
 from tcnca.training.evaluate import Score, evaluate, evaluate_run
 from tcnca.training.logger import Logger, read_log
 from tcnca.training.optimizer import build_optimizers, parameter_groups, scheduled_lr, set_lr
-from tcnca.training.recipe import Recipe, load_recipe, recipes
+from tcnca.training.recipe import Recipe, load_recipe
 from tcnca.training.report import Result
 from tcnca.training.trainer import Trainer
 
@@ -41,7 +41,6 @@ __all__ = [
     "load_recipe",
     "parameter_groups",
     "read_log",
-    "recipes",
     "scheduled_lr",
     "set_lr",
 ]

@@ -93,7 +93,7 @@ def evaluate(
 
 def eval_limit(config: EvalConfig, max_batches: int | None = None) -> int | None:
     """Return the smaller of `max_batches` and the limit of the configuration; None if there is neither."""
-    limits = [limit for limit in (max_batches, getattr(config, "max_batches", None)) if limit is not None]
+    limits = [limit for limit in (max_batches, config.max_batches) if limit is not None]
     return min(limits, default=None)
 
 

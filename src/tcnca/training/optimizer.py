@@ -12,9 +12,6 @@ from torch import nn
 from tcnca.layers import EMA, TCN
 from tcnca.training.config import OptimizerConfig, ScheduleConfig
 
-MAX_WARMUP = 0.5
-"""Largest share of a run that the warm-up takes; a longer one is cut to this."""
-
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Split the parameters into groups, each with its `name`, `weight_decay` and learning-rate factor `lr_mult`.
@@ -59,20 +56,17 @@ def set_lr(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
             group["lr"] = lr * group["lr_mult"]
 
 
-def warmup_share(schedule: ScheduleConfig) -> float:
-    """Return the share of the run that the warm-up takes: `warmup_steps` of `max_steps`, at most half."""
-    return min(schedule.warmup_steps / schedule.max_steps, MAX_WARMUP)
-
-
 def scheduled_lr(progress: float, peak: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate when a share `progress` of the run, from 0 to 1, is done.
 
     The run is measured in steps or, with a time budget, in seconds; the curve is the same.
     """
     progress = min(max(progress, 0.0), 1.0)
-    warmup = warmup_share(schedule)
+    warmup = schedule.effective_warmup_steps / schedule.max_steps
     if progress < warmup:
         return schedule.warmup_start + (peak - schedule.warmup_start) * (progress / warmup) ** schedule.warmup_power
+    if warmup >= 1.0:
+        return peak
     left = 1.0 - (progress - warmup) / (1.0 - warmup)
     end = schedule.end * peak
     if schedule.kind == "cosine":

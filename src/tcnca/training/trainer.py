@@ -31,7 +31,7 @@ from tcnca.training.distributed import (
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.files import atomic_path, atomic_write, file_lock
 from tcnca.training.logger import Logger, Meter, StepOutput, read_log
-from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr, warmup_share
+from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import (
@@ -98,6 +98,7 @@ class Trainer:
             dist_context(self.device) as self.dist,
             Logger(self.out, self._console(), enabled=self.dist.is_main) as self.logger,
         ):
+            self._resolve_recipe()
             if self.resume:
                 self._adopt_budget()
                 if (finished := self._finished()) is not None:
@@ -331,6 +332,14 @@ class Trainer:
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
 
+    def _resolve_recipe(self) -> None:
+        """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
+        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda")}
+        self.recipe = wanted[self.dist.device.type]
+        if self.resume and (self.out / RECIPE).is_file():
+            started = load_recipe(str(self.out / RECIPE))
+            self.recipe = started if started in wanted.values() else self.recipe
+
     def _adopt_budget(self) -> None:
         """Take over the budget of the run that is resumed: the learning rate follows it."""
         launches = read_launches(self.out)
@@ -348,7 +357,7 @@ class Trainer:
     def _finished(self) -> Result | None:
         """Return the result of a run that is resumed though it is finished."""
         result = read_result(self.out)
-        # Another recipe is accepted or refused when the checkpoint is restored.
+        # Another recipe is refused when the checkpoint is restored.
         if result is None or not (self.out / RECIPE).is_file() or load_recipe(str(self.out / RECIPE)) != self.recipe:
             return None
         if self.budget is None and result.step < self.recipe.schedule.max_steps:
@@ -405,15 +414,11 @@ class Trainer:
         return f"training in {self.out}: {what}{several}{compiled}"
 
     def _warn_if_short(self) -> None:
-        schedule = self.recipe.schedule
-        warmup = warmup_share(schedule) * schedule.max_steps
-        if warmup < schedule.warmup_steps:
-            self.logger.print(
-                f"warning: warmup_steps={schedule.warmup_steps} is more than half of max_steps={schedule.max_steps}; "
-                f"the warm-up takes {warmup:g} steps"
-            )
-        if self.budget is None and schedule.max_steps < _FEW_STEPS:
-            self.logger.print(f"warning: max_steps={schedule.max_steps} is too short to learn much")
+        for note in self.recipe.notes():
+            self.logger.print(f"warning: {note}")
+        steps = self.recipe.schedule.max_steps
+        if self.budget is None and steps < _FEW_STEPS:
+            self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
 
     # The end of a run.
 

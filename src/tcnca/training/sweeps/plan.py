@@ -6,7 +6,6 @@ Variants are named sets of changes. In the grid they are the values of the key `
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import re
 import shlex
@@ -15,12 +14,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tcnca.config import closest, parse_value, resolve
 from tcnca.data import Task
 from tcnca.errors import ConfigError
+from tcnca.recipes import find, read_yaml
 from tcnca.training.distributed import check_device
 from tcnca.training.provenance import RECIPE, read_launches
-from tcnca.training.recipe import Recipe, differences, load_recipe, located, parsed, same_key
-from tcnca.training.shipped import read_yaml
+from tcnca.training.recipe import Recipe, differences, load_recipe
 
 VARIANT = "variant"
 """The key whose values are names of variants."""
@@ -62,7 +64,7 @@ def load_variants(name: str, only: Sequence[str] = ()) -> Variants:
         name: name of a file of the library, or path of a YAML file.
         only: the variants to select; empty for all.
     """
-    values = read_yaml(name, "variants", "variants")
+    values = read_yaml(find(name, "variants"), name)
     try:
         for key in values:
             if key not in _VARIANT_KEYS:
@@ -75,8 +77,8 @@ def load_variants(name: str, only: Sequence[str] = ()) -> Variants:
         raise ConfigError(f"{name}: {error}") from error
     for each in only:
         if each not in changes:
-            close = difflib.get_close_matches(each, changes, 1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            close = closest(each, changes)
+            hint = f"did you mean {close}? " if close else ""
             raise ConfigError(f"--only: {hint}Expected variants of {name} ({', '.join(changes)}), got {each!r}")
     selected = {each: texts for each, texts in changes.items() if each in only or not only}
     about, recipe = (str(values.get(key) or "") for key in ("about", "recipe"))
@@ -151,7 +153,7 @@ class Sweep:
     @property
     def seed(self) -> str | None:
         """The seed's key, if it has several values and so repeats runs."""
-        seeds = (key for key in self.varied if key != VARIANT and same_key(key, "batch.seed"))
+        seeds = (key for key in self.varied if key != VARIANT and resolve(Recipe, key) == "batch.seed")
         return next((key for key in seeds if len(self.grid[key]) > 1), None)
 
     @property
@@ -214,7 +216,8 @@ def plan(
     if not grid:
         raise ConfigError("expected keys to sweep over, key=value,value, such as lr=1e-4,1e-3, got none")
     combinations = [dict(zip(grid, texts, strict=True)) for texts in itertools.product(*grid.values())]
-    recipes = [_recipe_of_point(base, values, variants, advice) for values in combinations]
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    recipes = [_recipe_of_point(base, values, variants, advice).for_device(kind) for values in combinations]
     _check_different(base, grid, variants)
     tasks = _build_tasks(combinations, recipes, advice)
     metrics = sorted({task.metric for task in tasks})
@@ -277,7 +280,7 @@ def _split_values(key: str, text: str) -> list[str]:
 
 def folder_name(values: dict[str, str]) -> str:
     """Return a readable name for a run directory that any file system accepts."""
-    numbers = {key: parsed(text) for key, text in values.items()}
+    numbers = {key: parse_value(text) for key, text in values.items()}
     # 1e-3 and 0.001 are the same number and get the same name.
     texts = {key: str(numbers[key]) if is_number(numbers[key]) else text for key, text in values.items()}
     label = ",".join(f"{key}={text.replace(' ', '')}" for key, text in texts.items())
@@ -317,35 +320,26 @@ def _check_variants(variants: Variants, grid: dict[str, list[str]], advice: str)
         raise ConfigError(f"{VARIANT}: expected keys of a recipe, got {','.join(grid[VARIANT])}; --only selects variants")
     for key in grid:
         # An unknown key of the grid is not the fault of a variant.
-        located(key)
+        resolve(Recipe, key)
     for variant, changes in variants.changes.items():
         try:
-            twice = [(changed, key) for changed in _keys(changes) for key in grid if same_key(changed, key)]
+            found = {key: resolve(Recipe, key) for key in (*_keys(changes), *grid)}
+            twice = [(changed, key) for changed in _keys(changes) for key in grid if found[changed] == found[key]]
         except ConfigError as error:
             raise ConfigError(f"variant {variant}: {error}{advice}") from error
         for changed, key in twice:
             raise ConfigError(f"variant {variant}: changes {changed}, but {key} is given as well; leave one of them out")
 
 
-def _override(base: Recipe, values: dict[str, str], variants: Variants | None) -> Recipe:
-    changes = _changes(values, variants)
-    recipe = base.override(changes)
-    for place, key in enumerate(_keys(changes)):
-        # If a change has another effect when it comes last, a later one overwrites it.
-        if base.override([*changes[:place], *changes[place + 1 :], changes[place]]) != recipe:
-            raise ConfigError(f"{key}: is given again under another name, in {' '.join(changes)}; give it once")
-    return recipe
-
-
 def _recipe_of_point(base: Recipe, values: dict[str, str], variants: Variants | None, advice: str) -> Recipe:
     """Return the recipe of a point. An error that a variant causes names the variant."""
     try:
-        return _override(base, values, variants)
+        return base.override(_changes(values, variants))
     except ConfigError as error:
         if variants is None:
             raise
         # Raises first if the values alone are wrong.
-        _override(base, {key: text for key, text in values.items() if key != VARIANT}, None)
+        base.override(f"{key}={text}" for key, text in values.items() if key != VARIANT)
         raise ConfigError(f"variant {values[VARIANT]}: {error}{advice}") from error
 
 
@@ -353,7 +347,7 @@ def _check_different(base: Recipe, grid: dict[str, list[str]], variants: Variant
     """Raise a ConfigError if two values of a key are the same."""
     first = {key: texts[0] for key, texts in grid.items()}
     for key, texts in grid.items():
-        found = [(text, _override(base, {**first, key: text}, variants)) for text in texts]
+        found = [(text, base.override(_changes({**first, key: text}, variants))) for text in texts]
         for (one, recipe), (other, same) in itertools.combinations(found, 2):
             if recipe == same:
                 raise ConfigError(f"{key}: {one} and {other} are the same; give each value once")
