@@ -26,14 +26,6 @@ def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "measure_roofline", lambda *_: ROOFLINE)
 
 
-@pytest.mark.parametrize("suite", ["ops", "layer", "model", "lra"])
-def test_help_names_the_options(suite: str) -> None:
-    assert suite in runner.invoke(app, ["bench", "--help"]).output
-    output = runner.invoke(app, ["bench", suite, "--help"], env={"COLUMNS": "120"}).output
-    for option in ("--json", "--plot", "--only", "--dtype", "--device", "--repeat", "--seconds"):
-        assert option in output
-
-
 def test_operators_are_measured_written_and_plotted(tmp_path: Path) -> None:
     numbers, plot = tmp_path / "ops.json", tmp_path / "ops.png"
     options = ["--only", "tcn,conv,fft-ema,copy", "--json", str(numbers), "--plot", str(plot)]

@@ -97,7 +97,7 @@ def draw(report: Report) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float, **padding: float) -> Figure:
+def _figure(width: float, height: float, **padding: Any) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -266,7 +266,7 @@ def _draw_milliseconds(axes: Axes, suite: str, results: Sequence[Result], mode: 
     for index, result in enumerate(results):
         offset = (index - (len(results) - 1) / 2) * width
         heights = [(result.seconds(phase, mode) or 0.0) * 1e3 for phase in phases]
-        style = {"hatch": "//", "edgecolor": "white"} if result.name.endswith("-compiled") else {}
+        style: dict[str, Any] = {"hatch": "//", "edgecolor": "white"} if result.name.endswith("-compiled") else {}
         spots = [spot + offset for spot in range(len(phases))]
         bars = axes.bar(spots, heights, 0.92 * width, color=_color(result.name), **style)
         bars.set_label(_bar_label(result, mode))

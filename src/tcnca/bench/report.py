@@ -295,9 +295,9 @@ def _speed_and_memory(timed: Sequence[Result]) -> Iterator[Ratio]:
 
 
 def _with_goal(ratio: Ratio) -> Ratio:
-    for title, sizes, phase, *numbers in _GOALS:
+    for title, sizes, phase, paper, goal, stretch in _GOALS:
         if (title, phase) == (ratio.title, ratio.phase) and sizes.items() <= ratio.sizes.items():
-            return dataclasses.replace(ratio, **dict(zip(("paper", "goal", "stretch"), numbers, strict=True)))
+            return dataclasses.replace(ratio, paper=paper, goal=goal, stretch=stretch)
     return ratio
 
 
