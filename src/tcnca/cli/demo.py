@@ -5,21 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from tcnca.cli.reporting import explained, say
-from tcnca.cli.streaming import show_streaming
 from tcnca.cli.train import train
-from tcnca.data import Task
 from tcnca.errors import ConfigError, TrainingError
-from tcnca.models import SequenceModel, load
-from tcnca.training import Recipe, load_recipe
-from tcnca.training.files import file_lock
-from tcnca.training.report import CURVES, read_result
+
+if TYPE_CHECKING:
+    from tcnca.data import Task
+    from tcnca.models import SequenceModel
+    from tcnca.training import Recipe
 
 NAME = "recall-small"
 FOLDER = Path("runs") / "demo"
@@ -48,8 +46,12 @@ def demo(
                 raise ConfigError(
                     f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out"
                 )
+            from tcnca.cli.streaming import show_streaming
+
             show_streaming(console, tokens, seed)
             return
+        from tcnca.models import load
+
         wanted = [*([f"batch.seed={seed}"] if seed else []), *(changes or [])]
         recipe = _recipe(wanted)
         task = recipe.build_task()
@@ -61,6 +63,8 @@ def demo(
 
 
 def _recipe(changes: Sequence[str]) -> Recipe:
+    from tcnca.training import load_recipe
+
     plain = load_recipe(NAME)
     recipe = plain.override(changes)
     if recipe.data.source != plain.data.source:
@@ -72,6 +76,8 @@ def _recipe(changes: Sequence[str]) -> Recipe:
 
 
 def _clear() -> None:
+    from tcnca.training.files import file_lock
+
     if not FOLDER.exists():
         return
     try:
@@ -109,14 +115,18 @@ def _ask(console: Console, task: Task, model: SequenceModel) -> None:
         say(console, f"    → {key} ?  {_answer(model, symbols, tokens, symbols[target])}")
 
 
-@torch.no_grad()
 def _answer(model: SequenceModel, symbols: Sequence[str], tokens: Sequence[int], right: str) -> str:
-    shares = model(torch.tensor([tokens]), return_state=False).logits[0, -1].softmax(-1)
+    import torch
+
+    with torch.no_grad():
+        shares = model(torch.tensor([tokens]), return_state=False).logits[0, -1].softmax(-1)
     answer = symbols[int(shares.argmax())]
     return f"{answer}  ({100 * float(shares.max()):.1f} %), {'right' if answer == right else f'WRONG: it is {right}'}"
 
 
 def _conclude(console: Console) -> None:
+    from tcnca.training.report import CURVES, read_result
+
     result = read_result(FOLDER)
     assert result is not None
     score = result.scores["test"]

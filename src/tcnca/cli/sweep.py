@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -17,30 +17,15 @@ from rich.text import Text
 
 from tcnca.cli.reporting import check_changes, explained, parse_duration, say
 from tcnca.errors import ConfigError
-from tcnca.recipes import builtin
-from tcnca.training.sweeps.plan import VARIANT, Point, Sweep, Variants, load_variants, plan
-from tcnca.training.sweeps.plots import save_curves, save_scores
-from tcnca.training.sweeps.runner import LOG, point_state, run_sweep
-from tcnca.training.sweeps.tables import (
-    CSV,
-    HEADINGS,
-    MARKDOWN,
-    Row,
-    best_group,
-    best_row,
-    cells,
-    count,
-    grouped,
-    ranked,
-    read_row,
-    read_rows,
-    seed_cells,
-    seed_headings,
-    selection,
-    write_tables,
-)
+from tcnca.recipes import builtin, find
+
+if TYPE_CHECKING:
+    from tcnca.training.sweeps import Point, Sweep
+    from tcnca.training.sweeps.tables import Row
 
 _BUILTIN = ", ".join(builtin("variants"))
+_OPTIONS = ("--variants", "--only", "--out", "--jobs", "--device", "--budget", "--dry-run")
+_STYLES = {"done": "", "failed": "red", "stopped": "yellow", "waiting": "dim"}
 
 
 def sweep(
@@ -76,22 +61,31 @@ def sweep(
     """
     console = Console(emoji=False, highlight=False)
     with explained():
-        check_changes(changes or [], ("--variants", "--only", "--out", "--jobs", "--device", "--budget", "--dry-run"))
+        check_changes(changes or [], _OPTIONS)
         seconds = parse_duration("--budget", budget) if budget else None
-        wanted = plan(
-            recipe, changes or [], out, variants=_variants(variants, only), budget=seconds, device=device, jobs=jobs
-        )
-        if wanted.variants and (advice := wanted.variants.advice(recipe)):
+        if only and variants is None:
+            raise ConfigError(f"--only: expected --variants with it, whose variants it selects, got {only} alone")
+        find(recipe)  # answers a misspelled name before PyTorch is imported
+
+        from tcnca.training import sweeps
+        from tcnca.training.sweeps.tables import CSV, MARKDOWN
+
+        selected = [name.strip() for name in only.split(",")] if only else []
+        compared = None if variants is None else sweeps.load_variants(variants, selected)
+        wanted = sweeps.plan(recipe, changes or [], out, variants=compared, budget=seconds, device=device, jobs=jobs)
+        if compared and (advice := compared.advice(recipe)):
             say(console, f"note: {advice.strip(' ()')}, not for {recipe}")
         if dry_run:
-            _show_plan(console, wanted)
+            for point in wanted.points:
+                arguments = wanted.train_command(point, "--out", str(point.folder))
+                say(console, f"{sweeps.point_state(point)[0]:<8} {shlex.join(['tcnca', *arguments])}")
             return
         with _Bar(console, wanted) as bar:
-            stopped = run_sweep(wanted, bar)
-        rows = read_rows(wanted)
-        write_tables(wanted, rows)
-        drawn = [path.name for path in (save_scores(wanted, rows), save_curves(wanted)) if path]
-        _show_table(console, wanted, rows)
+            stopped = sweeps.run_sweep(wanted, bar)
+        rows = sweeps.read_rows(wanted)
+        sweeps.write_tables(wanted, rows)
+        drawn = [path.name for path in (sweeps.save_scores(wanted, rows), sweeps.save_curves(wanted)) if path]
+        _print_tables(console, wanted, rows)
         say(console, f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
         if others := wanted.count_others():
             say(console, f"{others} more runs in it are not of this sweep.")
@@ -103,17 +97,12 @@ def sweep(
             raise typer.Exit(1)
 
 
-def _variants(name: str | None, only: str) -> Variants | None:
-    picked = [each.strip() for each in only.split(",")] if only else []
-    if name is None and picked:
-        raise ConfigError(f"--only: expected --variants with it, whose variants it selects, got {only} alone")
-    return None if name is None else load_variants(name, picked)
-
-
 class _Bar:
     """Shows the progress of a sweep: a bar in a terminal, and a line for each run that ends."""
 
     def __init__(self, console: Console, wanted: Sweep) -> None:
+        from tcnca.training.sweeps.tables import read_row
+
         self.console, self.sweep = console, wanted
         self.rows = {point.folder: read_row(wanted, point) for point in wanted.points}
         self.running: list[str] = []
@@ -144,13 +133,16 @@ class _Bar:
 
     def ended(self, point: Point) -> None:
         """Print how a run ended, and update the tables."""
+        from tcnca.training.sweeps.runner import LOG
+        from tcnca.training.sweeps.tables import read_row, write_tables
+
         self.running.remove(point.folder.name)
         self.over += 1
         row = self.rows[point.folder] = read_row(self.sweep, point)
         write_tables(self.sweep, list(self.rows.values()))
         scores = [f"{split} {self.sweep.metric} {score:.4f}" for split, score in row.scores.items()]
-        why = f": {row.error} (see {point.folder / LOG})" if row.error else ""
-        say(self.console, f"{point.folder.name}: {', '.join([row.state, *scores])}{why}")
+        reason = f": {row.error} (see {point.folder / LOG})" if row.error else ""
+        say(self.console, f"{point.folder.name}: {', '.join([row.state, *scores])}{reason}")
         self._show()
 
     def stopping(self, signal_name: str, running: int) -> None:
@@ -159,45 +151,39 @@ class _Bar:
         say(self.console, f"{signal_name}: {what}; another signal ends them at once")
 
     def _show(self) -> None:
+        from tcnca.training.sweeps import best_row
+
         best = best_row(self.sweep, list(self.rows.values()))
         texts = [f"best {best.scores[self.sweep.split]:.4f} ({best.point.folder.name})"] if best else []
         texts += [f"running {', '.join(self.running)}"] if self.running else []
         self._progress.update(self._bar, completed=self.over, description=escape("; ".join(texts)))
 
 
-def _show_plan(console: Console, wanted: Sweep) -> None:
-    for point in wanted.points:
-        state, _ = point_state(point)
-        arguments = wanted.train_command(point, "--out", str(point.folder))
-        say(console, f"{state:<8} {shlex.join(['tcnca', *arguments])}")
+def _print_tables(console: Console, wanted: Sweep, rows: list[Row]) -> None:
+    from tcnca.training.sweeps import tables
 
-
-def _show_table(console: Console, wanted: Sweep, rows: list[Row]) -> None:
-    best = best_group(wanted, rows)
+    best = tables.best_group(wanted, rows)
     runs = best.rows if best else []
     # Without the speed, to fit into 80 columns.
-    table = _table(f"Sweep of {wanted.recipe}", [*wanted.varied, *HEADINGS[:-1]])
-    for row in ranked(wanted, rows):
+    table = _table(f"Sweep of {wanted.recipe}", [*wanted.varied, *tables.HEADINGS[:-1]])
+    for row in tables.ranked(wanted, rows):
         style = "bold green" if row in runs else _STYLES[row.state]
-        table.add_row(*map(Text, cells(wanted, row)[:-1]), style=style)
+        table.add_row(*map(Text, tables.cells(wanted, row)[:-1]), style=style)
     console.print(table)
     if wanted.seed:
-        table = _table("Over seeds", seed_headings(wanted))
-        for group in grouped(wanted, rows):
-            table.add_row(*map(Text, seed_cells(wanted, group)), style="bold green" if group == best else "")
+        table = _table("Over seeds", tables.seed_headings(wanted))
+        for group in tables.grouped(wanted, rows):
+            table.add_row(*map(Text, tables.seed_cells(wanted, group)), style="bold green" if group == best else "")
         console.print(table)
     for row in rows:
         if row.error:
             say(console, f"{row.point.folder.name} failed: {row.error}")
-    say(console, f"{count(rows)} {selection(wanted, rows)}".strip())
+    say(console, f"{tables.count(rows)} {tables.selection(wanted, rows)}".strip())
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for heading in headings:
-        left = heading in ("state", VARIANT)
+        left = heading in ("state", "variant")
         table.add_column(Text(heading), justify="left" if left else "right", overflow="fold")
     return table
-
-
-_STYLES = {"done": "", "failed": "red", "stopped": "yellow", "waiting": "dim"}

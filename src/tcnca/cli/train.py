@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tcnca.cli.reporting import check_changes, explained, parse_duration, say
-from tcnca.training import Logger, Recipe, Result, Trainer, dist_context, evaluate_run, load_recipe
-from tcnca.training.evaluate import write_evaluation
-from tcnca.training.provenance import command_line
-from tcnca.training.report import CURVES, REPORT, cost_rows, score_rows
+from tcnca.recipes import find
+
+if TYPE_CHECKING:
+    from tcnca.training import Result
 
 _Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
@@ -36,16 +36,22 @@ def train(
 ) -> None:
     """Train a model by a recipe. On several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
     changes = [*([f"data={data}"] if data else []), *(changes or [])]
+    with explained():
+        check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
+        seconds = parse_duration("--budget", budget) if budget else None
+        find(recipe)  # answers a misspelled name before PyTorch is imported
+    from tcnca.training import Trainer, load_recipe
+    from tcnca.training.provenance import command_line
+
     options = [*(["--budget", budget] if budget else []), *(["--device", device] if device else [])]
     arguments = ["train", recipe, *changes, *options]
     again = command_line([*arguments, *(["--out", str(out)] if out else []), "--resume"])
     console = Console(emoji=False, highlight=False)
     with explained(f"stopped; continue with\n{again}"):
-        check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
         wanted = load_recipe(recipe).override(changes)
-        seconds = parse_duration("--budget", budget) if budget else None
         if print_config:
-            _print_config(console, wanted)
+            wanted.validate()
+            say(console, wanted.to_yaml().rstrip())
             return
         name = Path(recipe).stem
         trainer = Trainer(
@@ -64,12 +70,9 @@ def train(
         raise typer.Exit(130)
 
 
-def _print_config(console: Console, recipe: Recipe) -> None:
-    recipe.validate()
-    say(console, recipe.to_yaml().rstrip())
-
-
 def _print_result(console: Console, out: Path, result: Result, again: str) -> None:
+    from tcnca.training.report import CURVES, REPORT, cost_rows, score_rows
+
     if result.stopped:
         say(console, f"stopped by {result.stopped} after step {result.step:,}; continue with\n{again}")
         return
@@ -99,6 +102,9 @@ def eval_(
     device: _Device = None,
 ) -> None:
     """Measure a trained model on a split."""
+    from tcnca.training import Logger, dist_context, evaluate_run
+    from tcnca.training.evaluate import write_evaluation
+
     console = Console(emoji=False, highlight=False)
     changes = changes or []
     with (
