@@ -74,6 +74,7 @@ def candidates(settings: Settings) -> list[Candidate]:
     fft, other = {"backend": "fft"}, {"backend": "scan"}
     return [
         Candidate(name="tcnca", label="TCNCA", family="tcnca", overrides={}, exact={}),
+        Candidate(name="tcnca-linear", label="TCNCA-linear", family="tcnca-linear", overrides={}, exact={}),
         Candidate(name="mega-fft", label="MEGA, EMA by FFT", family="mega", overrides=fft, exact=other),
         Candidate(name="mega-scan", label="MEGA, EMA by scan", family="mega", overrides=scan, exact=fft),
     ]
