@@ -1,4 +1,4 @@
-"""TCNCA and its relatives: models for very long sequences, O(L) in their length, that stream."""
+"""TCNCA and related models for very long sequences: linear in the length, with streaming states."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         VocabularyError,
     )
     from tcnca.generation import generate, stream
-    from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
+    from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
         LanguageModelHeadConfig,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ModelOutput,
         ModelState,
         PairHeadConfig,
+        Preprocessing,
         Preset,
         RegressionHeadConfig,
         SequenceModel,
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "EMA",
+    "TCN",
     "AttentionConfig",
     "CheckpointError",
+    "ChunkedAttention",
     "ClassifierHeadConfig",
     "ConfigError",
     "DataError",
@@ -52,6 +56,7 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "PairHeadConfig",
+    "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
     "SequenceModel",

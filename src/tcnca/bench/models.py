@@ -17,7 +17,7 @@ from tcnca.bench.oracle import DEEP_TOLERANCE
 from tcnca.bench.roofline import Cost
 from tcnca.data.tasks.task import class_loss
 from tcnca.errors import ConfigError
-from tcnca.layers import Block
+from tcnca.layers import Layer
 from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
 from tcnca.training import DistContext, OptimizerConfig, RuntimeConfig, build_optimizers, load_recipe, set_lr
 from tcnca.training.config import Precision
@@ -179,7 +179,7 @@ def _check(
     config = config.override(num_layers=min(config.num_layers, _CHECK_LAYERS))
 
     def build(config: ModelConfig) -> nn.Module:
-        return Block(config.block()) if layer else SequenceModel(config).eval()
+        return Layer(config) if layer else SequenceModel(config).eval()
 
     exact, module = build(config.override(**candidate.exact)).double(), build(config)
     module.load_state_dict(exact.state_dict())
@@ -210,7 +210,7 @@ def _compiled_check(build: Callable[..., Workload], layer: bool) -> tuple[Worklo
 
 def _layer_workload(config: ModelConfig, settings: Settings, batch: int, length: int, compiled: bool) -> Workload:
     torch.manual_seed(0)
-    block = Block(config.block()).to(settings.device)
+    block = Layer(config).to(settings.device)
     if compiled:
         block.compile(dynamic=False)
     x = torch.randn(batch, length, config.d_model).to(settings.device).requires_grad_()
@@ -291,7 +291,7 @@ def _targets(config: ModelConfig, x: Tensor) -> Tensor:
 
 def _layer_cost(config: ModelConfig, length: int, tokens: int) -> dict[str, Cost]:
     with torch.device("meta"):
-        block = Block(config.block())
+        block = Layer(config)
     weights = _FLOAT_BYTES * sum(parameter.numel() for parameter in block.parameters())
     sequence, flops = _FLOAT_BYTES * tokens * config.d_model, 2 * block.macs(length) * tokens
     return {

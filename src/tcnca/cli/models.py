@@ -27,14 +27,19 @@ def models(
             check_choice("preset", like, presets())
     if as_json:
         rows = {
-            entry.name: {"family": entry.family, "task": entry.task, "length": entry.length, **vars(summarize(entry))}
+            entry.name: {
+                "family": entry.family,
+                "task": entry.task,
+                "length": entry.length,
+                **vars(summarize(entry.model, entry.length)),
+            }
             for entry in chosen
         }
         typer.echo(json.dumps(rows, indent=2))
         return
     console = Console(emoji=False, highlight=False)
     say(console, family_lines({entry.family for entry in chosen}))
-    console.print(models_table([(entry, summarize(entry)) for entry in chosen]))
+    console.print(models_table([(entry, summarize(entry.model, entry.length)) for entry in chosen]))
 
 
 def family_lines(shown: set[str]) -> str:

@@ -15,6 +15,7 @@ from tcnca.models.config import ModelConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.model import SequenceModel
+from tcnca.models.preprocessing import Preprocessing
 
 # The paper names the parts of its residual block and gives no formula: docs/tcn-block.md has the measurements behind
 # this norm, non-linearity (SiLU) and initialization.
@@ -233,13 +234,16 @@ def preset(name: str, **changes: Any) -> Preset:
     return Preset(name=name, family=family, task=row.title, length=row.length, model=model)
 
 
-def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
+def build(
+    what: str | Preset | ModelConfig, *, preprocessing: Preprocessing | None = None, **changes: Any
+) -> SequenceModel:
     """Build a model.
 
     `build("tcnca-linear-enwik8", vocab_size=256)`, or `build(ModelConfig(d_model=64, num_layers=2))`.
 
     Args:
         what: the name of a preset (`presets()` and the command `tcnca models` list them), a preset, or a configuration.
+        preprocessing: facts about the data, which the model applies and is saved with.
         changes: fields of the configuration to change, as by `ModelConfig.override`.
 
     Returns:
@@ -250,4 +254,4 @@ def build(what: str | Preset | ModelConfig, **changes: Any) -> SequenceModel:
     config = what.model if isinstance(what, Preset) else what
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"what: expected a preset, its name, or a ModelConfig, got {config!r}")
-    return SequenceModel(config.override(changes))
+    return SequenceModel(config.override(changes), preprocessing)

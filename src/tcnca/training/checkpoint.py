@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tcnca.data.store import explained
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel, save
-from tcnca.models.checkpoint import WEIGHTS_FILE, fill
+from tcnca.models.serialization import WEIGHTS_FILE, fill
 from tcnca.training.distributed import DistContext
 from tcnca.training.files import atomic_write
 
@@ -253,4 +253,4 @@ def _verify(place: Path) -> None:
 
 def _on_meta(model: SequenceModel) -> SequenceModel:
     with torch.device("meta"):
-        return SequenceModel(model.config)
+        return SequenceModel(model.config, model.preprocessing)

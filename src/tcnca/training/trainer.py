@@ -18,7 +18,7 @@ from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
 from tcnca.models import SequenceModel
-from tcnca.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import (
     DistContext,

@@ -23,7 +23,7 @@ from tcnca.data.store import Dataset
 from tcnca.data.tasks.task import Task, class_loss, class_metric_sums, number_loss, precise
 from tcnca.errors import ConfigError
 from tcnca.models.heads import ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig
-from tcnca.models.inputs import Input, TokenInputConfig, ValueInputConfig
+from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 
 
 class ExampleTask(Task):
@@ -98,7 +98,7 @@ class _Sequences:
         self.deviation = np.broadcast_to(np.asarray(facts.get("deviation", 1.0), np.float32), (features,))
 
     @property
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         if self.column in ("pixels", "values"):
             return ValueInputConfig(features=len(self.mean))
         return TokenInputConfig(vocab_size=self.vocab_size)
@@ -131,7 +131,7 @@ class ClassificationTask(ExampleTask):
         self._sequences = _Sequences(data, max_length)
 
     @property
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         """Tokens, or numbers for pixels and signals."""
         return self._sequences.input
 
@@ -196,7 +196,7 @@ class RegressionTask(ExampleTask):
         self.target_deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
 
     @property
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         """Numbers."""
         return self._sequences.input
 

@@ -16,8 +16,8 @@ from tcnca.data.columns import count
 from tcnca.data.schema import Kind
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
-from tcnca.models.heads import Head
-from tcnca.models.inputs import Input
+from tcnca.models.heads import HeadConfig
+from tcnca.models.inputs import InputConfig
 
 Metric = Literal["bits per byte", "accuracy", "mean squared error"]
 
@@ -48,12 +48,12 @@ class Task(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         """What the model takes in."""
 
     @property
     @abc.abstractmethod
-    def head(self) -> Head:
+    def head(self) -> HeadConfig:
         """What the model gives out."""
 
     @property

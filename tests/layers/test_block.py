@@ -1,4 +1,4 @@
-"""How mixer and attention are joined, against the formulas of the paper's layer."""
+"""Layers against the formulas of the paper."""
 
 from __future__ import annotations
 
@@ -11,32 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.layers import AttentionConfig, Block, BlockConfig, GatedBlock, ResidualBlock
+from tcnca.layers import AttentionConfig, GatedBlock, Layer, LayerConfig, ResidualBlock
 from tcnca.layers.attention import Position
 from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
-from tests.examples import ATTENTION, EMA, TCN
+from tests.examples import ATTENTION, EMA, TCN, pairwise
 from tests.layers import formulas
 
 WIDTH = 8
-CONFIG = BlockConfig(
-    d_model=WIDTH,
-    causal=True,
-    mixer=TCN,
-    attention=ATTENTION,
-    gated=True,
-    d_ff=12,
-    activation="silu",
-    norm="layer",
-    prenorm=True,
-    dropout=0.0,
-    value_dropout=0.0,
-    ff_dropout=0.0,
-    feature_dropout=False,
-)
-MIXERS = pytest.mark.parametrize("mixer", [TCN, EMA, None], ids=["tcn", "ema", "no-mixer"])
-DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-ORDERS = pytest.mark.parametrize("prenorm", [True, False], ids=["pre-norm", "post-norm"])
+CONFIG = LayerConfig(d_model=WIDTH, mixer=TCN, attention=ATTENTION, d_ff=12)
+MIXERS = [TCN, EMA, None]
 
 
 class Zero(nn.Module):
@@ -46,7 +30,7 @@ class Zero(nn.Module):
         return torch.zeros_like(x)
 
 
-def _config(**changes: Any) -> BlockConfig:
+def _config(**changes: Any) -> LayerConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
@@ -56,8 +40,8 @@ def _gated(**changes: Any) -> GatedBlock:
     return module
 
 
-def _plain(**changes: Any) -> ResidualBlock:
-    module = ResidualBlock(_config(gated=False, **changes)).double().eval()
+def _residual(**changes: Any) -> ResidualBlock:
+    module = ResidualBlock(_config(**{"gated": False, **changes})).double().eval()
     formulas.scramble(module)
     return module
 
@@ -75,7 +59,7 @@ def _affine(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gated_formula(module: GatedBlock, config: BlockConfig, x: Tensor) -> Tensor:
+def gated_formula(module: GatedBlock, config: LayerConfig, x: Tensor) -> Tensor:
     """Section 3.3 of MEGA with any mixer, line by line."""
     assert config.attention is not None
     act = getattr(F, config.activation)
@@ -94,7 +78,7 @@ def gated_formula(module: GatedBlock, config: BlockConfig, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plain_formula(module: ResidualBlock, config: BlockConfig, x: Tensor) -> Tensor:
+def residual_formula(module: ResidualBlock, config: LayerConfig, x: Tensor) -> Tensor:
     """`x + mixer`, `x + attention`."""
     if module.mixer is not None:
         assert module.mixer_norm is not None
@@ -112,43 +96,42 @@ def plain_formula(module: ResidualBlock, config: BlockConfig, x: Tensor) -> Tens
     return x
 
 
-@MIXERS
-@DIRECTIONS
-@ORDERS
-@pytest.mark.parametrize("norm", ["layer", "scale", "batch"])
-def test_gated_mixing_equals_the_formula(mixer: Any, causal: bool, prenorm: bool, norm: str) -> None:
+@pytest.mark.parametrize(
+    ("mixer", "causal", "prenorm", "norm"),
+    pairwise(MIXERS, [True, False], [True, False], ["layer", "scale", "batch"]),
+)
+def test_gated_block_equals_the_formula(mixer: Any, causal: bool, prenorm: bool, norm: str) -> None:
     changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "norm": norm}
     module, x = _gated(**changes), _x()
     assert_close(_run(module, x), gated_formula(module, _config(**changes), x))
 
 
-@pytest.mark.parametrize("position", get_args(Position))
-@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
-def test_gated_mixing_with_any_attention(position: str, function: str) -> None:
+@pytest.mark.parametrize(("position", "function"), pairwise(get_args(Position), ATTENTION_ACTIVATIONS))
+def test_gated_block_with_any_attention(position: str, function: str) -> None:
     attention = dataclasses.replace(ATTENTION, position=position, activation=function)  # type: ignore[arg-type]
     module, x = _gated(attention=attention, activation="gelu"), _x()
     assert_close(_run(module, x), gated_formula(module, _config(attention=attention, activation="gelu"), x))
 
 
-@MIXERS
-@DIRECTIONS
-@ORDERS
-@pytest.mark.parametrize("attention", [ATTENTION, None], ids=["attention", "no-attention"])
-def test_plain_mixing_equals_the_formula(
+@pytest.mark.parametrize(
+    ("mixer", "causal", "prenorm", "attention"),
+    pairwise(MIXERS, [True, False], [True, False], [ATTENTION, None]),
+)
+def test_residual_block_equals_the_formula(
     mixer: Any, causal: bool, prenorm: bool, attention: AttentionConfig | None
 ) -> None:
-    changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "attention": attention}
-    module, x = _plain(**changes), _x()
-    assert_close(_run(module, x), plain_formula(module, _config(**changes), x))
+    changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "attention": attention, "gated": False}
+    module, x = _residual(**changes), _x()
+    assert_close(_run(module, x), residual_formula(module, _config(**changes), x))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_block_is_mixing_then_a_feed_forward_net(gated: bool) -> None:
-    block, x = Block(_config(gated=gated)).double(), _x()
-    assert block.feed_forward is not None
-    mixed = block.mixing(x, None, None, False, False)[0]
-    assert_close(block(x)[0].detach(), block.feed_forward(mixed).detach())
-    assert Block(_config(gated=gated, d_ff=0)).feed_forward is None
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "residual"])
+def test_layer_is_a_block_then_a_feed_forward_net(gated: bool) -> None:
+    layer, x = Layer(_config(gated=gated)).double(), _x()
+    assert layer.feed_forward is not None
+    mixed = layer.block(x, None, None, False, False)[0]
+    assert_close(layer(x)[0].detach(), layer.feed_forward(mixed).detach())
+    assert Layer(_config(gated=gated, d_ff=0)).feed_forward is None
 
 
 def test_start_of_the_gates() -> None:
@@ -158,7 +141,7 @@ def test_start_of_the_gates() -> None:
     assert not torch.equal(module.gamma[0], module.gamma[1]), "queries and keys have transforms of their own"
 
 
-def test_gated_mixing_drops_the_mixers_output_and_the_candidate() -> None:
+def test_gated_block_drops_the_mixers_output_and_the_candidate() -> None:
     module, x = _gated(), _x()
     module.dropout = Zero()  # type: ignore[assignment]
     # What is left of X' is the bias of the projection, and of H nothing.
@@ -166,7 +149,7 @@ def test_gated_mixing_drops_the_mixers_output_and_the_candidate() -> None:
     assert_close(_run(module, x), (x - u * x).detach())
 
 
-def test_gated_mixing_drops_values() -> None:
+def test_gated_block_drops_values() -> None:
     module, other, x = _gated(), _gated(), _x()
     other.load_state_dict(module.state_dict())
     module.value_dropout = Zero()  # type: ignore[assignment]
@@ -177,29 +160,24 @@ def test_gated_mixing_drops_values() -> None:
     assert_close(_run(module, x), _run(other, x))
 
 
-def test_plain_mixing_drops_what_it_adds() -> None:
-    module, x = _plain(), _x()
+def test_residual_block_drops_what_it_adds() -> None:
+    module, x = _residual(), _x()
     module.dropout = Zero()  # type: ignore[assignment]
     assert torch.equal(_run(module, x), x)
 
 
-def test_plain_mixing_drops_values() -> None:
-    module, x = _plain(mixer=None), _x()
+def test_residual_block_drops_values() -> None:
+    module, x = _residual(mixer=None), _x()
     module.value_dropout = Zero()  # type: ignore[assignment]
     assert_close(_run(module, x), (x + module.output.bias).detach())
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "residual"])
 def test_probabilities_arrive_where_they_belong(gated: bool) -> None:
     changes = {"dropout": 0.1, "value_dropout": 0.2, "ff_dropout": 0.3, "feature_dropout": True}
-    block = Block(_config(gated=gated, **changes))
-    assert block.feed_forward is not None
-    parts = (block.mixing, block.feed_forward)
-    found = [
-        *(part.dropout.probability for part in parts),
-        block.mixing.value_dropout.probability,
-        block.feed_forward.hidden_dropout.probability,
-    ]
-    assert found == [0.1, 0.1, 0.2, 0.3]
-    drops = [block.mixing.dropout, block.mixing.value_dropout, block.feed_forward.dropout]
-    assert all(drop.feature for drop in [*drops, block.feed_forward.hidden_dropout])
+    layer = Layer(_config(gated=gated, **changes))
+    block, net = layer.block, layer.feed_forward
+    assert net is not None
+    drops = [block.dropout, net.dropout, block.value_dropout, net.hidden_dropout]
+    assert [drop.probability for drop in drops] == [0.1, 0.1, 0.2, 0.3]
+    assert all(drop.feature for drop in drops)
