@@ -15,6 +15,7 @@ from tcnca.training.sweeps.variants import load_variants
 from typer.core import TyperGroup
 
 from tcnca.cli import app
+from tcnca.config import parse_value as parsed
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
@@ -29,7 +30,6 @@ from tcnca.models import (
     preset,
 )
 from tcnca.training import Recipe, load_recipe
-from tcnca.training.recipe import parsed
 from tcnca.training.sweeps.plan import parse_grid
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")

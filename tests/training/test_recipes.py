@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,32 +26,20 @@ from tcnca.errors import ConfigError
 from tcnca.recipes import builtin, descriptions, read_recipe
 from tcnca.training import Recipe, ScheduleConfig, load_recipe, scheduled_lr
 
-
-class Row(NamedTuple):
-    """A line of MEGA's table of hyper-parameters."""
-
-    batch: int
-    lr: float
-    weight_decay: float
-    max_steps: int
-    warmup_steps: int
-    max_grad_norm: float = 1.0
-    warmup_power: float = 1.0
-
-
+# MEGA's table: batch size, learning rate, weight decay, steps, warm-up steps, gradient norm, power of the warm-up.
 TABLE = {
-    "listops": Row(64, 0.001, 0.01, 90_000, 3_000),
-    "text": Row(50, 0.004, 0.01, 25_000, 10_000),
-    "retrieval": Row(64, 0.003, 0.04, 91_960, 10_000),
-    "image": Row(50, 0.01, 0.02, 180_000, 9_000),
-    "pathfinder": Row(128, 0.01, 0.01, 250_000, 50_000),
-    "pathx": Row(128, 0.01, 0.01, 125_000, 25_000, warmup_power=2.0),
-    "enwik8": Row(65_536, 0.005, 0.1, 400_000, 24_000, max_grad_norm=0.25),
+    "listops": (64, 0.001, 0.01, 90_000, 3_000, 1, 1),
+    "text": (50, 0.004, 0.01, 25_000, 10_000, 1, 1),
+    "retrieval": (64, 0.003, 0.04, 91_960, 10_000, 1, 1),
+    "image": (50, 0.01, 0.02, 180_000, 9_000, 1, 1),
+    "pathfinder": (128, 0.01, 0.01, 250_000, 50_000, 1, 1),
+    "pathx": (128, 0.01, 0.01, 125_000, 25_000, 1, 2),
+    "enwik8": (65_536, 0.005, 0.1, 400_000, 24_000, 0.25, 1),
     # The paper names the grid that it searched; these are our choice from it.
-    "recall": Row(64, 0.001, 0.1, 20_000, 1_000),
+    "recall": (64, 0.001, 0.1, 20_000, 1_000, 1, 1),
 }
 # The paper's own, for EnWik8 with TCNCA: 250 epochs of 90 million bytes, in steps of 65,536 tokens.
-PAPERS_ENWIK8 = TABLE["enwik8"]._replace(weight_decay=0.2, max_steps=250 * 90_000_000 // 65_536)
+PAPERS_ENWIK8 = (65_536, 0.005, 0.2, 250 * 90_000_000 // 65_536, 24_000, 0.25, 1)
 FAMILIES = ("tcnca", "tcnca-linear", "mega", "tcn-mlp")
 EXPERIMENTS = {
     **{f"enwik8-{family}": f"{family}-enwik8" for family in (*FAMILIES, "ema-mlp")},
@@ -87,15 +75,10 @@ def test_numbers_are_the_published_ones(name: str) -> None:
     recipe, task = load_recipe(name), name.partition("-")[0]
     row = PAPERS_ENWIK8 if name in ("enwik8-tcnca", "enwik8-tcnca-linear") else TABLE[task]
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    assert recipe.batch.size == row.batch
-    assert (optimizer.lr, optimizer.weight_decay, optimizer.max_grad_norm) == (
-        row.lr,
-        row.weight_decay,
-        row.max_grad_norm,
-    )
-    assert (optimizer.betas, optimizer.eps) == ((0.9, 0.98), 1e-8)
-    assert (schedule.max_steps, schedule.warmup_steps) == (row.max_steps, row.warmup_steps)
-    assert (schedule.warmup_start, schedule.warmup_power, schedule.kind) == (1e-7, row.warmup_power, "linear")
+    found = (recipe.batch.size, optimizer.lr, optimizer.weight_decay, schedule.max_steps, schedule.warmup_steps)
+    assert (*found, optimizer.max_grad_norm, schedule.warmup_power) == row
+    assert (optimizer.betas, optimizer.eps, schedule.warmup_start) == ((0.9, 0.98), 1e-8, 1e-7)
+    assert schedule.kind == "linear"
     assert recipe.model["preset"] == EXPERIMENTS[name]
     assert entry(recipe.data.source).name == recipe.data.source
     assert name.startswith(recipe.data.source)
@@ -167,13 +150,7 @@ def test_the_model_can_be_changed() -> None:
         ("epochs=3", r"^epochs: use max_steps; one epoch is"),
         ("num_layers", "^num_layers: expected KEY=VALUE, got no value"),
         ("lr=fast", r"^optimizer\.lr: expected a number >= 0, got 'fast'"),
-        ("lr=.inf", r"^optimizer\.lr: expected a number >= 0, got inf"),
-        ("lr=[1]", r"^optimizer\.lr: expected a number >= 0, got \[1\]"),
         ("optimizer.betas=[1]", r"^optimizer\.betas: expected 2 values, each a number in \[0, 1\), got \[1\]"),
-        ("precision=fp8", r"^runtime\.precision: expected one of float32, bf16, got 'fp8'"),
-        ("max_steps=", r"^schedule\.max_steps: expected an integer >= 1, got None"),
-        ("max_steps=2.5", r"^schedule\.max_steps: expected an integer >= 1, got 2.5"),
-        ("val_fraction=2", r"^data\.val_fraction: expected a number in \[0, 1\], got 2"),
         ("optimizer=3", r"^optimizer: expected keys and values such as optimizer\.lr, got 3"),
         ("data=[1]", r"^data\.source: expected a text, got \[1\]"),
         ("data.task=3", r"^data\.task: expected keys and values, got 3"),
@@ -193,15 +170,13 @@ def test_errors_of_changes(change: str, message: str) -> None:
         ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ("model=tcnca-enwik", r"^model\.preset: did you mean tcnca-enwik8\?"),
         ("model=3", r"^model\.preset: expected one of tcnca-enwik8, "),
-        ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn|kind=ema"),
+        ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn"),
         ("data.task.sise=3", r"^data\.task\.sise: "),
         ("data.custom.txt=a", r"^data\.custom\.txt: did you mean text\?"),
     ],
 )
 def test_validate_finds_what_is_wrong_whatever_the_data(change: str, message: str) -> None:
     for name in ("recall-small", "classify"):
-        if name == "classify" and change == "d_state=3":
-            continue
         with pytest.raises(ConfigError, match=message):
             load_recipe(name).override([change]).validate()
 
@@ -275,16 +250,15 @@ def own_file(folder: Path, name: str) -> Path:
     """Write custom data for one of the recipes in `OWN`."""
     path = folder / {"lm": "book.txt", "classify": "a.csv", "retrieve": "p.csv"}.get(name, f"{name}.npz")
     values = np.random.default_rng(0).normal(size=(40, 30, 2))
-    if name == "lm":
-        path.write_text("so many words " * 500)
-    elif name == "classify":
-        path.write_text("text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(60)))
-    elif name == "retrieve":
-        path.write_text("text1,text2,label\n" + "".join(f"text {n},other {n},{n % 2}\n" for n in range(60)))
-    elif name == "regress":
-        np.savez(path, values=values, targets=values.mean((1, 2)))
+    texts = {
+        "lm": "so many words " * 500,
+        "classify": "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(60)),
+        "retrieve": "text1,text2,label\n" + "".join(f"text {n},other {n},{n % 2}\n" for n in range(60)),
+    }
+    if name in texts:
+        path.write_text(texts[name])
     else:
-        np.savez(path, values=values)
+        np.savez(path, values=values, **({"targets": values.mean((1, 2))} if name == "regress" else {}))
     return path
 
 
