@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.bench.entry import Pair, Settings, Subject
-from tcnca.data.tasks.task import class_loss
+from tcnca.data.tasks.base import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
 from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel, save
 from tcnca.models.checkpoint import WEIGHTS_FILE, fill
@@ -74,7 +74,7 @@ class Checkpoints:
         """Write a checkpoint; all processes take part."""
         place = self.folder / f"step-{progress.step:09}"
         beside = self.folder / f".{place.name}.partial"
-        with explained(self.folder), _written(beside):
+        with disk_errors(self.folder), _written(beside):
             if self.group.first:
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
@@ -141,14 +141,14 @@ class Checkpoints:
         """Remember that a checkpoint is the best so far."""
         if self.group.first:
             write_whole(self.folder / _BEST, json.dumps({"checkpoint": place.name, "score": score}))
-            with explained(self.folder):
+            with disk_errors(self.folder):
                 self._forget()
         self.group.wait()
 
     def tidy(self) -> None:
         """Remove what a run that was killed has left."""
         if self.group.first:
-            with explained(self.folder):
+            with disk_errors(self.folder):
                 self._forget()
         self.group.wait()
 

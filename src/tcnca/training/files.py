@@ -8,14 +8,14 @@ from pathlib import Path
 
 import filelock
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import TrainingError
 
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
     """A file to write in place of `path`, which is moved there at the end."""
-    with explained(path.parent):
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}")
         yield draft
@@ -31,7 +31,7 @@ def write_whole(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def alone_in(folder: Path, what: str) -> Iterator[None]:
     """Refuse to work in a folder where another `what` is at work. The lock ends with its process, however that ends."""
-    with explained(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / ".lock")
         try:

@@ -254,7 +254,7 @@ class Run:
             rank = self.group.rank * pieces + piece
             batch = self.task.batch(step, config.size, config.seed, rank, self.group.world * pieces)
             if self.compiled and self.task.kind not in ("language", "forecast"):
-                batch = batch.widened()
+                batch = batch.pad_to_bucket()
             parts.append(batch.pin_memory() if self.group.device.type == "cuda" else batch)
         return parts
 

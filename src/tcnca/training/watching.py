@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.training.log import LOG, open_log, plain
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        with explained(self.folder), contextlib.ExitStack() as closing:
+        with disk_errors(self.folder), contextlib.ExitStack() as closing:
             if self._file is not None:
                 closing.callback(self._file.close)
             if self._board is not None:
@@ -107,7 +107,7 @@ class Watch:
             self.say(f"{self._text(numbers['step'])}, {100 * numbers['done']:.0f} % done, {left} left")
 
     def _keep(self, numbers: Mapping[str, Any]) -> None:
-        with explained(self.folder):
+        with disk_errors(self.folder):
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = open_log(self.folder)

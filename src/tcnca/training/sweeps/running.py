@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal, Protocol
 
 import torch
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import ConfigError
 from tcnca.training.files import alone_in
 from tcnca.training.processes import cores
@@ -66,7 +66,7 @@ def outcome(point: Point) -> tuple[State, str]:
 
 def run_sweep(sweep: Sweep, watcher: Watcher) -> str:
     """Run what is not done yet. Returns the signal that stopped it, if one did."""
-    with explained(sweep.folder):
+    with disk_errors(sweep.folder):
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with alone_in(sweep.folder, "sweep"), signals() as caught:
             _work(sweep, watcher, caught)
