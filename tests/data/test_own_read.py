@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tcnca.data.custom import CustomOptions, read_own
+from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.schema import Kind
 from tcnca.errors import DataError
 
@@ -42,7 +42,7 @@ def _make(folder: Path, name: str) -> Path:
     ],
 )
 def test_kind_of_a_file(tmp_path: Path, name: str, kind: Kind) -> None:
-    assert read_own(_make(tmp_path, name)).kind == kind
+    assert read_custom(_make(tmp_path, name)).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_kind_of_a_file(tmp_path: Path, name: str, kind: Kind) -> None:
 def test_kind_of_a_folder(tmp_path: Path, names: list[str], kind: Kind) -> None:
     for name in names:
         _make(tmp_path, name)
-    assert read_own(tmp_path).kind == kind
+    assert read_custom(tmp_path).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,14 @@ def test_kind_of_a_folder(tmp_path: Path, names: list[str], kind: Kind) -> None:
 )
 def test_kinds_that_do_not_fit(tmp_path: Path, name: str, kind: Kind, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_own(_make(tmp_path, name), CustomOptions(kind=kind))
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.npz", "a.npy", "a.txt"])
-def test_everything_is_bytes_if_the_user_says_so(tmp_path: Path, name: str) -> None:
-    path = _make(tmp_path, name)
-    content = read_own(path, CustomOptions(kind="language"))
-    parts = [np.asarray(part["bytes"]).tobytes() for parts in content.splits.values() for part in parts]
-    assert b"".join(parts) == path.read_bytes()
+        read_custom(_make(tmp_path, name), CustomOptions(kind=kind))
 
 
 def test_tables_beside_arrays(tmp_path: Path) -> None:
     for name in ("train.csv", "test.npz"):
         _make(tmp_path, name)
     with pytest.raises(DataError, match="holds both tables and arrays; move one of them away"):
-        read_own(tmp_path, CustomOptions(kind="classification"))
+        read_custom(tmp_path, CustomOptions(kind="classification"))
 
 
 IN_A_RECIPE = r" \(in a recipe: data\.custom\.kind=language\)$"
@@ -99,8 +91,8 @@ PACKED = "is packed; unpack it first, or --kind language to learn the packed byt
 def test_packed_files_are_known_by_their_endings(tmp_path: Path, name: str, kind: Kind | None) -> None:
     path = _make(tmp_path, name)
     with pytest.raises(DataError, match=f"{name}: {PACKED}"):
-        read_own(path, CustomOptions(kind=kind))
-    assert read_own(path, CustomOptions(kind="language")).kind == "language"
+        read_custom(path, CustomOptions(kind=kind))
+    assert read_custom(path, CustomOptions(kind="language")).kind == "language"
 
 
 def _zipped(content: bytes) -> bytes:
@@ -128,15 +120,9 @@ def test_packed_files_are_known_by_their_first_bytes(tmp_path: Path, name: str, 
     path = tmp_path / name
     path.write_bytes(packed)
     with pytest.raises(DataError, match=f"{name}: {PACKED}"):
-        read_own(path)
-    content = read_own(path, CustomOptions(kind="language"))
+        read_custom(path)
+    content = read_custom(path, CustomOptions(kind="language"))
     assert b"".join(np.asarray(p["bytes"]).tobytes() for parts in content.splits.values() for p in parts) == packed
-
-
-def test_a_table_packed_under_its_own_name(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(gzip.compress(TABLE.encode()))
-    with pytest.raises(DataError, match=PACKED):
-        read_own(tmp_path / "a.csv", CustomOptions(kind="classification"))
 
 
 def test_a_packed_file_in_a_folder(tmp_path: Path) -> None:
@@ -144,20 +130,14 @@ def test_a_packed_file_in_a_folder(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         _make(tmp_path, name)
     with pytest.raises(DataError, match=rf"b\.log\.gz: {PACKED}"):
-        read_own(tmp_path)
-    assert read_own(tmp_path, CustomOptions(kind="language")).kind == "language"
+        read_custom(tmp_path)
+    assert read_custom(tmp_path, CustomOptions(kind="language")).kind == "language"
 
 
 @pytest.mark.parametrize("text", ["BZh9 is how it begins.", "PK for short", "7z is a packer"])
 def test_texts_that_only_look_packed(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
-    assert read_own(tmp_path / "a.txt").kind == "language"
-
-
-def test_a_packed_file_beside_tables_is_let_be(tmp_path: Path) -> None:
-    for name in ("train.csv", "notes.gz"):
-        _make(tmp_path, name)
-    assert read_own(tmp_path, CustomOptions(kind="classification")).kind == "classification"
+    assert read_custom(tmp_path / "a.txt").kind == "language"
 
 
 @pytest.mark.parametrize("kind", [None, "classification"])
@@ -168,22 +148,12 @@ def test_json_is_not_mistaken_for_text(tmp_path: Path, names: list[str], kind: K
     path = tmp_path / names[0] if len(names) == 1 else tmp_path
     message = r"(?i)\.json: is JSON; save one object a line as \.jsonl, or --kind language to learn its bytes"
     with pytest.raises(DataError, match=message + IN_A_RECIPE):
-        read_own(path, CustomOptions(kind=kind))
-    assert read_own(path, CustomOptions(kind="language")).kind == "language"
+        read_custom(path, CustomOptions(kind=kind))
+    assert read_custom(path, CustomOptions(kind="language")).kind == "language"
 
 
 @pytest.mark.parametrize("option", ["text", "second", "label", "split", "values", "labels", "targets", "lengths"])
 def test_options_that_mean_nothing_for_bytes(tmp_path: Path, option: str) -> None:
     chosen: dict[str, Any] = {option: "name"}
     with pytest.raises(DataError, match=f"--{option} 'name' means nothing for bytes .*; leave it out"):
-        read_own(_make(tmp_path, "a.txt"), CustomOptions(**chosen))
-
-
-def test_a_kind_that_does_not_exist() -> None:
-    with pytest.raises(DataError, match=r"^--kind: got 'translation', allowed are language, classification, pairs"):
-        CustomOptions(kind="translation")  # type: ignore[arg-type]
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing: there is no such file or folder"):
-        read_own(tmp_path / "missing")
+        read_custom(_make(tmp_path, "a.txt"), CustomOptions(**chosen))

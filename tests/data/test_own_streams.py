@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.custom import CustomOptions, read_own, streams
+from tcnca.data.custom import CustomOptions, read_custom, streams
 from tcnca.data.schema import Content
 from tcnca.errors import DataError
 
@@ -36,27 +36,22 @@ def _noise(size: int, seed: int = 0) -> bytes:
 
 def test_a_file_is_cut_in_three(tmp_path: Path) -> None:
     whole = _noise(1000)
-    content = read_own(_write(tmp_path, {"war.txt": whole}) / "war.txt")
-    assert (content.kind, content.origin, content.verified, dict(content.facts)) == ("language", "war.txt", False, {})
+    content = read_custom(_write(tmp_path, {"war.txt": whole}) / "war.txt")
+    assert (content.kind, content.origin, content.verified, dict(content.metadata)) == (
+        "language",
+        "war.txt",
+        False,
+        {},
+    )
     assert _bytes(content) == {"train": whole[:900], "validation": whole[900:950], "test": whole[950:]}
-
-
-def test_shares_are_chosen(tmp_path: Path) -> None:
-    whole = _noise(1000)
-    found = _bytes(read_own(_write(tmp_path, {"a": whole}) / "a", CustomOptions(validation=0.1, test=0.25)))
-    assert found == {"train": whole[:650], "validation": whole[650:750], "test": whole[750:]}
 
 
 def test_parts_are_bounded_and_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PART", 64)
     files = {f"{number}.bin": _noise(50, number) for number in range(6)}
-    train = read_own(_write(tmp_path, files)).splits["train"]
+    train = read_custom(_write(tmp_path, files)).splits["train"]
     assert [len(part["bytes"]) for part in train] == [64, 64, 64, 64, 14]
     assert b"".join(np.asarray(part["bytes"]).tobytes() for part in train) == b"".join(files.values())[:270]
-
-
-def test_parts_are_of_16_mib() -> None:
-    assert streams.PART == 16 * 1024 * 1024
 
 
 def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
@@ -65,7 +60,7 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
         file.truncate(16 * streams.PART)  # a hole, which takes no room on most disks
     tracemalloc.start()
     try:
-        content = read_own(path)
+        content = read_custom(path)
         sizes = {split: [len(part["bytes"]) for part in parts] for split, parts in content.splits.items()}
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -77,7 +72,7 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     path = _write(tmp_path, {"a": _noise(100)}) / "a"
-    content = read_own(path)
+    content = read_custom(path)
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="a: has become shorter while it was read"):
         _bytes(content)
@@ -86,60 +81,38 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
 def test_few_files_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
     files = {"b/z.txt": b"2" * 30, "b/a.bin": b"1" * 30, "a.txt": b"0" * 20, "c": b"3" * 20, "empty": b""}
     whole = b"0" * 20 + b"1" * 30 + b"2" * 30 + b"3" * 20
-    found = _bytes(read_own(_write(tmp_path, files)))
+    found = _bytes(read_custom(_write(tmp_path, files)))
     assert found == {"train": whole[:90], "validation": whole[90:95], "test": whole[95:]}
-
-
-def test_empty_files_do_not_make_many(tmp_path: Path) -> None:
-    files = {f"{number}.txt": b"" if number > 8 else b"x" * 100 for number in range(12)}
-    assert len(_bytes(read_own(_write(tmp_path, files)))["test"]) == 45
 
 
 def test_hidden_files_are_skipped(tmp_path: Path) -> None:
     files = {"a": b"a" * 50, ".hidden": b"x" * 50, ".git/config": b"x" * 50, "b/.DS_Store": b"x", "b/c": b"c" * 50}
-    assert b"".join(_bytes(read_own(_write(tmp_path, files))).values()) == b"a" * 50 + b"c" * 50
+    assert b"".join(_bytes(read_custom(_write(tmp_path, files))).values()) == b"a" * 50 + b"c" * 50
 
 
 def test_named_files_and_folders_are_the_splits(tmp_path: Path) -> None:
     files = {"Training/b.txt": b"b1", "Training/a.txt": b"a1", "train-more": b"c1", "DEV.txt": b"d", "tests/x": b"x"}
-    found = _bytes(read_own(_write(tmp_path, files)))
+    found = _bytes(read_custom(_write(tmp_path, files)))
     assert found == {"train": b"a1b1c1", "validation": b"d", "test": b"x"}
-
-
-@pytest.mark.parametrize("name", ["valid.txt", "validation", "val", "dev.set"])
-def test_names_of_validation(tmp_path: Path, name: str) -> None:
-    found = _bytes(read_own(_write(tmp_path, {"train": b"tr", name: b"va", "test": b"te"})))
-    assert found == {"train": b"tr", "validation": b"va", "test": b"te"}
 
 
 def test_missing_validation_is_the_end_of_training(tmp_path: Path) -> None:
     train = _noise(200)
-    found = _bytes(read_own(_write(tmp_path, {"train.txt": train, "test.txt": b"test"})))
+    found = _bytes(read_custom(_write(tmp_path, {"train.txt": train, "test.txt": b"test"})))
     assert found == {"train": train[:190], "validation": train[190:], "test": b"test"}
     assert list(found) == ["train", "validation", "test"]
-
-
-def test_training_alone_is_cut_like_a_file(tmp_path: Path) -> None:
-    train = _noise(200)
-    found = _bytes(read_own(_write(tmp_path, {"train.txt": train})))
-    assert found == {"train": train[:180], "validation": train[180:190], "test": train[190:]}
-
-
-def test_with_training_and_validation_there_is_no_test(tmp_path: Path) -> None:
-    found = _bytes(read_own(_write(tmp_path, {"train": b"train", "valid": b"valid"})))
-    assert found == {"train": b"train", "validation": b"valid"}
 
 
 def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
     message = r"README: belongs to no split; begin its name with train, valid or test, .*, say which with --kind"
     with pytest.raises(DataError, match=message + r" \(in a recipe: data\.custom\.kind=…\)$"):
-        read_own(tmp_path)
+        read_custom(tmp_path)
 
 
 def test_a_folder_that_merely_has_tests_is_not_split_by_name(tmp_path: Path) -> None:
     files = {"src/a.py": b"a" * 50, "tests/b.py": b"b" * 50}
-    assert len(_bytes(read_own(_write(tmp_path, files)))["train"]) == 90
+    assert len(_bytes(read_custom(_write(tmp_path, files)))["train"]) == 90
 
 
 def _many(folder: Path, count: int = 40) -> dict[str, bytes]:
@@ -151,7 +124,7 @@ def _many(folder: Path, count: int = 40) -> dict[str, bytes]:
 
 def test_of_many_files_whole_ones_are_drawn(tmp_path: Path) -> None:
     files = _many(tmp_path)
-    found = _bytes(read_own(tmp_path))
+    found = _bytes(read_custom(tmp_path))
     owner = {}
     for split, stream in found.items():
         for number in set(stream):
@@ -169,24 +142,9 @@ def test_of_many_files_whole_ones_are_drawn(tmp_path: Path) -> None:
 def test_files_are_drawn_by_seed_and_name_alone(tmp_path: Path) -> None:
     _many(tmp_path / "one")
     _many(tmp_path / "two")
-    first, again = (_bytes(read_own(tmp_path / folder)) for folder in ("one", "two"))
+    first, again = (_bytes(read_custom(tmp_path / folder)) for folder in ("one", "two"))
     assert first == again
-    assert _bytes(read_own(tmp_path / "one", CustomOptions(seed=1))) != first
-
-
-def test_each_split_gets_a_file_however_large(tmp_path: Path) -> None:
-    _write(tmp_path, {f"{number}.txt": bytes([number]) * 100 for number in range(10)})
-    assert {split: len(stream) for split, stream in _bytes(read_own(tmp_path)).items()} == {
-        "train": 800,
-        "validation": 100,
-        "test": 100,
-    }
-
-
-def test_a_table_is_bytes_if_the_user_says_so(tmp_path: Path) -> None:
-    text = b"text,label\n" + b"a,1\n" * 20
-    found = _bytes(read_own(_write(tmp_path, {"a.csv": text}) / "a.csv", CustomOptions(kind="language")))
-    assert b"".join(found.values()) == text
+    assert _bytes(read_custom(tmp_path / "one", CustomOptions(seed=1))) != first
 
 
 @pytest.mark.parametrize(
@@ -203,9 +161,4 @@ def test_a_table_is_bytes_if_the_user_says_so(tmp_path: Path) -> None:
 )
 def test_nothing_to_learn_from(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_own(_write(tmp_path, files))
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.txt: holds no bytes"):
-        read_own(_write(tmp_path, {"a.txt": b""}) / "a.txt")
+        read_custom(_write(tmp_path, files))

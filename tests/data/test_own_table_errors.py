@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tcnca.data.custom import CustomOptions, read_own
+from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.errors import DataError
 
 GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(6))
@@ -16,7 +16,7 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(6))
 def _refused(path: Path, content: str | bytes, message: str, options: CustomOptions | None = None) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
-        read_own(path, options or CustomOptions())
+        read_custom(path, options or CustomOptions())
     assert str(caught.value).startswith(str(path))
     assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
 
@@ -125,19 +125,6 @@ def test_columns_are_explained_as_the_file_has_them(tmp_path: Path, name: str, c
     _refused(tmp_path / name, content, "^" + re.escape(message) + "$")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("text;mood\na;1\n", "^: no column is obviously the label, there are 'text', 'mood'"),
-        ("text;label\na;b;1\n", "^, line 2: has 3 fields, there are 2 columns; put a field that holds the delimiter"),
-        ("\n\ntext;label\na\n", "^, line 4: field 'label' is missing"),
-        ("text;label,class\na;b,1\n", "^: no column is obviously the text, there are 'text;label', 'class'"),
-    ],
-)
-def test_semicolons(tmp_path: Path, content: str, message: str) -> None:
-    _refused(tmp_path / "a.csv", content, message)
-
-
 def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
     content = "text,label,split\na,1,train\nb,2,holdout\n"
     _refused(
@@ -145,37 +132,18 @@ def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
     )
 
 
-def test_a_column_without_training(tmp_path: Path) -> None:
-    content = "text,label,split\na,1,test\nb,2,test\n"
-    _refused(tmp_path / "a.csv", content, "^: has test but nothing to train on", CustomOptions(split="split"))
-
-
 def test_a_column_of_splits_in_files_that_are_splits(tmp_path: Path) -> None:
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(GOOD)
     with pytest.raises(DataError, match="the files are splits already, --split 'label' would be others; leave it out"):
-        read_own(tmp_path, CustomOptions(split="label"))
+        read_custom(tmp_path, CustomOptions(split="label"))
 
 
 def test_columns_are_the_same_in_every_file(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text(GOOD)
     (tmp_path / "test.csv").write_text("review,label\na,1\n")
     with pytest.raises(DataError, match=r"test\.csv, line 2: field 'text' is missing, there are 'review', 'label'"):
-        read_own(tmp_path)
-
-
-def test_an_empty_split(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(GOOD)
-    (tmp_path / "test.csv").write_text("text,label\n")
-    with pytest.raises(DataError, match="has no rows for test; add some, or leave the file out"):
-        read_own(tmp_path)
-
-
-def test_a_file_that_is_no_split(tmp_path: Path) -> None:
-    for name in ("train.csv", "test.csv", "more.csv"):
-        (tmp_path / name).write_text(GOOD)
-    with pytest.raises(DataError, match=r"more\.csv: belongs to no split; begin its name with"):
-        read_own(tmp_path)
+        read_custom(tmp_path)
 
 
 def test_numbers_are_not_classes(tmp_path: Path) -> None:
@@ -189,7 +157,7 @@ def test_many_classes_are_classes_if_they_are_names_or_come_again(tmp_path: Path
     path = tmp_path / "a.csv"
     labels = [label.format(n // each) for n in range(150 * each)] + ["7.5"] * 10
     path.write_text("text,label\n" + "".join(f"text {n},{label}\n" for n, label in enumerate(labels)))
-    assert len(read_own(path).facts["class_names"]) == len(set(labels))
+    assert len(read_custom(path).metadata["class_names"]) == len(set(labels))
 
 
 @pytest.mark.parametrize("name", ["table.csv", "book.txt"])
@@ -202,4 +170,4 @@ def test_a_file_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=rf"{name}: cannot be read \(Permission denied\)"):
-        list(read_own(path).splits["train"])
+        list(read_custom(path).splits["train"])

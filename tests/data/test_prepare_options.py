@@ -6,54 +6,40 @@ from pathlib import Path
 
 import pytest
 
-from tcnca.data import CustomOptions, prepare
+from tcnca.data import CustomOptions, prepare_dataset
 from tcnca.errors import ConfigError
 
 
 def test_options_that_do_not_fit(tmp_path: Path, table: Path) -> None:
     with pytest.raises(ConfigError, match="recall-64-10: is made, not read; leave --from out"):
-        prepare("recall", tmp_path, origin=table)
+        prepare_dataset("recall", tmp_path, origin=table)
     with pytest.raises(ConfigError, match="size: got 10, but data of your own is taken whole; leave --size out"):
-        prepare("reviews", tmp_path, origin=table, size=10)
+        prepare_dataset("reviews", tmp_path, origin=table, size=10)
     with pytest.raises(ConfigError, match="workers: got 0, allowed is at least 1"):
-        prepare("recall", tmp_path, workers=0)
+        prepare_dataset("recall", tmp_path, workers=0)
     with pytest.raises(ConfigError, match="size: got 0, allowed is at least 1"):
-        prepare("recall", tmp_path, size=0)
+        prepare_dataset("recall", tmp_path, size=0)
     with pytest.raises(ConfigError, match=r"set: got 'lisptops', .*did you mean listops\?; or give --from FILE"):
-        prepare("lisptops", tmp_path)
+        prepare_dataset("lisptops", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [table.name]
-
-
-def test_own_data_may_not_take_the_place_of_fetched_files(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(ConfigError, match="name: got 'downloads', which is where fetched files go; choose another"):
-        prepare("downloads", tmp_path, origin=table)
-
-
-def test_options_that_do_not_fit_a_set_that_is_there(tmp_path: Path, table: Path) -> None:
-    prepare("reviews", tmp_path, origin=table)
-    with pytest.raises(ConfigError, match="size: got 10, but data of your own is taken whole"):
-        prepare("reviews", tmp_path, origin=table, size=10)
-    prepare("recall", tmp_path, size=40)
-    with pytest.raises(ConfigError, match="recall-64-10: is made, not read; leave --from out"):
-        prepare("recall", tmp_path, size=40, origin=table)
 
 
 def test_options_that_make_no_difference_are_refused(tmp_path: Path, table: Path) -> None:
     with pytest.raises(
         ConfigError, match="recall-64-10: is a known set, and options for data of your own mean nothing"
     ):
-        prepare("recall", tmp_path, custom=CustomOptions(label="stars"))
+        prepare_dataset("recall", tmp_path, custom=CustomOptions(label="stars"))
     with pytest.raises(ConfigError, match="seed: got 3, but nothing of text is drawn; leave --seed out"):
-        prepare("text", tmp_path, origin=table, seed=3)
+        prepare_dataset("text", tmp_path, origin=table, seed=3)
     with pytest.raises(ConfigError, match="unverified: there is no published reviews to check against"):
-        prepare("reviews", tmp_path, origin=table, unverified=True)
+        prepare_dataset("reviews", tmp_path, origin=table, unverified=True)
     with pytest.raises(ConfigError, match="unverified: there is no published recall-64-10 to check against"):
-        prepare("recall", tmp_path, unverified=True)
+        prepare_dataset("recall", tmp_path, unverified=True)
 
 
 def test_the_seed_splits_data_of_your_own(tmp_path: Path, table: Path) -> None:
     def test_texts(place: str, seed: int, custom: CustomOptions | None) -> set[bytes]:
-        data = prepare("reviews", tmp_path / place, origin=table, seed=seed, custom=custom).data
+        data = prepare_dataset("reviews", tmp_path / place, origin=table, seed=seed, custom=custom).data
         tokens = data.columns("test")["tokens"]
         return {bytes(tokens[index]) for index in range(len(tokens))}
 
@@ -62,7 +48,9 @@ def test_the_seed_splits_data_of_your_own(tmp_path: Path, table: Path) -> None:
 
 
 def test_sets_that_differ_have_other_digests(tmp_path: Path) -> None:
-    sets = [prepare("recall", tmp_path / str(place), size=40, seed=seed) for place, seed in enumerate((0, 0, 1))]
+    sets = [
+        prepare_dataset("recall", tmp_path / str(place), size=40, seed=seed) for place, seed in enumerate((0, 0, 1))
+    ]
     digests = [prepared.data.digest for prepared in sets]
     assert digests[0] == digests[1] != digests[2]
     assert len(digests[0]) == 64

@@ -1,4 +1,4 @@
-"""Tiny files in every form in which people keep the published data sets."""
+"""Small data sets, and small files in every format of the published data sets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import lzma
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.columns import Column, Columns, Ragged, join
-from tcnca.data.schema import Content
+from tcnca.data.schema import Column, Columns, Content, Ragged, concatenate
+from tcnca.data.store import Dataset, DatasetWriter
 
 PACKINGS = ("", ".gz", ".xz", ".bz2", ".zip")
 TARS = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
@@ -25,7 +26,7 @@ Files = dict[str, bytes]
 
 
 def packed(data: bytes, packing: str) -> bytes:
-    """`data` in a compression that is named by its usual ending."""
+    """Compress `data`; the compression is given by its suffix."""
     if packing == ".zip":
         return zipped({"inside": data})
     packers: dict[str, Callable[[bytes], bytes]] = {
@@ -46,22 +47,22 @@ def zipped(files: Files) -> bytes:
 
 
 def tarred(files: Files, packing: str = "") -> bytes:
-    """An archive such as tar makes: with its folders, and the files in them."""
+    """Build a tar archive with folders and files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for folder in sorted({name.rpartition("/")[0] for name in files} - {""}):
             entry = tarfile.TarInfo(folder)
             entry.type = tarfile.DIRTYPE
-            archive.addfile(entry)
+            archive.addfile(get_dataset)
         for name, data in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
+            archive.addfile(get_dataset, io.BytesIO(data))
     return packed(buffer.getvalue(), packing)
 
 
 def write(folder: Path, files: Files) -> Path:
-    """Write files, with the folders that they are in."""
+    """Write files and their folders."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -75,12 +76,12 @@ def written(path: Path, data: bytes) -> Path:
 
 
 def split(content: Content, name: str) -> dict[str, Column]:
-    """All parts of a split as one."""
-    return join(list(content.splits[name]))
+    """Concatenate the parts of a split."""
+    return concatenate(list(content.splits[name]))
 
 
 def texts(column: Column) -> list[bytes]:
-    """The sequences of a column of bytes."""
+    """Return the sequences of a column of bytes."""
     assert isinstance(column, Ragged)
     assert column.values.dtype == np.uint8
     return [column[place].tobytes() for place in range(len(column))]
@@ -88,7 +89,7 @@ def texts(column: Column) -> list[bytes]:
 
 def assert_same_content(got: Content, expected: Content) -> None:
     assert got.splits.keys() == expected.splits.keys()
-    assert (got.kind, got.facts) == (expected.kind, expected.facts)
+    assert (got.kind, got.metadata) == (expected.kind, expected.metadata)
     for name in expected.splits:
         assert_same_columns(split(got, name), split(expected, name))
 
@@ -106,7 +107,7 @@ def assert_same_columns(got: Columns, expected: Columns) -> None:
 
 
 def python2_batch(pixels: NDArray[np.uint8], labels: list[int]) -> bytes:
-    """A batch of CIFAR-10 as Python 2 pickled it: its strings are bytes, and so are the pixels."""
+    """Return a batch of CIFAR-10 as Python 2 pickled it: strings and pixels are bytes."""
 
     def string(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value
@@ -122,3 +123,23 @@ def python2_batch(pixels: NDArray[np.uint8], labels: list[int]) -> bytes:
     entries = string(b"batch_label") + string(b"a batch") + string(b"data") + array
     entries += string(b"labels") + b"](" + b"".join(map(number, labels)) + b"e"
     return b"\x80\x02}(" + entries + b"u."
+
+
+def write_dataset(folder: Path, splits: Mapping[str, Iterable[Columns]], **metadata: Any) -> Dataset:
+    with DatasetWriter(folder) as writer:
+        for split, parts in splits.items():
+            for columns in parts:
+                writer.append(split, columns)
+        writer.commit(metadata)
+    return Dataset.open(folder)
+
+
+def small_dataset(folder: Path, label: int = 1) -> Dataset:
+    """A data set with a plain and a ragged column."""
+    tokens = Ragged.from_bytes([b"abc", b"", b"defgh"])
+    return write_dataset(folder, {"train": [{"tokens": tokens, "labels": np.arange(3) + label}]}, kind="classification")
+
+
+def siblings(folder: Path) -> list[str]:
+    """Other entries in the folder of a data set."""
+    return sorted(path.name for path in folder.parent.iterdir() if path != folder)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tcnca.data.archives import save_checksum
+from tcnca.data.datasets import retrieval
 from tcnca.data.schema import Content
-from tcnca.data.sources import aan
-from tcnca.data.sources.published import note_checksum
 from tcnca.errors import DataError
-from tests.data.small_sources import (
+from tests.data.helpers import (
     PACKINGS,
     TARS,
     Files,
@@ -42,7 +42,7 @@ PAIRS = {
 
 
 def table(name: str) -> bytes:
-    lines = (b"\t".join([label, b"P01", b"P02", first, second]) for label, first, second in PAIRS[name])
+    lines = (b"\t".concatenate([label, b"P01", b"P02", first, second]) for label, first, second in PAIRS[name])
     return b"\n".join(lines) + b"\n"
 
 
@@ -62,15 +62,15 @@ def consumed(content: Content) -> Content:
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny files be the published ones."""
-    monkeypatch.setattr(aan, "COUNTS", {name: len(pairs) for name, pairs in PAIRS.items()})
+    monkeypatch.setattr(retrieval, "COUNTS", {name: len(pairs) for name, pairs in PAIRS.items()})
 
 
 @pytest.mark.usefixtures("published")
 def test_pairs_are_read(tmp_path: Path) -> None:
-    content = aan.read(write(tmp_path, files()))
+    content = retrieval.read(write(tmp_path, files()))
     # The counts agree, but there is no checksum that says the texts do.
     assert (content.kind, content.verified) == ("pairs", False)
-    assert content.facts == {"class_names": ["unrelated", "related"]}
+    assert content.metadata == {"class_names": ["unrelated", "related"]}
     for name, pairs in PAIRS.items():
         columns = split(content, name)
         labels = np.asarray(columns["labels"])
@@ -83,7 +83,7 @@ def test_pairs_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("published")
 def test_every_form_gives_the_same(tmp_path: Path) -> None:
-    expected = aan.read(write(tmp_path / "plain", files()))
+    expected = retrieval.read(write(tmp_path / "plain", files()))
     forms = [write(tmp_path / f"packed{packing}", files(packing=packing)) for packing in PACKINGS]
     forms += [write(tmp_path / "release", files("lra_release/lra_release/tsv_data/"))]
     inside = files("lra_release/tsv_data/") | {"lra_release/listops/basic.tsv": b"other"}
@@ -91,13 +91,13 @@ def test_every_form_gives_the_same(tmp_path: Path) -> None:
     forms += [written(tmp_path / "one.zip", zipped(inside))]
     forms += [written(tmp_path / "fetched" / "lra_release.gz", tarred(inside, ".gz")).parent]
     for form in forms:
-        assert_same_content(aan.read(form), expected)
+        assert_same_content(retrieval.read(form), expected)
 
 
 @pytest.mark.usefixtures("published")
 def test_parts_are_small_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aan, "_PART", 2)
-    content = aan.read(write(tmp_path, files()))
+    monkeypatch.setattr(retrieval, "_PART", 2)
+    content = retrieval.read(write(tmp_path, files()))
     for _ in range(2):
         assert [len(part["labels"]) for part in content.splits["train"]] == [2, 2, 1]
 
@@ -105,24 +105,24 @@ def test_parts_are_small_and_come_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
     folder = write(tmp_path, files())
     with pytest.raises(DataError, match=r"train\.tsv: has 5 pairs, the published file has 147,086; .*--unverified"):
-        consumed(aan.read(folder))
-    assert not consumed(aan.read(folder, unverified=True)).verified
+        consumed(retrieval.read(folder))
+    assert not consumed(retrieval.read(folder, unverified=True)).verified
 
 
 @pytest.mark.usefixtures("published")
 def test_only_files_with_the_checksum_of_their_host_are_verified(tmp_path: Path) -> None:
     """What was fetched has a note beside it that says which checksum the host stated, if any."""
     folder = write(tmp_path, files())
-    for name in aan.FILES.values():
-        note_checksum(folder / name, f"sha256:{hashlib.sha256((folder / name).read_bytes()).hexdigest()}")
-    assert consumed(aan.read(folder)).verified
-    assert not aan.read(folder, unverified=True).verified
-    note_checksum(folder / aan.FILES["validation"], "")
-    assert not aan.read(folder).verified
-    note_checksum(folder / aan.FILES["validation"], f"sha256:{'0' * 64}")
+    for name in retrieval.FILES.values():
+        save_checksum(folder / name, f"sha256:{hashlib.sha256((folder / name).read_bytes()).hexdigest()}")
+    assert consumed(retrieval.read(folder)).verified
+    assert not retrieval.read(folder, unverified=True).verified
+    save_checksum(folder / retrieval.FILES["validation"], "")
+    assert not retrieval.read(folder).verified
+    save_checksum(folder / retrieval.FILES["validation"], f"sha256:{'0' * 64}")
     with pytest.raises(DataError, match=r"eval\.tsv: has the checksum sha256:[0-9a-f]{64}, its host stated"):
-        aan.read(folder)
-    assert not aan.read(folder, unverified=True).verified
+        retrieval.read(folder)
+    assert not retrieval.read(folder, unverified=True).verified
 
 
 @pytest.mark.parametrize(
@@ -139,39 +139,25 @@ def test_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> Non
     folder = write(tmp_path, files())
     (folder / "new_aan_pairs.eval.tsv").write_bytes(table("validation") + line + b"\n")
     with pytest.raises(DataError, match=rf"new_aan_pairs\.eval\.tsv, {message}"):
-        consumed(aan.read(folder, unverified=True))
+        consumed(retrieval.read(folder, unverified=True))
 
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tcnca.data.sources.tables.LONGEST_LINE", 4096)
+    monkeypatch.setattr("tcnca.data.archives.LONGEST_LINE", 4096)
     with pytest.raises(DataError, match=r"train\.tsv, line 1: is longer than 4,096 bytes"):
-        consumed(aan.read(write(tmp_path, files()), unverified=True))
+        consumed(retrieval.read(write(tmp_path, files()), unverified=True))
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "files", files())
     (folder / "new_aan_pairs.test.tsv").write_bytes(b"")
     with pytest.raises(DataError, match=r"new_aan_pairs\.test\.tsv: is empty"):
-        consumed(aan.read(folder, unverified=True))
+        consumed(retrieval.read(folder, unverified=True))
     (folder / "new_aan_pairs.test.tsv").unlink()
     with pytest.raises(DataError, match=r"files: has no new_aan_pairs\.test\.tsv, plain or compressed"):
-        aan.read(folder, unverified=True)
+        retrieval.read(folder, unverified=True)
     with pytest.raises(DataError, match="is one of three files; give the folder"):
-        aan.read(folder / "new_aan_pairs.train.tsv")
+        retrieval.read(folder / "new_aan_pairs.train.tsv")
     path = written(tmp_path / "other.tar.gz", tarred({"new_aan_pairs.train.tsv": table("train")}, ".gz"))
     with pytest.raises(DataError, match=r"other\.tar\.gz: has no new_aan_pairs\.eval\.tsv in it"):
-        consumed(aan.read(path, unverified=True))
-
-
-@pytest.mark.parametrize("packing", PACKINGS[1:])
-def test_cut_short_file_is_refused(tmp_path: Path, packing: str) -> None:
-    folder = write(tmp_path, files(packing=packing))
-    path = folder / f"new_aan_pairs.train.tsv{packing}"
-    path.write_bytes(path.read_bytes()[:-25])
-    with pytest.raises(DataError, match=r"new_aan_pairs\.train\.tsv\S+: is cut short, damaged"):
-        consumed(aan.read(folder, unverified=True))
-
-
-def test_published_figures() -> None:
-    assert aan.COUNTS == {"train": 147_086, "validation": 18_090, "test": 17_437}
-    assert [download.url.rpartition("/")[2] for download in aan.DOWNLOADS] == list(files())
+        consumed(retrieval.read(path, unverified=True))

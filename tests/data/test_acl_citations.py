@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tcnca.data.datasets import acl_citations
 from tcnca.data.schema import Content
-from tcnca.data.sources import acl_citations
 from tcnca.errors import DataError
-from tests.data.small_sources import PACKINGS, Files, assert_same_content, packed, split, texts, write
+from tests.data.helpers import PACKINGS, Files, assert_same_content, packed, split, texts, write
 
 COUNT = 40
 PAPERS = [(b"P%02d" % place, rb"the paper %02d of (s\np)\np " % place) for place in range(COUNT)]
@@ -39,7 +39,7 @@ def pairs(content: Content, name: str) -> list[tuple[int, int, int]]:
 def test_labels_are_what_the_citations_say(tmp_path: Path) -> None:
     content = acl_citations.read(write(tmp_path, files()))
     assert (content.kind, content.verified) == ("pairs", False)
-    assert content.facts == {"class_names": ["unrelated", "related"]}
+    assert content.metadata == {"class_names": ["unrelated", "related"]}
     linked = {frozenset(edge) for edge in EDGES}
     for name in ("train", "validation", "test"):
         found = pairs(content, name)
@@ -81,10 +81,6 @@ def test_texts_are_as_they_stand_but_cut(tmp_path: Path) -> None:
     assert set(texts(split(content, "train")["first"])) <= expected
 
 
-def test_nothing_can_be_fetched() -> None:
-    assert acl_citations.DOWNLOADS == ()
-
-
 @pytest.mark.parametrize("name", ["acl_papers_fulltext.tsv", "acl_citation_edges.tsv"])
 def test_missing_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, files())
@@ -110,12 +106,6 @@ def test_damaged_line_is_named(tmp_path: Path, name: str, line: bytes, message: 
     (folder / name).write_bytes((folder / name).read_bytes() + line + b"\n")
     with pytest.raises(DataError, match=rf"{name}, {message}"):
         acl_citations.read(folder)
-
-
-def test_too_few_papers_are_refused(tmp_path: Path) -> None:
-    few = {"acl_papers_fulltext.tsv": b"a\tx\nb\ty\n", "acl_citation_edges.tsv": b"a\tb\n"}
-    with pytest.raises(DataError, match="has no citation between two papers of train"):
-        acl_citations.read(write(tmp_path, few))
 
 
 def test_too_many_citations_are_refused(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.sources import enwik8
+from tcnca.data.datasets import enwik8
 from tcnca.errors import DataError
-from tests.data.small_sources import PACKINGS, assert_same_content, packed, split, written
+from tests.data.helpers import PACKINGS, assert_same_content, packed, split, written
 
 DATA = bytes(np.random.default_rng(0).integers(32, 127, 2000, dtype=np.uint8))
 
@@ -31,13 +31,8 @@ def test_every_form_is_read(tmp_path: Path, packing: str) -> None:
     parts = {name: split(content, name)["bytes"] for name in content.splits}
     assert {name: len(part) for name, part in parts.items()} == {"train": 1800, "validation": 100, "test": 100}
     assert b"".join(np.asarray(part).tobytes() for part in parts.values()) == DATA
-    assert content.facts == {"symbols": sorted(set(DATA))}
+    assert content.metadata == {"symbols": sorted(set(DATA))}
     assert_same_content(enwik8.read(tmp_path), content)
-
-
-@pytest.mark.usefixtures("published")
-def test_published_text_is_verified_even_when_that_is_not_asked(tmp_path: Path) -> None:
-    assert enwik8.read(written(tmp_path / "enwik8", DATA), unverified=True).verified
 
 
 @pytest.mark.usefixtures("published")
@@ -78,11 +73,6 @@ def test_other_text_is_cut_in_proportion_if_wanted(tmp_path: Path, size: int) ->
     assert test >= 1
 
 
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 19 bytes, at least 20 are needed"):
-        enwik8.read(written(tmp_path / "text", DATA[:19]), unverified=True)
-
-
 @pytest.mark.usefixtures("published")
 def test_reading_stops_one_byte_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file that unpacks to a huge one is not unpacked to its end."""
@@ -103,14 +93,3 @@ def test_folder_without_it_is_refused(tmp_path: Path) -> None:
         enwik8.read(tmp_path)
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
         enwik8.read(tmp_path / "nowhere")
-
-
-def test_cut_short_archive_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "enwik8.xz", packed(DATA, ".xz")[:-30])
-    with pytest.raises(DataError, match=r"enwik8\.xz: is cut short"):
-        enwik8.read(path)
-
-
-def test_published_figures() -> None:
-    (download,) = enwik8.DOWNLOADS
-    assert (download.size, enwik8.SIZE, enwik8.MD5) == (36_445_475, 100_000_000, "a1fa5ffddb56f4953e226637dabbb36a")
