@@ -53,11 +53,11 @@ def tarred(files: Files, packing: str = "") -> bytes:
         for folder in sorted({name.rpartition("/")[0] for name in files} - {""}):
             entry = tarfile.TarInfo(folder)
             entry.type = tarfile.DIRTYPE
-            archive.addfile(get_dataset)
+            archive.addfile(entry)
         for name, data in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(data)
-            archive.addfile(get_dataset, io.BytesIO(data))
+            archive.addfile(entry, io.BytesIO(data))
     return packed(buffer.getvalue(), packing)
 
 

@@ -1,4 +1,4 @@
-"""Papers are kept apart by split, and every label is what the citations say."""
+"""Splits share no papers, and every label follows from the citations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_texts_are_as_they_stand_but_cut(tmp_path: Path) -> None:
 def test_missing_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, files())
     (folder / name).write_bytes(b"")
-    with pytest.raises(DataError, match=rf"{name}: is empty"):
+    with pytest.raises(DataError, match=rf"{name}: the file is empty"):
         acl_citations.read(folder)
     (folder / name).unlink()
     with pytest.raises(DataError, match=rf"{name}: no such file, plain or compressed"):
@@ -95,10 +95,10 @@ def test_missing_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
-        ("acl_papers_fulltext.tsv", b"P99", "line 41: has 1 columns, expected are 2"),
-        ("acl_papers_fulltext.tsv", b"P07\tagain", "line 41: 'P07' is there already"),
-        ("acl_citation_edges.tsv", b"P01\tP02\tP03", "line 241: has 3 columns, expected are 2"),
-        ("acl_citation_edges.tsv", b"P01\tX99", "line 241: names the paper 'X99', which acl_papers_fulltext"),
+        ("acl_papers_fulltext.tsv", b"P99", "line 41: expected 2 columns, got 1"),
+        ("acl_papers_fulltext.tsv", b"P07\tagain", "line 41: 'P07' occurs twice"),
+        ("acl_citation_edges.tsv", b"P01\tP02\tP03", "line 241: expected 2 columns, got 3"),
+        ("acl_citation_edges.tsv", b"P01\tX99", "line 241: expected papers of acl_papers_fulltext.tsv, got 'X99'"),
     ],
 )
 def test_damaged_line_is_named(tmp_path: Path, name: str, line: bytes, message: str) -> None:
@@ -117,5 +117,7 @@ def test_too_many_citations_are_refused(tmp_path: Path) -> None:
             "acl_citation_edges.tsv": b"".join(b"%s\t%s\n" % (a, b) for a in names for b in names if a != b),
         },
     )
-    with pytest.raises(DataError, match="has 15 citations between papers of train, and 0 pairs without one"):
+    with pytest.raises(
+        DataError, match="expected at least 15 pairs of papers without a citation in train, as many as with one, got 0"
+    ):
         acl_citations.read(folder)

@@ -65,7 +65,7 @@ def test_help_names_every_command_and_option() -> None:
         "prepare": "out from size seed workers unverified force kind text second label split values labels targets "
         "lengths validation test",
         "list": "data json",
-        "show": "data split index count whole picture",
+        "show": "data split index count full picture",
     }
     for command, names in options.items():
         output = runner.invoke(app, ["data", command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
@@ -115,14 +115,14 @@ def test_list_says_what_is_prepared(tmp_path: Path, sources: Path) -> None:
 def test_list_with_an_unverified_set(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "image") as writer:
         writer.append("train", {"pixels": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, np.int64)})
-        writer.commit({"set": "image", "kind": "classification", "verified": False, "request": {"size": None}})
+        writer.commit({"dataset": "image", "kind": "classification", "verified": False, "request": {"size": None}})
     assert states(tmp_path)["image"] == "yes, unverified"
 
 
 def test_prepare_a_made_set(tmp_path: Path) -> None:
     command = ("prepare", "recall", "--out", tmp_path, "--size", 40, "--workers", 1)
     output = run(*command).stdout
-    assert "Associative recall, length 64, vocabulary 10: made here" in output
+    assert "Associative recall, length 64, vocab_size 10: generated" in output
     assert "1,000 examples" in output
     assert [line.split() for line in output.splitlines() if line.split()[:1] == ["train"]] == [
         ["train", "40", "65", "65.0", "65", "10"]
@@ -130,14 +130,14 @@ def test_prepare_a_made_set(tmp_path: Path) -> None:
     assert f"ready in {tmp_path / 'recall-64-10'}" in output
     before = (tmp_path / "recall-64-10" / "manifest.json").read_bytes()
     again = run(*command).stdout
-    assert "is there already; --force prepares it again" in again
-    assert "making" not in again
+    assert "is already prepared; --force prepares it again" in again
+    assert "generating" not in again
     assert (tmp_path / "recall-64-10" / "manifest.json").read_bytes() == before
     assert "ready" in run(*command, "--force").stdout
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "kind", "class_names"),
+    ("source", "options", "kind", "classes"),
     [
         ("reviews.csv", ("--text", "body", "--label", "stars"), "classification", "train: bad 26, good 28"),
         ("reviews.jsonl", (), "classification", "train: bad 26, good 28"),
@@ -163,16 +163,19 @@ def test_prepare_and_show_data_of_your_own(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("lisptops",), "did you mean listops?; or give --from FILE"),
-        (("recall-16", "--from", "book.txt"), "recall-16-10: is made, not read; leave --from out"),
-        (("mine", "--from", "nowhere.csv"), "nowhere.csv: there is no such file or folder; check the path"),
-        (("a/b", "--from", "book.txt"), "name: got 'a/b', allowed are letters"),
-        (("mine", "--from", "book.txt", "--size", "3"), "size: got 3, but data of your own is taken whole"),
-        (("mine", "--from", "book.txt", "--kind", "nonsense"), "kind: got 'nonsense', allowed are language"),
-        (("mine", "--from", "book.txt", "--validation", "2"), "validation: got 2.0, allowed is a share"),
-        (("acl-citations",), "acl-citations: is not to be had from the public; give --from FOLDER"),
-        (("recall-7",), "length: got 7, allowed are even numbers"),
-        (("recall", "--seed", "9"), "was prepared with seed 0, asked for is 9; --force prepares it anew"),
+        (("lisptops",), "or give --from FILE"),
+        (("recall-16", "--from", "book.txt"), "since recall-16-10 is generated, got book.txt; remove --from"),
+        (("mine", "--from", "nowhere.csv"), "nowhere.csv: no such file or folder; check the path"),
+        (("a/b", "--from", "book.txt"), "name: expected letters"),
+        (("mine", "--from", "book.txt", "--size", "3"), "your own data is always used completely, got 3"),
+        (("mine", "--from", "book.txt", "--kind", "nonsense"), "--kind: expected one of language"),
+        (
+            ("mine", "--from", "book.txt", "--validation", "2"),
+            "--validation: expected a number between 0 and 1, got 2.0",
+        ),
+        (("acl-citations",), "acl-citations: is not publicly available; give --from FOLDER"),
+        (("recall-7",), "length: expected an even number of at least 2, got 7"),
+        (("recall", "--seed", "9"), "expected seed 9, got a data set prepared with 0; prepare it again with --force"),
     ],
 )
 def test_errors_of_prepare(
@@ -191,13 +194,13 @@ def test_an_interrupted_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     # By its full name: the package has the table of commands under the short one.
-    monkeypatch.setattr(data_command, "prepare_set", interrupted)
+    monkeypatch.setattr(data_command, "prepare_dataset", interrupted)
     result = run("prepare", "listops", "--out", tmp_path, code=130)
-    assert "stopped; the same command goes on from here" in result.stderr
+    assert "stopped; the same command continues from here" in result.stderr
 
 
 def test_show_of_a_set_that_is_made(tmp_path: Path) -> None:
-    output = shows("listops", "--data", tmp_path, "--count", 2, "--index", 3, "--whole")
+    output = shows("listops", "--data", tmp_path, "--count", 2, "--index", 3, "--full")
     titles = [line for line in output.splitlines() if line.startswith("listops, train ")]
     assert [title.split(":")[0] for title in titles] == ["listops, train 3", "listops, train 4"]
     body = output.splitlines()[1].split()
@@ -235,7 +238,7 @@ def test_show_of_pictures(pictures: Path) -> None:
     begin = lines.index("image, test 1: b")
     assert lines[begin + 1 : begin + 17] == ["", "", "", "", "   █", *[""] * 11]
     assert "image, test 2: c" in lines
-    assert lines[-1] == f"pictures are in {path}"
+    assert lines[-1] == f"images are in {path}"
     with Image.open(path) as sheet:
         assert (sheet.format, sheet.size) == ("PNG", (2 * 264, 280))
         # Eight times as large, under a line of text.
@@ -281,12 +284,15 @@ def test_folders_are_printed_as_they_are(tmp_path: Path, sources: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing",), "nothing: neither a prepared set in"),
+        (("nothing",), "nothing: expected a prepared data set in"),
         (("text",), "text: is not prepared in"),
-        (("listops", "--split", "dev"), "listops: has no split 'dev', it has train, validation, test"),
-        (("listops", "--index", "-1", "--count", "1"), "listops: train has no example -1"),
-        (("recall", "--index", "40", "--count", "3"), "train has no example 40, allowed is 0 to 39"),
-        (("listops", "--index", "99999999999"), "only its first 100 examples are made; `tcnca data prepare listops"),
+        (("listops", "--split", "dev"), "split: expected one of train, validation, test for listops, got 'dev'"),
+        (("listops", "--index", "-1", "--count", "1"), "index: expected 0 to"),
+        (("recall", "--index", "40", "--count", "3"), "index: expected 0 to 39 for train of recall-64-10, got 40"),
+        (
+            ("listops", "--index", "99999999999"),
+            "only the first 100 examples are available; run `tcnca data prepare listops",
+        ),
     ],
 )
 def test_errors_of_show(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The registry has the published sets, in their published sizes, and their tasks fit the presets."""
+"""The registry has the published data sets in their published sizes, and their tasks fit the presets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tcnca import ConfigError, LanguageModelHeadConfig, SequenceModel, TokenInputConfig, build, preset
 from tcnca.data import Batch, Dataset, Task, list_datasets
-from tcnca.data.datasets import canonical_name, get_dataset
+from tcnca.data.datasets import canonical_name, get_dataset, is_dataset
 from tcnca.data.datasets.listops import ListOps
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Ragged
@@ -28,7 +28,7 @@ RECALL = {f"recall-{length}-{vocabulary}" for length in (64, 1024, 4096, 8192) f
 
 
 def test_every_set_is_there() -> None:
-    names = [known_set.name for known_set in list_datasets()]
+    names = [spec.name for spec in list_datasets()]
     assert set(names) == set(PUBLISHED) | RECALL
     assert len(names) == len(set(names))
     assert all(is_dataset(name) and get_dataset(name).name == name for name in names)
@@ -42,24 +42,24 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 
 
 def test_every_set_is_either_made_or_read() -> None:
-    for known_set in list_datasets():
-        assert (known_set.generator is None) != (known_set.read is None)
-        assert known_set.downloads == () or known_set.read is not None
-        assert all((known_set.title, known_set.about, known_set.source))
-    made = {known_set.name for known_set in list_datasets() if known_set.generator is not None}
+    for spec in list_datasets():
+        assert (spec.generator is None) != (spec.read is None)
+        assert spec.downloads == () or spec.read is not None
+        assert all((spec.title, spec.description, spec.source))
+    made = {spec.name for spec in list_datasets() if spec.generator is not None}
     assert made == {"listops", "pathfinder", "pathx"} | RECALL
 
 
 @pytest.mark.parametrize("name", ["listops", "pathfinder", "pathx", "recall-64-10", "recall-8192-20"])
 def test_disk_is_what_the_examples_take(name: str) -> None:
-    known_set = get_dataset(name)
-    assert known_set.generator is not None
+    spec = get_dataset(name)
+    assert spec.generator is not None
     count = 1 if name.startswith("path") else 64
-    made = known_set.generator.examples(CounterRNG(0), count)
+    made = spec.generator.examples(CounterRNG(0), count)
     size = 0
     for column in made.values():
         size += column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
-    assert known_set.disk == pytest.approx(size / count * sum(known_set.sizes.values()), rel=0.1)
+    assert spec.disk_bytes == pytest.approx(size / count * sum(spec.sizes.values()), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_canonical_names(name: str, full: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("recall-7", "length: got 7, allowed are even numbers"),
-        ("recall-64-3", "vocabulary: got 3, allowed are even numbers from 4 to 256"),
+        ("recall-7", "length: expected an even number of at least 2, got 7"),
+        ("recall-64-3", "vocab_size: expected an even number from 4 to 256, got 3"),
     ],
 )
 def test_recall_that_cannot_be(name: str, message: str) -> None:
@@ -94,9 +94,9 @@ def test_recall_that_cannot_be(name: str, message: str) -> None:
 
 
 def test_a_name_that_is_not_known() -> None:
-    with pytest.raises(ConfigError, match=r"set: got 'enwiki8', allowed are enwik8, .*; did you mean enwik8\?"):
+    with pytest.raises(ConfigError, match=r"dataset: did you mean enwik8\? expected one of enwik8, .*, got 'enwiki8'"):
         get_dataset("enwiki8")
-    with pytest.raises(ConfigError, match=r"set: got 'zzz', allowed are enwik8, listops, .*acl-citations$"):
+    with pytest.raises(ConfigError, match=r"dataset: expected one of enwik8, listops, .*acl-citations, got 'zzz'$"):
         get_dataset("zzz")
     assert not is_dataset("recall-64-10-5")
 
@@ -118,34 +118,34 @@ def test_smaller_sets_keep_the_proportions(name: str, train: int, expected: tupl
 
 
 def test_sets_that_are_read_are_not_made() -> None:
-    with pytest.raises(ConfigError, match="text: is read from files, not made"):
+    with pytest.raises(ConfigError, match="text: expected a generated data set, got one that is read from files"):
         get_dataset("text").plan(None, 0)
-    with pytest.raises(ConfigError, match="text: is read from files; only sets that are made can stream"):
+    with pytest.raises(ConfigError, match="text: expected a generated data set"):
         get_dataset("text").stream()
 
 
 def small_set(name: str) -> Dataset:
     """Four short examples in the form of a set."""
-    known_set, random = get_dataset(name), np.random.default_rng(0)
+    spec, random = get_dataset(name), np.random.default_rng(0)
     labels = np.arange(4) % 2
     texts = Ragged.from_arrays([random.integers(0, 256, length).astype(np.uint8) for length in (40, 300, 7, 120)])
     columns: dict[str, Column]
-    facts: dict[str, Any] = {"class_names": ["no", "yes"], **known_set.metadata}
+    metadata: dict[str, Any] = {"class_names": ["no", "yes"], **spec.metadata}
     if name == "enwik8":
         columns = {"bytes": random.integers(0, 205, 400).astype(np.uint8)}
-        facts["symbols"] = list(range(205))
+        metadata["symbols"] = list(range(205))
     elif name == "listops":
         columns = ListOps(shortest=20, longest=200).examples(CounterRNG(0), 4)
-    elif known_set.generator is not None:
-        columns = known_set.generator.examples(CounterRNG(0), 1 if name == "pathx" else 4)
+    elif spec.generator is not None:
+        columns = spec.generator.examples(CounterRNG(0), 1 if name == "pathx" else 4)
     elif name == "image":
         columns = {"pixels": random.integers(0, 256, (4, 32, 32)).astype(np.uint8), "labels": np.arange(4) + 6}
-        facts["class_names"] = list("0123456789")
+        metadata["class_names"] = list("0123456789")
     elif name == "text":
         columns = {"tokens": texts, "labels": labels}
     else:
         columns = {"first": texts, "second": texts.take(np.array([2, 3, 0, 1])), "labels": labels}
-    return Dataset(name, facts, {"train": columns, "validation": columns})
+    return Dataset(name, metadata, {"train": columns, "validation": columns})
 
 
 def run(model: SequenceModel, task: Task, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""EnWik8 is cut as everybody cuts it, and nothing else passes for it."""
+"""EnWik8 has the usual splits, and other files are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_form_is_read(tmp_path: Path, packing: str) -> None:
 def test_remains_of_a_download_are_not_taken_for_the_file(tmp_path: Path) -> None:
     written(tmp_path / "enwik8.zip.part", b"PK")
     written(tmp_path / "enwik8.zip.part.json", b"{}")
-    with pytest.raises(DataError, match="has no file enwik8"):
+    with pytest.raises(DataError, match="expected a file enwik8"):
         enwik8.read(tmp_path)
     written(tmp_path / "enwik8.zip", packed(DATA, ".zip"))
     assert enwik8.read(tmp_path).origin == "enwik8.zip"
@@ -49,16 +49,18 @@ def test_remains_of_a_download_are_not_taken_for_the_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "has 0 bytes, enwik8 has 2,000"),
-        (DATA[:-1], "has 1,999 bytes, enwik8 has 2,000"),
-        (DATA + b"!", "has more than 2,000 bytes, enwik8 has 2,000"),
-        (DATA[:-1] + b"\x00", "has the md5 checksum [0-9a-f]{32}, enwik8 has [0-9a-f]{32}"),
+        (b"", "expected 2,000 bytes, got 0"),
+        (DATA[:-1], "expected 2,000 bytes, got 1,999"),
+        (DATA + b"!", "expected 2,000 bytes, got more"),
+        (DATA[:-1] + b"\x00", "expected the md5 checksum [0-9a-f]{32}, got [0-9a-f]{32}"),
     ],
     ids=["empty", "short", "long", "changed"],
 )
 def test_other_text_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     path = written(tmp_path / "text", data)
-    with pytest.raises(DataError, match=rf"text: {message}; fetch it again, or use it as it is with --unverified"):
+    with pytest.raises(
+        DataError, match=rf"text: {message}; download it again, or accept it as it is with --unverified"
+    ):
         enwik8.read(path)
 
 
@@ -89,7 +91,7 @@ def test_reading_stops_one_byte_too_late(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_folder_without_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no file enwik8"):
+    with pytest.raises(DataError, match="expected a file enwik8"):
         enwik8.read(tmp_path)
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
         enwik8.read(tmp_path / "nowhere")

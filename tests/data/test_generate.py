@@ -271,7 +271,7 @@ def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a worker was killed, .* with fewer workers"):
+    with pytest.raises(DataError, match=r"a worker was killed, .* with fewer workers"):
         generated(plan(Dying()), tmp_path / "shards", workers=2)
     assert shards_in(tmp_path / "shards") == {}
 

@@ -1,4 +1,4 @@
-"""Expressions of ListOps are well formed, have the value of their label, and are as likely as they should be."""
+"""Expressions of ListOps are well formed, have the value of their label, and follow the published distribution."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def test_labels_are_the_values() -> None:
     assert [parse(text).value for text in texts] == labels.tolist()
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 6])
-@pytest.mark.parametrize("arguments", [2, 3, 7])
+@pytest.mark.parametrize(("depth", "arguments"), [(2, 7), (3, 2), (4, 3), (6, 2)])
 def test_labels_are_the_values_of_small_trees(depth: int, arguments: int) -> None:
     generator = ListOps(shortest=3, longest=40, depth=depth, arguments=arguments)
     texts, labels = expressions(generator, 300)
@@ -98,7 +97,7 @@ def test_labels_are_the_values_of_small_trees(depth: int, arguments: int) -> Non
     assert {number for node in nodes for number in node.counts} == set(range(2, arguments + 1))
 
 
-@pytest.mark.parametrize("count", [2, 4, 6, 8, 10])
+@pytest.mark.parametrize("count", [2, 6, 10])
 def test_median_of_an_even_number_rounds_down(count: int) -> None:
     """Of expressions that are nothing but one median."""
     generator = ListOps(shortest=count + 1, longest=count + 3, depth=2)
@@ -123,12 +122,12 @@ def test_depth_arguments_and_symbols_are_the_published_ones() -> None:
     texts, _ = published()
     nodes = [parse(text) for text in texts]
     assert max(node.depth for node in nodes) == 10
+    assert all(500 < len(text) < 2000 for text in texts)
     assert {number for node in nodes for number in node.counts} == set(range(2, 11))
     assert {token for text in texts for token in text} == set(SYMBOLS)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 77])
-@pytest.mark.parametrize("generator", [ListOps(), SMALL], ids=["published", "small"])
+@pytest.mark.parametrize(("generator", "count"), [(ListOps(), 1), (SMALL, 0), (SMALL, 77)])
 def test_as_many_as_asked_for(generator: ListOps, count: int) -> None:
     texts, _ = expressions(generator, count)
     assert len(texts) == count
@@ -213,9 +212,7 @@ def test_distribution_is_that_of_the_definition() -> None:
 
 MISTAKES = {
     "fewer arguments": {"most": 9},
-    "no pairs": {"fewest": 3},
     "more operators": {"chance": 0.3},
-    "shallower": {"depth": 3},
 }
 
 

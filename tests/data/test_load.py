@@ -1,4 +1,4 @@
-"""From a name, a folder or a file to a task, and from the task to a model."""
+"""A name, a folder or a file becomes a task, and the task fits a model."""
 
 from __future__ import annotations
 
@@ -133,23 +133,21 @@ def test_a_file_of_your_own_may_be_called_like_a_known_set(tmp_path: Path, name:
 
 
 def test_not_prepared(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"listops: is not prepared in .*; `tcnca data prepare listops --out "):
+    with pytest.raises(DataError, match=r"listops: is not prepared in .*; run `tcnca data prepare listops --out "):
         load_task("listops", tmp_path)
-    with pytest.raises(
-        DataError, match=r"nothing: neither a prepared set in .*, nor a file, nor a set that `tcnca data list` knows"
-    ):
+    with pytest.raises(DataError, match=r"nothing: expected a prepared data set in .*, a file, or a data set of"):
         load_task("nothing", tmp_path)
 
 
 def test_options_of_the_task(tmp_path: Path) -> None:
     path = write_own(tmp_path, "reviews.csv")
     assert load_task(path, max_length=3).batch(0, 4).inputs.shape == (4, 3)
-    allowed = "max_length, by_length, stream"
-    with pytest.raises(ConfigError, match=rf"lngest: no such option of reviews\.csv, allowed are {allowed}"):
+    expected = "max_length, by_length, stream"
+    with pytest.raises(ConfigError, match=rf"lngest: expected one of {expected} as option of reviews\.csv, got"):
         load_task(path, lngest=3)
-    with pytest.raises(ConfigError, match=r"max_length: no such option of book\.txt, allowed are chunk, runs"):
+    with pytest.raises(ConfigError, match=r"max_length: expected one of chunk_size, chunks_per_row"):
         load_task(write_own(tmp_path, "book.txt"), max_length=3)
-    with pytest.raises(ConfigError, match="chunk: got 0"):
+    with pytest.raises(ConfigError, match="chunk_size: expected at least 1, got 0"):
         load_task(write_own(tmp_path, "book.txt"), chunk_size=0)
 
 
@@ -159,8 +157,8 @@ def published_text(folder: Path, count: int) -> Path:
         for split in ("train", "test"):
             tokens = Ragged.from_bytes(f"{split} {n}".encode() for n in range(count))
             writer.append(split, {"tokens": tokens, "labels": np.arange(count) % 2})
-        facts = {"set": "text", "kind": "classification", "class_names": ["negative", "positive"]}
-        writer.commit({**facts, "verified": True, "request": {"size": None}})
+        metadata = {"dataset": "text", "kind": "classification", "class_names": ["negative", "positive"]}
+        writer.commit({**metadata, "verified": True, "request": {"size": None}})
     return folder / "text"
 
 
@@ -188,7 +186,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [1.0, -0.1, 2.0])
 def test_shares_that_cannot_be_held_out(tmp_path: Path, share: float) -> None:
     published_text(tmp_path, 10)
-    with pytest.raises(ConfigError, match=f"val_fraction: got {share}, allowed is a share between 0 and 1"):
+    with pytest.raises(ConfigError, match=f"val_fraction: expected a number between 0 and 1, got {share}"):
         load_task("text", tmp_path, val_fraction=share)
 
 
@@ -206,7 +204,7 @@ def test_equal_texts_are_held_out_together() -> None:
 
 def test_holding_out_where_there_is_a_validation_split(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"val_fraction: got 0\.1, but reviews\.csv has a validation split of its own"
+        ConfigError, match=r"val_fraction: expected 0, since reviews\.csv has a validation split, got 0\.1"
     ):
         load_task(write_own(tmp_path, "reviews.csv"), val_fraction=0.1)
 
@@ -214,7 +212,7 @@ def test_holding_out_where_there_is_a_validation_split(tmp_path: Path) -> None:
 def test_a_stream_beside_a_set_of_another_version(tmp_path: Path) -> None:
     manifest = prepare_dataset("recall-16", tmp_path, size=40).folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 0'))
-    with pytest.raises(DataError, match="recall-16-10: was made by another version of the generator"):
+    with pytest.raises(DataError, match="recall-16-10: expected version 1 of the generator, got 0"):
         load_task("recall-16", tmp_path, stream=True)
 
 

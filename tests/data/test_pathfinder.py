@@ -1,4 +1,4 @@
-"""Pathfinder's pictures are what they claim: two dots on dashed curves, joined exactly where the label says so."""
+"""Images of Pathfinder have two dots on dashed curves, connected if and only if the label says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.datasets.pathfinder import PATHFINDER, PATHX, Pathfinder, Scenes, shrink
+from tcnca.data.datasets.pathfinder import _LARGE as PATHX
+from tcnca.data.datasets.pathfinder import _SMALL as PATHFINDER
+from tcnca.data.datasets.pathfinder import Pathfinder, Scenes, shrink
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
@@ -19,7 +21,7 @@ Bytes = NDArray[np.uint8]
 Point = tuple[int, int]
 
 SETS = {32: PATHFINDER, 128: PATHX}
-COUNT = {32: 200, 128: 40}
+COUNT = {32: 120, 128: 24}
 # Ends of neighboring dashes are two margins apart, and up to three pixels more by rounding; a missing dash would
 # leave a gap of another dash and two margins.
 BRIDGE = {size: 2 * max(parameters.margins) + 3 for size, parameters in SETS.items()}
@@ -239,9 +241,9 @@ def test_shrinking_is_a_lanczos_filter() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"thickness": 0.3}, "thickness: got 0.3, allowed are positive multiples of 0.5"),
-        ({"curve_dashes": 1}, "curve_dashes, distractor_dashes: got 1 and 4, allowed are two or more"),
-        ({"size": 24}, "size: got 24, too small for two curves that start 7 pixels apart"),
+        ({"thickness": 0.3}, "thickness: expected a positive multiple of 0.5, got 0.3"),
+        ({"curve_dashes": 1}, "curve_dashes, distractor_dashes: expected at least 2, got 1 and 4"),
+        ({"size": 24}, "size: expected enough for two curves that start 7 pixels apart, got 24"),
     ],
 )
 def test_parameters_that_cannot_be_drawn_are_refused(changes: dict[str, float], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The answer of a recall sequence is what follows the asked key, and nothing but the sequence gives it away."""
+"""The answer of a sequence is the value that follows the query, and only the sequence determines it."""
 
 from __future__ import annotations
 
@@ -95,19 +95,16 @@ def test_examples_of_a_key_never_change() -> None:
     assert labels.tolist() == [6, 7, 5]
 
 
-@pytest.mark.parametrize("length", [-2, 0, 1, 7, 65])
-def test_length_of_half_a_pair_is_refused(length: int) -> None:
-    with pytest.raises(ConfigError, match=f"length: got {length}, allowed are even numbers from 2"):
-        Recall(length=length)
+def test_odd_lengths_and_vocabularies_are_refused() -> None:
+    for length in (-2, 0, 7):
+        with pytest.raises(ConfigError, match=f"length: expected an even number of at least 2, got {length}"):
+            Recall(length=length)
+    for size in (2, 5, 258):
+        with pytest.raises(ConfigError, match=f"vocab_size: expected an even number from 4 to 256, got {size}"):
+            Recall(vocab_size=size)
 
 
-@pytest.mark.parametrize("vocab_size", [-4, 0, 2, 5, 11, 258])
-def test_vocabulary_of_unequal_halves_is_refused(vocab_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"vocabulary: got {vocab_size}, allowed are even numbers from 4 to 256"):
-        Recall(vocab_size=vocab_size)
-
-
-@pytest.mark.parametrize("vocab_size", [4, 20, 52, 54, 256])
+@pytest.mark.parametrize("vocab_size", [4, 52, 54, 256])
 def test_every_token_has_a_symbol_of_its_own(vocab_size: int) -> None:
     symbols = Recall(vocab_size=vocab_size).symbols
     assert len(set(symbols)) == len(symbols) == vocab_size

@@ -1,4 +1,4 @@
-"""The reviews are the same, and in the same order, from whatever form they are read."""
+"""Every format gives the same reviews in the same order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data.datasets import text
+from tcnca.data.datasets import text as imdb
 from tcnca.errors import DataError
 from tests.data.helpers import (
     PACKINGS,
@@ -68,12 +68,12 @@ def digest(name: str) -> str:
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny reviews be the published ones."""
-    monkeypatch.setattr(text, "DIGESTS", {name: digest(name) for name in REVIEWS})
+    monkeypatch.setattr(imdb, "DIGESTS", {name: digest(name) for name in REVIEWS})
 
 
 @pytest.mark.usefixtures("published")
 def test_reviews_are_whole_and_mixed(tmp_path: Path) -> None:
-    content = text.read(write(tmp_path, files()))
+    content = imdb.read(write(tmp_path, files()))
     assert (content.kind, content.verified) == ("classification", True)
     assert content.metadata == {"class_names": ["negative", "positive"]}
     assert list(content.splits) == ["train", "test"]
@@ -91,7 +91,7 @@ def test_reviews_are_whole_and_mixed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("published")
 def test_every_form_gives_the_same(tmp_path: Path) -> None:
-    expected = text.read(write(tmp_path / "given" / "aclImdb", files()))
+    expected = imdb.read(write(tmp_path / "given" / "aclImdb", files()))
     forms = [tmp_path / "given"]
     forms += [write(tmp_path / f"tables{packing}", tables(packing)) for packing in PACKINGS]
     forms += [
@@ -100,21 +100,21 @@ def test_every_form_gives_the_same(tmp_path: Path) -> None:
     forms += [written(tmp_path / "one.zip", zipped(files("aclImdb/")))]
     forms += [written(tmp_path / "fetched" / "aclImdb_v1.tar.gz", tarred(files("aclImdb/"), ".gz")).parent]
     for form in forms:
-        content = text.read(form)
+        content = imdb.read(form)
         assert content.verified, form
         assert_same_content(content, expected)
 
 
 def test_other_reviews_are_refused_unless_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "reviews", files())
-    message = r"reviews: has 6 reviews in train, the published set has 25,000; fetch it again, or .*--unverified"
+    message = r"reviews: expected 25,000 reviews in train, got 6; download it again, or .*--unverified"
     with pytest.raises(DataError, match=message):
-        text.read(folder)
-    monkeypatch.setattr(text, "COUNT", 6)
-    message = rf"the reviews in train have the checksum {digest('train')}, the published ones have 3097e9b0"
+        imdb.read(folder)
+    monkeypatch.setattr(imdb, "COUNT", 6)
+    message = rf"expected the checksum 3097e9b0\w+ of train, got {digest('train')}"
     with pytest.raises(DataError, match=message):
-        text.read(folder)
-    assert not text.read(folder, unverified=True).verified
+        imdb.read(folder)
+    assert not imdb.read(folder, unverified=True).verified
 
 
 @pytest.mark.usefixtures("published")
@@ -129,18 +129,18 @@ def test_any_change_is_noticed(tmp_path: Path, what: str) -> None:
     else:
         victim.unlink()
     with pytest.raises(DataError, match="in test"):
-        text.read(folder)
+        imdb.read(folder)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"2\ttext", r"line 2: has the label '2', allowed are 0 and 1"),
-        (b"0 text", r"line 2: has 1 columns, expected are 2"),
-        (b"0\ttext\tmore", r"line 2: has 3 columns, expected are 2"),
-        (b"", r"line 2: has 1 columns, expected are 2"),
-        (b"0\ta \\x b", r"line 2: has the escape '\\\\x'"),
-        (b"0\tends in \\", r"line 2: has the escape '\\\\'"),
+        (b"2\ttext", r"line 2: expected the label 0 or 1, got '2'"),
+        (b"0 text", r"line 2: expected 2 columns, got 1"),
+        (b"0\ttext\tmore", r"line 2: expected 2 columns, got 3"),
+        (b"", r"line 2: expected 2 columns, got 1"),
+        (b"0\ta \\x b", r"line 2: expected the escapes .*, got '\\\\x'"),
+        (b"0\tends in \\", r"line 2: expected the escapes .*, got '\\\\'"),
     ],
     ids=["label", "no tab", "two tabs", "blank", "escape", "half an escape"],
 )
@@ -148,22 +148,22 @@ def test_damaged_line_is_named(tmp_path: Path, line: bytes, message: str) -> Non
     folder = write(tmp_path, tables())
     (folder / "imdb_test.tsv").write_bytes(b"1\tfine\n" + line + b"\n0\tfine\n")
     with pytest.raises(DataError, match=rf"imdb_test\.tsv, {message}"):
-        text.read(folder, unverified=True)
+        imdb.read(folder, unverified=True)
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has neither the folders train and test, nor imdb_train"):
-        text.read(tmp_path)
+    with pytest.raises(DataError, match="expected the folders train and test, or imdb_train"):
+        imdb.read(tmp_path)
     folder = write(tmp_path / "tables", tables())
     (folder / "imdb_test.tsv").write_bytes(b"")
-    with pytest.raises(DataError, match=r"imdb_test\.tsv: is empty"):
-        text.read(folder, unverified=True)
+    with pytest.raises(DataError, match=r"imdb_test\.tsv: the file is empty"):
+        imdb.read(folder, unverified=True)
     (folder / "imdb_test.tsv").unlink()
     with pytest.raises(DataError, match=r"imdb_test\.tsv: no such file"):
-        text.read(folder, unverified=True)
+        imdb.read(folder, unverified=True)
     folder = write(tmp_path / "folder", {"train/neg/1.txt": b"Dull."})
     with pytest.raises(DataError, match=r"train/pos: no such folder"):
-        text.read(folder, unverified=True)
+        imdb.read(folder, unverified=True)
     path = written(tmp_path / "wrong.tar.gz", tarred({"other.txt": b""}, ".gz"))
-    with pytest.raises(DataError, match=r"wrong\.tar\.gz: has no reviews in train"):
-        text.read(path, unverified=True)
+    with pytest.raises(DataError, match=r"wrong\.tar\.gz: no reviews in train"):
+        imdb.read(path, unverified=True)

@@ -237,7 +237,8 @@ def draw_splits(
             "add examples, or give the splits yourself"
         )
     keys = sorted(groups)
-    members = [groups[keys[index]] for index in CounterRNG(seed, "custom").permutation(len(keys))]
+    # The key of the random numbers is fixed: another one would move examples between splits.
+    members = [groups[keys[index]] for index in CounterRNG(seed, "own").permutation(len(keys))]
     strata = None if labels is None else [tuple(sorted({int(labels[i]) for i in group})) for group in members]
     splits = assign_items([len(group) for group in members], fractions, strata)
     if splits is None:

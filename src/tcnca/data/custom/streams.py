@@ -160,7 +160,7 @@ def _draw_files(folder: Path, files: Sequence[_Piece], options: CustomOptions) -
 
     def order(piece: _Piece) -> tuple[int, str]:
         name = piece.path.relative_to(folder).as_posix()
-        return int(CounterRNG(options.seed, "custom", name).raw(1)[0]), name
+        return int(CounterRNG(options.seed, "own", name).raw(1)[0]), name
 
     files = sorted(files, key=order)
     fractions = {"validation": options.validation, "test": options.test}

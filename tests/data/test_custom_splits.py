@@ -1,4 +1,4 @@
-"""Splits that are drawn: disjoint, complete, of the right size, the same each time, and without leaks."""
+"""Drawn splits are disjoint, complete, of the right size, reproducible, and share no input."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tcnca.data.custom.splits import cut, draw, fill, missing
 
 from tcnca.data.custom import CustomOptions
+from tcnca.data.custom.options import assign_items, cut_stream, draw_splits, missing_splits
 from tcnca.errors import DataError
 
 PATH = Path("set.csv")
@@ -49,9 +49,9 @@ def test_splits_are_disjoint_complete_and_share_no_input(
     inputs, labels = _inputs(numbers), np.array(classes)
     if not _one_class_can_give(numbers, classes):
         with pytest.raises(DataError, match="different examples"):
-            draw(inputs, wanted, seed, PATH, labels)
+            draw_splits(inputs, wanted, seed, PATH, labels)
         return
-    drawn = draw(inputs, wanted, seed, PATH, labels)
+    drawn = draw_splits(inputs, wanted, seed, PATH, labels)
     assert list(drawn) == ["train", "validation", "test"]
     assert sorted(np.concatenate(list(drawn.values()))) == list(range(len(rows)))
     assert all(len(indices) for indices in drawn.values())
@@ -67,15 +67,15 @@ def test_order_of_the_examples_does_not_matter(rows: list[tuple[int, int]], seed
     numbers = [row[0] for row in rows]
     if len(set(numbers)) < 3:
         return
-    drawn = draw(_inputs(numbers), SHARES, seed, PATH)
-    again = draw(_inputs([numbers[index] for index in order]), SHARES, seed, PATH)
+    drawn = draw_splits(_inputs(numbers), SHARES, seed, PATH)
+    again = draw_splits(_inputs([numbers[index] for index in order]), SHARES, seed, PATH)
     for split, indices in drawn.items():
         assert sorted(numbers[i] for i in indices) == sorted(numbers[order[i]] for i in again[split])
 
 
 @given(st.integers(3, 400), shares, st.integers(0, 5))
 def test_sizes_are_the_shares_rounded(count: int, wanted: dict[str, float], seed: int) -> None:
-    drawn = draw(_different(count), wanted, seed, PATH)
+    drawn = draw_splits(_different(count), wanted, seed, PATH)
     for split, share in wanted.items():
         exact = share * count
         # One input stays for training, and each split gets one.
@@ -90,7 +90,7 @@ def test_each_class_gives_its_share(counts: list[int], seed: int) -> None:
     labels = np.repeat(np.arange(len(counts)), counts)
     if max(counts) < 3:
         return
-    drawn = draw(_different(len(labels)), SHARES, seed, PATH, labels)
+    drawn = draw_splits(_different(len(labels)), SHARES, seed, PATH, labels)
     total = sum(count for count in counts if count >= 3)
     for split, share in SHARES.items():
         assert len(drawn[split]) == max(1, math.floor(share * total + 0.5))
@@ -104,12 +104,12 @@ def test_each_class_gives_its_share(counts: list[int], seed: int) -> None:
 
 def test_rare_classes_stay_in_training() -> None:
     labels = np.array([0] * 40 + [1] + [2] * 2)
-    drawn = draw(_different(43), {"validation": 0.3, "test": 0.3}, 0, PATH, labels)
+    drawn = draw_splits(_different(43), {"validation": 0.3, "test": 0.3}, 0, PATH, labels)
     assert {40, 41, 42} <= set(drawn["train"].tolist())
 
 
 def test_the_draw_stays_the_same_from_version_to_version() -> None:
-    drawn = draw(_different(60), SHARES, 0, PATH)
+    drawn = draw_splits(_different(60), SHARES, 0, PATH)
     assert {split: indices.tolist() for split, indices in drawn.items() if split != "train"} == {
         "validation": [2, 46, 51],
         "test": [0, 31, 48],
@@ -119,24 +119,28 @@ def test_the_draw_stays_the_same_from_version_to_version() -> None:
 def test_an_input_that_fills_half_the_set_stays_in_training() -> None:
     inputs = [b"", *_different(99)] + [b""] * 99
     for seed in range(20):
-        drawn = draw(inputs, SHARES, seed, PATH)
+        drawn = draw_splits(inputs, SHARES, seed, PATH)
         assert 0 in drawn["train"]
         assert len(drawn["validation"]) == len(drawn["test"]) == 10
 
 
 def test_every_split_gets_something_even_of_coarse_items() -> None:
-    assert Counter(fill([1000, 1000, 1000, 900], SHARES)) == {"train": 2, "validation": 1, "test": 1}
+    assert Counter(assign_items([1000, 1000, 1000, 900], SHARES)) == {"train": 2, "validation": 1, "test": 1}
     # The quota of validation takes both items that training can spare, of which test then gets one.
-    assert Counter(fill([3, 2, 2], {"validation": 0.6, "test": 0.15})) == {"train": 1, "validation": 1, "test": 1}
+    assert Counter(assign_items([3, 2, 2], {"validation": 0.6, "test": 0.15})) == {
+        "train": 1,
+        "validation": 1,
+        "test": 1,
+    }
 
 
 @given(st.integers(0, 500), shares)
 def test_a_cut_is_contiguous_and_in_order(total: int, wanted: dict[str, float]) -> None:
     if total < 6:
-        with pytest.raises(DataError, match=f"has {total} steps, at least 6 are needed"):
-            cut(total, wanted, PATH, "steps")
+        with pytest.raises(DataError, match=f"expected at least 6 steps for .*, got {total}"):
+            cut_stream(total, wanted, PATH, "steps")
         return
-    ranges = cut(total, wanted, PATH, "steps")
+    ranges = cut_stream(total, wanted, PATH, "steps")
     assert list(ranges) == ["train", "validation", "test"]
     ends = [0, *(end for _, end in ranges.values())]
     assert [begin for begin, _ in ranges.values()] == ends[:-1]
@@ -149,7 +153,7 @@ def test_a_cut_is_contiguous_and_in_order(total: int, wanted: dict[str, float]) 
 
 def test_a_short_stream_leaves_two_for_each_split() -> None:
     wanted = {"validation": 0.45, "test": 0.45}
-    assert cut(6, wanted, PATH, "bytes") == {"train": (0, 2), "validation": (2, 4), "test": (4, 6)}
+    assert cut_stream(6, wanted, PATH, "bytes") == {"train": (0, 2), "validation": (2, 4), "test": (4, 6)}
 
 
 @pytest.mark.parametrize(
@@ -162,17 +166,22 @@ def test_a_short_stream_leaves_two_for_each_split() -> None:
     ],
 )
 def test_what_is_missing(there: list[str], taken: list[str]) -> None:
-    assert list(missing(there, CustomOptions(), PATH)) == taken
+    assert list(missing_splits(there, CustomOptions(), PATH)) == taken
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_shares_are_shares(share: float) -> None:
-    with pytest.raises(DataError, match=r"^--test: got .*, allowed is a share between 0 and 1"):
+    with pytest.raises(DataError, match=r"^--test: expected a number between 0 and 1, got"):
         CustomOptions(test=share)
 
 
 def test_shares_leave_something_for_training() -> None:
-    with pytest.raises(
-        DataError, match=r"^--validation and --test: got 0\.5 and 0\.5, together they must be less than 1"
-    ):
+    with pytest.raises(DataError, match=r"^--validation, --test: expected a sum below 1, .*got 0\.5 and 0\.5"):
         CustomOptions(validation=0.5, test=0.5)
+
+
+def test_too_few_examples_and_no_training_split() -> None:
+    with pytest.raises(DataError, match=r"set\.csv: expected at least 3 different examples to draw .*, got 2"):
+        draw_splits([b"a", b"b", b"b", b"a"], SHARES, 0, PATH)
+    with pytest.raises(DataError, match=r"set\.csv: expected a training split, got only validation and test"):
+        missing_splits(["validation", "test"], CustomOptions(), PATH)
