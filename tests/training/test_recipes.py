@@ -22,7 +22,7 @@ from tcnca import (
     preset,
 )
 from tcnca.cli import app
-from tcnca.data import entry
+from tcnca.data import get_dataset
 from tcnca.errors import ConfigError
 from tcnca.training import Recipe, load_recipe, recipes
 
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_the_preset(name: str) -> None:
         # The one number that is not the paper's: see the recipes.
         expected = expected.override(chunk_size=65 if name.startswith("recall-64-") else 129)
     assert found.model.override(**changes) == expected
-    assert entry(recipe.data.source).name == recipe.data.source
+    assert get_dataset(recipe.data.source).name == recipe.data.source
     assert recipe.data.source in name
 
 
