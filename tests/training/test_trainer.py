@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -260,6 +261,23 @@ def test_other_recipes_and_changed_data_are_refused(tmp_path: Path) -> None:
     table.write_text("\n".join(["text,label", *rows[:-2], "other,yes", "another,no"]), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"was started with other data than .*my.csv has now"):
         TinyTrainer(tmp_path / "run", wanted, resume=True).fit()
+
+
+def test_a_saved_model_answers_on_raw_inputs(tmp_path: Path) -> None:
+    """Normalization and class names are saved with the run."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 200)
+    # The classes differ in their mean, which is nothing compared with the offset.
+    values = (1000 + 100 * (rng.normal(size=(200, 16, 1)) + 4 * labels[:, None, None])).astype(np.float32)
+    np.savez(tmp_path / "my.npz", values=values, labels=labels)
+    given = [f"data={tmp_path / 'my.npz'}", "max_steps=60", "lr=0.01", "batch.size=32", "eval.every=0"]
+    trainer = TinyTrainer(tmp_path / "run", load_recipe("classify").override(changed(*given)))
+    assert trainer.fit().scores["test"].value > 0.9
+    model = tcnca.load(tmp_path / "run")
+    assert model.preprocessing == trainer.task.preprocessing()
+    with torch.no_grad():
+        answers = model(torch.from_numpy(values), return_state=False).logits.argmax(-1)
+    assert (answers.numpy() == labels).mean() > 0.9
 
 
 def test_python_and_the_command_write_the_same_directory(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from tcnca.cli import app
-from tcnca.data import Batch, entries, entry
-from tcnca.data.columns import Column, Columns, Ragged
-from tcnca.data.generators.recall import Recall
-from tcnca.data.schema import SPLITS, Kind
-from tcnca.data.store import SetWriter
+from tcnca.data import Batch, get_dataset, list_datasets
+from tcnca.data.datasets.recall import Recall
+from tcnca.data.schema import SPLITS, Column, Columns, Kind, Ragged
+from tcnca.data.store import DatasetWriter
 from tcnca.training import CheckpointManager, DistContext, Recipe, Trainer, load_recipe
 from tcnca.training.logger import StepOutput
 
@@ -139,12 +138,12 @@ def losses(folder: Path) -> dict[int, float]:
 
 def write_set(folder: Path, name: str, kind: Kind, splits: Mapping[str, Columns], **facts: Any) -> None:
     """Store a data set as if it were prepared."""
-    known = entry(name)
+    known = get_dataset(name)
     made = {} if known.generator is None else {"version": known.generator.version}
-    with SetWriter(folder / name) as writer:
+    with DatasetWriter(folder / name) as writer:
         for split, columns in splits.items():
             writer.append(split, columns)
-        writer.finish({"set": name, "kind": kind, "title": known.title, **known.facts, **made, **facts})
+        writer.commit({"dataset": name, "kind": kind, "title": known.title, **known.metadata, **made, **facts})
 
 
 def write_every_set(folder: Path) -> None:
@@ -154,7 +153,7 @@ def write_every_set(folder: Path) -> None:
     def sequences(vocab_size: int) -> Ragged:
         # Of different lengths, and some longer than a chunk.
         lengths = draw.permutation(np.linspace(20, 200, EXAMPLES).astype(int))
-        return Ragged.of([draw.integers(0, vocab_size, length, np.uint8) for length in lengths])
+        return Ragged.from_arrays([draw.integers(0, vocab_size, length, np.uint8) for length in lengths])
 
     def classes(count: int, splits: tuple[str, ...] = SPLITS, **columns: Any) -> dict[str, dict[str, Column]]:
         made = {split: {name: make() for name, make in columns.items()} for split in splits}
@@ -176,7 +175,7 @@ def write_every_set(folder: Path) -> None:
     write_set(folder, "image", "classification", classes(10, pixels=pixels(32)), **names)
     write_set(folder, "pathfinder", "classification", classes(2, pixels=pixels(32)))
     write_set(folder, "pathx", "classification", classes(2, pixels=pixels(32)))
-    for known in entries():
+    for known in list_datasets():
         if isinstance(known.generator, Recall):
             length, vocabulary = known.generator.length, known.generator.vocab_size
             # Long ones take long, and two are as good as more.

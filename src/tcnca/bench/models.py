@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnca.bench.case import BenchCase, Settings, Workload
 from tcnca.bench.oracle import DEEP_TOLERANCE
 from tcnca.bench.roofline import Cost
-from tcnca.data.tasks.task import class_loss
+from tcnca.data.tasks.base import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import Layer
 from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset

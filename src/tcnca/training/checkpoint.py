@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel, save
 from tcnca.models.serialization import WEIGHTS_FILE, fill
@@ -74,7 +74,7 @@ class CheckpointManager:
         """Write a checkpoint."""
         place = self.folder / f"step-{state.step:09}"
         partial = self.folder / f".{place.name}.partial"
-        with explained(self.folder), _remove_on_error(partial):
+        with disk_errors(self.folder), _remove_on_error(partial):
             if self.dist.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -144,7 +144,7 @@ class CheckpointManager:
     def clean_up(self) -> None:
         """Remove old checkpoints, and what a killed run has left."""
         if self.dist.is_main:
-            with explained(self.folder):
+            with disk_errors(self.folder):
                 self._remove_old()
         self.dist.barrier()
 

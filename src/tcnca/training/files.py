@@ -11,14 +11,14 @@ from typing import Any
 
 import filelock
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import TrainingError
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`, and move it to `path` when the block ends without an error."""
-    with explained(path.parent):
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         try:
@@ -55,7 +55,7 @@ def file_lock(folder: Path, owner: str) -> Iterator[None]:
     Raises:
         TrainingError: another process, a run or a sweep as `owner` says, holds the lock.
     """
-    with explained(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / ".lock")
         try:

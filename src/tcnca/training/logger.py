@@ -23,7 +23,7 @@ from rich.table import Column
 from rich.text import Text
 from torch import Tensor
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.training.distributed import DistContext
 from tcnca.training.files import to_json
 
@@ -170,7 +170,7 @@ class Logger:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        with explained(self.folder), contextlib.ExitStack() as closing:
+        with disk_errors(self.folder), contextlib.ExitStack() as closing:
             if self._file is not None:
                 closing.callback(self._file.close)
             if self._tensorboard is not None:
@@ -234,7 +234,7 @@ class Logger:
             self._progress.remove_task(bar)
 
     def _store(self, values: Mapping[str, Any]) -> None:
-        with explained(self.folder):
+        with disk_errors(self.folder):
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = _open_log(self.folder)

@@ -128,7 +128,7 @@ class Trainer:
             torch.set_num_threads(recipe.runtime.threads)
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
-        self.model = SequenceModel(recipe.model_config(self.task)).to(self.dist.device)
+        self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
         self.compiled = should_compile(recipe.runtime, self.dist.device)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist)
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
@@ -242,7 +242,7 @@ class Trainer:
             rank = self.dist.rank * parts + index
             batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
             if self.compiled and self.task.kind not in ("language", "forecast"):
-                batch = batch.widened()
+                batch = batch.pad_to_bucket()
             batches.append(batch.pin_memory() if self.dist.device.type == "cuda" else batch)
         return batches
 

@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal, Protocol
 
 import torch
 
-from tcnca.data.store import explained
+from tcnca.data.store import disk_errors
 from tcnca.errors import ConfigError
 from tcnca.training.distributed import available_cores
 from tcnca.training.files import file_lock
@@ -65,7 +65,7 @@ def point_state(point: Point) -> tuple[State, str]:
 
 def run_sweep(sweep: Sweep, listener: Listener) -> str:
     """Run the points that are not done. Returns the name of the signal that stopped the sweep, if one did."""
-    with explained(sweep.folder):
+    with disk_errors(sweep.folder):
         sweep.folder.mkdir(parents=True, exist_ok=True)
         with file_lock(sweep.folder, "sweep"), catch_signals() as caught:
             _run_points(sweep, listener, caught)
