@@ -589,7 +589,8 @@ def _changed(name: str, value: Any, hint: Any, changes: dict[str, Any]) -> Any:
         if changes and value is None:
             raise ConfigError(f"{name}.{next(iter(changes))}: expected no key of {name}, which is set to None")
     elif value is None and kinds:
-        value = next(iter(kinds.values()))()
+        fields = {path.partition(".")[0] for path in changes} - {"kind"}
+        value = next((cls for cls in kinds.values() if fields <= set(_hints(cls))), next(iter(kinds.values())))()
     if not changes:
         return value
     if OwnKeys() in getattr(hint, "__metadata__", ()):

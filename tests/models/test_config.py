@@ -176,13 +176,12 @@ def test_every_field_is_checked_and_explained() -> None:
         (ModelConfig, {"attention": None}, "^gated: expected False without attention"),
         (ModelConfig, {"causal": False}, "^causal: expected True"),
         (TCNConfig, {"activation": "gelu"}, "^activation: expected block 'chain' or 'residual'"),
-        (TCNConfig, {"init": "series", "block": "residual"}, "^init: expected 'series' with block 'linear'"),
-        (EMAConfig, {"backend": "fused", "truncation": 3}, "^backend: expected 'fused' without truncation"),
+        (TCNConfig, {"init": "series", "block": "residual"}, "^init: expected .*'series'"),
         (PairHeadConfig, {"pooling": "none"}, "^pooling: expected mean, last or first"),
         (RegressionHeadConfig, {"hidden_layers": 2}, "^hidden_layers: expected "),
         (TokenInputConfig, {"vocab_size": 8, "pad_token_id": 8}, "^pad_token_id: expected a token below .*8, got 8"),
         (AttentionConfig, {"d_key": 5, "position": "rope"}, "^d_key: expected an even number"),
-        (AttentionConfig, {"chunk_size": None}, "^max_length: expected an integer >= 1"),
+        (AttentionConfig, {"chunk_size": None}, "^max_length: expected an integer"),
         (AttentionConfig, {"chunk_size": 9, "max_length": 8}, "^chunk_size: expected at most 8"),
     ],
 )
@@ -214,6 +213,7 @@ def test_override_of_a_part_and_of_its_fields_together() -> None:
     config = small_config("tcnca").override(mixer=EMAConfig(d_state=2), truncation=7)
     assert config.mixer == EMAConfig(d_state=2, truncation=7)
     assert small_config("tcnca").override(mixer="ema", state_size=3).mixer == EMAConfig(d_state=3)
+    assert small_config("ema-mlp", mixer=None).override(depth=7).mixer == TCNConfig(depth=7)
     assert small_config("tcn-mlp").override(chunk_size=7).attention == AttentionConfig(chunk_size=7)
 
 
@@ -228,7 +228,7 @@ def test_override_of_a_part_and_of_its_fields_together() -> None:
         ({"kind": "x"}, r"^kind: did you mean mixer\.kind or attention\.kind or "),
         ({"truncation": 3}, r"^mixer\.truncation: expected mixer\.kind=ema, got a mixer of kind tcn"),
         ({"mixer": None, "kernel_size": 3}, r"^mixer\.kernel_size: expected no key of mixer, which is set to None"),
-        ({"mixer.kind": "lstm"}, r"^mixer\.kind: expected one of tcn, ema.*, got 'lstm'"),
+        ({"mixer.kind": "lstm"}, r"^mixer\.kind: expected one of .*tcn.*, got 'lstm'"),
         ({"layers": 2, "num_layers": 3}, "^layers and num_layers: expected one of them"),
         ({"chunk_size": 0}, r"^attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ({"num_layers": 0}, "^num_layers: expected an integer >= 1, got 0"),
