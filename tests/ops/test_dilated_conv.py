@@ -34,16 +34,13 @@ def conv_case(time: int, kernel_size: int, dilation: int, causal: bool = True) -
 
 def explicit_conv(x: Tensor, weight: Tensor, dilation: int, bias: Tensor | None, causal: bool) -> Tensor:
     """Tap `j` looks `j` dilations back; in a bidirectional convolution the smaller half of the taps looks ahead."""
-    kernel_size = weight.shape[1]
+    time, kernel_size = x.shape[1], weight.shape[1]
     ahead = 0 if causal else (kernel_size - 1) // 2
-    y = torch.zeros_like(x)
-    for row, time, channel in itertools.product(*map(range, x.shape)):
-        total = 0.0 if bias is None else float(bias[channel])
-        for tap in range(kernel_size):
-            source = time - (tap - ahead) * dilation
-            if 0 <= source < x.shape[1]:
-                total += float(weight[channel, tap]) * float(x[row, source, channel])
-        y[row, time, channel] = total
+    y = torch.zeros_like(x) if bias is None else torch.zeros_like(x) + bias
+    for now, tap in itertools.product(range(time), range(kernel_size)):
+        source = now - (tap - ahead) * dilation
+        if 0 <= source < time:
+            y[:, now] += weight[:, tap] * x[:, source]
     return y
 
 

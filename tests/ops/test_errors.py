@@ -68,9 +68,9 @@ TCN: list[Row] = [
     ("weight-empty", lambda: tcn(X, zeros(0, 1, 3, 4), 2), ["weight:", "[0, 1, 3, 4]", "1 or more"]),
     ("factor", lambda: tcn(X, BLOCKS, 0), ["dilation_factor:", "got 0", "1 or more"]),
     (
-        "nonlinearity",
-        lambda: tcn(X, BLOCKS, 2, nonlinearity="tanh"),
-        ["nonlinearity:", "'tanh'", "silu, gelu, gelu_tanh, relu, none"],
+        "activation",
+        lambda: tcn(X, BLOCKS, 2, activation="tanh"),
+        ["activation:", "'tanh'", "silu, gelu, gelu_tanh, relu, none"],
     ),
     ("state-bidirectional", lambda: tcn_both_ways(state=initial_tcn_state(2, 3, 4, 2, 2)), BIDIRECTIONAL),
     ("return_state-bidirectional", lambda: tcn_both_ways(return_state=True), BIDIRECTIONAL),

@@ -126,17 +126,14 @@ def test_to_changes_floating_dtypes_and_keeps_positions(state: State, how: str) 
         assert torch.equal(tensor, expected.to(tensor.dtype))
 
 
-def test_to_copies_even_if_nothing_changes(state: State) -> None:
+def test_to_copies_and_moves_everything(state: State) -> None:
     before = state.detach().clone()
     for tensor in state.to("cpu").detach().tensors().values():
         tensor.add_(1)
     assert_bit_equal(state, before)
-
-
-def test_to_another_device_moves_everything(state: State) -> None:
-    moved = state.to("meta")
-    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
-    assert {n: t.dtype for n, t in moved.tensors().items()} == {n: t.dtype for n, t in state.tensors().items()}
+    moved = state.to("meta").tensors()
+    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
+    assert {n: t.dtype for n, t in moved.items()} == {n: t.dtype for n, t in state.tensors().items()}
 
 
 def test_repeat_puts_copies_next_to_each_other(state: State) -> None:
@@ -209,10 +206,9 @@ def test_pytree_paths_are_the_dotted_names(state: State) -> None:
     assert names == list(state.tensors())
 
 
-@pytest.mark.parametrize("times", [0, -1])
-def test_repeat_needs_a_count(times: int) -> None:
-    with pytest.raises(StateError, match=rf"times: expected an integer of at least 1, got {times}"):
-        conv_state().repeat(times)
+def test_repeat_needs_a_count() -> None:
+    with pytest.raises(StateError, match=r"times: expected an integer of at least 1, got 0"):
+        conv_state().repeat(0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The temporal convolutional network against loops over single numbers, its receptive field, and streaming."""
+"""The temporal convolutional network against explicit sums, its receptive field, and streaming."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, receptive_field,
 from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.properties import EXTRA, SIZES, THOROUGH, WAITING, Case, counts, in_pieces, leaf, some_lengths
+from tests.ops.test_dilated_conv import explicit_conv
 
 BATCH, CHANNELS = 3, 2
 
@@ -26,11 +27,11 @@ BATCH, CHANNELS = 3, 2
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 Shape = tuple[int, int, int, int]
 
-FORMULAS: dict[str, Callable[[float], float]] = {
-    "silu": lambda x: x / (1 + math.exp(-x)),
-    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "relu": lambda x: max(x, 0.0),
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: torch.where(x > 0, x, 0.0),
     "none": lambda x: x,
 }
 
@@ -54,33 +55,18 @@ def explicit_tcn(
     activation: str = "silu",
     residual: bool = True,
     causal: bool = True,
-    norm_fn: Callable[[float, int], float] = lambda value, _: value,
-    drop: Callable[[float, int], float] = lambda value, _: value,
+    norm_fn: Callable[[Tensor, int], Tensor] = lambda h, _: h,
+    drop: Callable[[Tensor, int], Tensor] = lambda h, _: h,
 ) -> Tensor:
-    """Every channel of every row by itself, since nothing mixes channels."""
-    depth, convolutions, _, kernel_size = weight.shape
-    ahead = 0 if causal else (kernel_size - 1) // 2
-    y = torch.empty_like(x)
-    for row in range(x.shape[0]):
-        for channel in range(x.shape[2]):
-            signal = x[row, :, channel].tolist()
-            for block in range(depth):
-                inner = signal
-                for number in range(convolutions):
-                    taps = weight[block, number, channel].tolist()
-                    offset = 0.0 if bias is None else float(bias[block, number, channel])
-                    convolved = []
-                    for time in range(len(inner)):
-                        total = offset
-                        for tap, value in enumerate(taps):
-                            source = time - (tap - ahead) * factor**block
-                            total += value * inner[source] if 0 <= source < len(inner) else 0.0
-                        convolved.append(total)
-                    count = block * convolutions + number
-                    inner = [drop(FORMULAS[activation](norm_fn(value, count)), count) for value in convolved]
-                signal = [a + b for a, b in zip(signal, inner, strict=True)] if residual else inner
-            y[row, :, channel] = torch.tensor(signal, dtype=x.dtype)
-    return y
+    depth, convolutions = weight.shape[:2]
+    for block in range(depth):
+        h = x
+        for index in range(convolutions):
+            number, offset = block * convolutions + index, None if bias is None else bias[block, index]
+            h = norm_fn(explicit_conv(h, weight[block, index], factor**block, offset, causal), number)
+            h = drop(FORMULAS[activation](h), number)
+        x = x + h if residual else h
+    return x
 
 
 @THOROUGH
@@ -126,11 +112,7 @@ def test_order_of_norm_and_dropout(convolutions: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(F, "dropout", dropout)
     y, _ = tcn(x, weight, 2, norm_fn=norm_fn, dropout=0.25)
     expected = explicit_tcn(
-        x,
-        weight,
-        2,
-        norm_fn=lambda value, number: value * (number + 2) + 1,
-        drop=lambda value, number: value / (number + 3),
+        x, weight, 2, norm_fn=lambda h, number: h * (number + 2) + 1, drop=lambda h, number: h / (number + 3)
     )
     assert_close(y, expected)
     assert called == [pair for number in range(3 * convolutions) for pair in (("norm", number), ("dropout", 0.25))]

@@ -18,58 +18,23 @@ from tcnca.errors import ConfigError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
 from tcnca.ops.tcn import TCNSpec, api, cpu
 from tests.comparison import assert_close
+from tests.ops.tcn_cases import Case, exact
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    shape: tuple[int, int, int] = (2, 100, 16)
-    kernel_size: int = 5
-    factor: int = 3
-    depth: int = 3
-    convolutions: int = 1
-    bias: bool = False
-    activation: str = "silu"
-    residual: bool = True
-    causal: bool = True
-    lengths: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.float32
-
-    def leaves(self) -> list[Tensor]:
-        """Return x, the kernels and the biases, if there are any."""
-        many = (self.depth, self.convolutions, self.shape[2])
-        weight = torch.randn(*many, self.kernel_size) / self.kernel_size**0.5
-        parts = [torch.randn(self.shape), weight, *([torch.randn(many)] if self.bias else [])]
-        return [part.to(self.dtype).requires_grad_() for part in parts]
-
-    def call(self, leaves: list[Tensor], backend: str, return_state: bool = False) -> tuple[Tensor, TCNState | None]:
-        return tcn(
-            leaves[0],
-            leaves[1],
-            self.factor,
-            bias=leaves[2] if self.bias else None,
-            activation=self.activation,
-            residual=self.residual,
-            causal=self.causal,
-            lengths=None if self.lengths is None else torch.tensor(self.lengths),
-            return_state=return_state,
-            backend=backend,  # type: ignore[arg-type]
-        )
-
-    def results(self, leaves: list[Tensor], backend: str) -> list[Tensor]:
-        """Return the output, the state if there is one, and the gradients of all leaves through both."""
-        y, state = self.call(leaves, backend, self.causal)
-        parts = [y] if state is None else [y, *state.buffers]
-        slopes = [torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).to(part) for part in parts]
-        pairs = [pair for pair in zip(parts, slopes, strict=True) if pair[0].requires_grad]  # not a ring of no slots
-        gradients = torch.autograd.grad([part for part, _ in pairs], leaves, [slope for _, slope in pairs])
-        assert [part.dtype for part in gradients] == [part.dtype for part in leaves]
-        return [part.detach() for part in (*parts, *gradients)]
+def _results(case: Case, leaves: list[Tensor], backend: str) -> list[Tensor]:
+    """Return the output, the state if there is one, and the gradients of all leaves through both."""
+    y, state = case.call(leaves, backend, return_state=case.causal)
+    parts = [y] if state is None else [y, *state.buffers]
+    grads = [torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).to(part) for part in parts]
+    pairs = [pair for pair in zip(parts, grads, strict=True) if pair[0].requires_grad]  # not a ring without slots
+    gradients = torch.autograd.grad([part for part, _ in pairs], leaves, [grad for _, grad in pairs])
+    assert [part.dtype for part in gradients] == [part.dtype for part in leaves]
+    return [part.detach() for part in (*parts, *gradients)]
 
 
 def _assert_right(case: Case) -> None:
     leaves = case.leaves()
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    found, expected = case.results(leaves, "cpu"), case.results(exact, "naive")
+    found, expected = _results(case, leaves, "cpu"), _results(case, exact(leaves), "naive")
     for number, (part, truth) in enumerate(zip(found, expected, strict=True)):
         assert_close(part, truth, f"part {number} of {case}")
     assert_close(case.call(leaves, "cpu")[0].detach(), expected[0], f"output without a state of {case}")
@@ -144,10 +109,10 @@ def test_layout_does_not_matter() -> None:
     leaves = [leaf.detach() for leaf in case.leaves()]
     transposed = [leaf.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for leaf in leaves]
     spaced = [leaf.new_empty(*leaf.shape[:-1], 2 * leaf.shape[-1])[..., ::2].copy_(leaf) for leaf in leaves]
-    expected = case.results([leaf.requires_grad_() for leaf in leaves], "cpu")
+    expected = _results(case, [leaf.requires_grad_() for leaf in leaves], "cpu")
     for strided in (transposed, [leaf.requires_grad_() for leaf in spaced]):
         assert not any(leaf.is_contiguous() for leaf in strided)
-        for part, truth in zip(case.results(strided, "cpu"), expected, strict=True):
+        for part, truth in zip(_results(case, strided, "cpu"), expected, strict=True):
             assert_close(part, truth)
 
 
@@ -178,13 +143,13 @@ def test_padding_is_that_of_the_naive_version() -> None:
 def test_calls_give_the_same_bits_in_all_threads_and_inference_mode() -> None:
     case = Case(shape=(2, 3000, 48), kernel_size=17, factor=5, bias=True)
     leaves = case.leaves()
-    expected = case.results(leaves, "cpu")
+    expected = _results(case, leaves, "cpu")
     with torch.inference_mode():
         assert torch.equal(case.call(leaves, "cpu")[0], expected[0])
     found: dict[int, list[Tensor]] = {}
 
     def work(number: int) -> None:
-        found[number] = case.results(leaves, "cpu")
+        found[number] = _results(case, leaves, "cpu")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -228,21 +193,6 @@ def test_compiles_into_one_graph_for_all_lengths() -> None:
     # Dynamo may start again once, before the first call, but not for another length.
     assert len(frames) == 1
     assert any("tcn_cpu" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
-
-
-def test_exports() -> None:
-    class Module(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(2, 1, 16, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return tcn(x, self.weight, 3)[0]
-
-    module, x = Module(), torch.randn(1, 50, 16)
-    program = torch.export.export(module, (x,), dynamic_shapes={"x": {1: torch.export.Dim("time", min=2, max=4096)}})
-    other = torch.randn(1, 77, 16)
-    assert_close(program.module()(other), module(other))
 
 
 _PEAK = """

@@ -34,16 +34,6 @@ def _arguments(
     return x, weight, bias
 
 
-def test_for_small_calls_on_a_cpu_auto_is_naive() -> None:
-    x, weight, bias = _arguments(2)
-    options: dict[str, Any] = {"bias": bias, "lengths": torch.tensor([9, 4]), "return_state": True}
-    (y, state), (expected, naive) = (tcn(x, weight, 2, **options, backend=name) for name in ("auto", "naive"))
-    assert torch.equal(y, expected)
-    assert state is not None
-    assert naive is not None
-    assert all(torch.equal(a, b) for a, b in zip(state.buffers, naive.buffers, strict=True))
-
-
 def test_backends_that_cannot_run_are_refused() -> None:
     x, weight, _ = _arguments()
     with pytest.raises(KernelError, match=r"backend: 'cuda' cannot run .*; x: expected a CUDA tensor, got one on cpu"):

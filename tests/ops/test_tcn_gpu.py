@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,62 +15,27 @@ from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
 from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
+from tests.ops import tcn_cases
+from tests.ops.tcn_cases import exact
 
 pytestmark = pytest.mark.gpu
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One call: 16-bit numbers with channels in multiples of 8 go to the tensor cores, others to the registers."""
+# 16-bit numbers with channels in multiples of 8 go to the tensor cores, others to the registers.
+Case = partial(tcn_cases.Case, shape=(2, 300, 16), dtype=BF16, device="cuda")
 
-    shape: tuple[int, int, int] = (2, 300, 16)
-    kernel_size: int = 5
-    factor: int = 3
-    depth: int = 3
-    convolutions: int = 1
-    dtype: torch.dtype = BF16
-    bias: bool = False
-    activation: str = "silu"
-    residual: bool = True
-    causal: bool = True
-    lengths: tuple[int, ...] | None = None
-    strided: bool = False
 
-    def valid(self) -> Tensor | None:
-        return None if self.lengths is None else torch.tensor(self.lengths, device="cuda")
-
-    def leaves(self) -> list[Tensor]:
-        """Return x, the kernels and the biases, if there are any."""
-        batch, time, channels = self.shape
-        room = (batch, time + 3, channels + 16) if self.strided else self.shape
-        x = torch.randn(room, device="cuda").to(self.dtype)
-        x = x[:, 2 : time + 2, 8 : channels + 8] if self.strided else x
-        many = (self.depth, self.convolutions, channels)
-        weight = torch.randn(*many, self.kernel_size, device="cuda") / self.kernel_size**0.5
-        parts = [x, weight, torch.randn(*many, device="cuda")] if self.bias else [x, weight]
-        return [part.to(self.dtype).detach().requires_grad_() for part in parts]
-
-    def run(self, leaves: list[Tensor], dy: Tensor, backend: str) -> list[Tensor]:
-        """Return the output of valid tokens, and the gradients of all leaves."""
-        y, state = tcn(
-            leaves[0],
-            leaves[1],
-            self.factor,
-            bias=leaves[2] if self.bias else None,
-            activation=self.activation,
-            residual=self.residual,
-            causal=self.causal,
-            lengths=self.valid(),
-            backend=backend,  # type: ignore[arg-type]
-        )
-        assert state is None
-        assert y.dtype == leaves[0].dtype
-        assert torch.isfinite(y).all()
-        gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
-        assert [part.dtype for part in gradients] == [part.dtype for part in leaves]
-        return [zero_padding(y.detach(), self.valid()), zero_padding(gradients[0], self.valid()), *gradients[1:]]
+def _results(case: tcn_cases.Case, leaves: list[Tensor], dy: Tensor, backend: str) -> list[Tensor]:
+    """Return the output of valid tokens, and the gradients of all leaves."""
+    y, state = case.call(leaves, backend)
+    assert state is None
+    assert y.dtype == leaves[0].dtype
+    assert torch.isfinite(y).all()
+    gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+    assert [part.dtype for part in gradients] == [part.dtype for part in leaves]
+    return [zero_padding(y.detach(), case.valid()), zero_padding(gradients[0], case.valid()), *gradients[1:]]
 
 
 CASES = {
@@ -116,9 +81,8 @@ def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
     leaves = case.leaves()
     # A model does not use the padding's output, so it has no gradient.
     dy = zero_padding(torch.randn(case.shape, device="cuda").to(case.dtype), case.valid())
-    ours, again = case.run(leaves, dy, "cuda"), case.run(leaves, dy, "cuda")
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = case.run(exact, dy, "naive")
+    ours, again = _results(case, leaves, dy, "cuda"), _results(case, leaves, dy, "cuda")
+    expected = _results(case, exact(leaves), dy, "naive")
     for number, (part, same, truth) in enumerate(zip(ours, again, expected, strict=True)):
         assert torch.equal(part, same)
         assert_close(part, truth, f"part {number}")
@@ -163,21 +127,21 @@ DROPOUT_CASES = {
 def test_forward_and_backward_drop_the_same(name: str) -> None:
     case, dropout, seed = DROPOUT_CASES[name], 0.3, 0x123456789ABCDEF
     leaves = case.leaves()
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truths = exact(leaves)
     seeds = torch.tensor([seed], device="cuda")
     settings = (1, case.factor, "silu", True, case.causal, dropout, True)
     bias = leaves[2] if case.bias else None
     y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, *settings)
-    truth = exact[0]
+    truth = truths[0]
     for layer in range(case.depth):
         taps = torch.zeros(1, 1, case.shape[2], (case.kernel_size - 1) * case.factor**layer + 1).to(truth)
-        taps[..., :: case.factor**layer] = exact[1][layer]
-        offset = exact[2][layer, None] if case.bias else None
+        taps[..., :: case.factor**layer] = truths[1][layer]
+        offset = truths[2][layer, None] if case.bias else None
         added, _ = tcn(truth, taps, 1, bias=offset, causal=case.causal, residual=False, backend="naive")
         truth = truth + added * _mask(seed, layer, case.shape, dropout)
     assert_close(y, truth)
     dy = torch.randn(case.shape, device="cuda").to(case.dtype)
-    ours, theirs = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, exact, dy.double())
+    ours, theirs = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, truths, dy.double())
     for number, (part, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_close(part, other, f"part {number}")
 
@@ -203,9 +167,9 @@ def test_dropout_follows_pytorchs_seed(convolutions: int) -> None:
 def test_norms_between_convolutions() -> None:
     case = Case(shape=(2, 500, 64), bias=True, dtype=FP32, convolutions=2, lengths=(500, 77))
     leaves = case.leaves()
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truths = exact(leaves)
     results = []
-    for (x, weight, bias), backend in ((leaves, "cuda"), (exact, "naive")):
+    for (x, weight, bias), backend in ((leaves, "cuda"), (truths, "naive")):
         options: dict[str, Any] = {"lengths": case.valid(), "backend": backend}
         y, _ = tcn(x, weight, 3, bias=bias, norm_fn=lambda h, number: F.layer_norm(h, (64,)) * (number + 1), **options)
         y = zero_padding(y, case.valid())
@@ -222,7 +186,7 @@ def test_gradients_of_the_output_may_have_any_layout(shape: tuple[int, int, int]
     transposed = torch.randn(batch, 16, 300, device="cuda").to(case.dtype).transpose(1, 2)
     shifted = torch.randn(batch, 300, 17, device="cuda").to(case.dtype)[..., 1:]
     for dy in (row.expand(shape), transposed, row[:, :, :1].expand(shape), shifted):
-        results = (case.run(leaves, each, "cuda") for each in (dy, dy.contiguous()))
+        results = (_results(case, leaves, each, "cuda") for each in (dy, dy.contiguous()))
         for part, other in zip(*results, strict=True):
             assert_close(part, other)
 
@@ -260,9 +224,9 @@ def test_pieces_equal_one_call(dtype: torch.dtype, convolutions: int, inplace: b
 def test_gradients_flow_through_the_state() -> None:
     case = Case(dtype=FP32, bias=True, lengths=(300, 120))
     leaves = case.leaves()
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truths = exact(leaves)
     results = []
-    for x, weight, bias in (leaves, exact):
+    for x, weight, bias in (leaves, truths):
         _, state = tcn(x, weight, 3, bias=bias, lengths=case.valid(), return_state=True)
         assert state is not None
         parts = torch.stack([buffer.square().sum() for buffer in state.buffers])
@@ -275,17 +239,17 @@ def test_gradients_flow_through_the_state() -> None:
 def test_autocast_computes_in_its_dtype_and_returns_gradients_in_theirs(dtype: torch.dtype) -> None:
     case = Case(dtype=FP32, bias=True)
     leaves = case.leaves()
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truths = exact(leaves)
     with torch.autocast("cuda", dtype):
         y, state = tcn(leaves[0], leaves[1], 3, bias=leaves[2], return_state=True, backend="cuda")
         fused, _ = tcn(leaves[0], leaves[1], 3, bias=leaves[2], backend="cuda")
-    truth, _ = tcn(exact[0], exact[1], 3, bias=exact[2])
+    truth, _ = tcn(truths[0], truths[1], 3, bias=truths[2])
     assert state is not None
     assert y.dtype == fused.dtype == dtype
     assert all(buffer.dtype == FP32 for buffer in state.buffers)
     dy = torch.randn_like(y)
     gradients = torch.autograd.grad(fused, leaves, dy)
-    for part, other in zip(gradients, torch.autograd.grad(truth, exact, dy.double()), strict=True):
+    for part, other in zip(gradients, torch.autograd.grad(truth, truths, dy.double()), strict=True):
         assert part.dtype == FP32
         assert_close(part, other, dtype=dtype)
     assert_close(y, truth)

@@ -82,10 +82,10 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *settings: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return `y` and, with `keep`, the last of `settings`, the inputs of all convolutions but the first."""
-    *settings, keep = settings
+    """Return `y` and, with `keep`, the last argument, the inputs of all convolutions but the first."""
+    *settings, keep = rest
     y, inner = _fake_forward(x, weight, bias, lengths, keep)
     with _without_autocast():
         for part, slab in _slabs(x, weight, bias, lengths, *settings):

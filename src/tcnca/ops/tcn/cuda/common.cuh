@@ -86,8 +86,8 @@ __device__ __forceinline__ word low_halves(word a, word b) { return __byte_perm(
 __device__ __forceinline__ word high_halves(word a, word b) { return __byte_perm(a, b, 0x7632); }
 #endif
 
-// Return x in a way that the compiler cannot see through: values derived from it are computed where they are needed, and
-// occupy no registers before.
+// Return x in a way that the compiler cannot see through: values derived from it are computed where they are needed,
+// and occupy no registers before.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;

@@ -244,9 +244,9 @@ def _forward(
     bias: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
-    *settings: Any,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    *settings, keep = settings
+    *settings, keep = rest
     x = _dense_channels(x)
     weight, bias, lengths = _float32(weight), _float32(bias), _clamped(lengths, x.shape[1])
     y, inner = _fake_forward(x, weight, keep)

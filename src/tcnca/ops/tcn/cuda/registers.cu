@@ -267,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
                         sum = fmaf(WEIGHT(v, j), ring[(newest - j + SLOTS) % SLOTS][v], sum);
                     }
                     float dz = dy * activation_grad(even + odd);
-                    if (DROPOUT) dz = is_kept(dropout, drawn, static_cast<int>(channel) + v) ? dz * dropout.scale : 0.0f;
+                    if (DROPOUT)
+                        dz = is_kept(dropout, drawn, static_cast<int>(channel) + v) ? dz * dropout.scale : 0.0f;
                     const float counted = own ? dz : 0.0f;
                     if (BIAS) dbias[v] += counted;
                     dx[newest][v] = 0.0f;

@@ -36,8 +36,8 @@ __device__ __forceinline__ void prefetch(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
-// Sum COUNT numbers over the warp into `to[first:limit]`. Lanes DISTANCE apart take half of the numbers each, and so on,
-// which takes far fewer shuffles than to sum each number over all lanes.
+// Sum COUNT numbers over the warp into `to[first:limit]`. Lanes DISTANCE apart take half of the numbers each, and so
+// on, which takes far fewer shuffles than to sum each number over all lanes.
 template <int COUNT, int DISTANCE = 16>
 __device__ __forceinline__ void sum_over_warp(float* to, const float (&numbers)[COUNT], int first, int limit) {
     constexpr int HALF = (COUNT + 1) / 2;

@@ -119,7 +119,8 @@ __device__ __forceinline__ long long offset_of(const Mover& mover, const Cut& cu
 
 // Start to load the block whose first step for this mover is n, at `source`. Steps outside 0 to `limit` are zeros;
 // their addresses are invalid and not read.
-__device__ __forceinline__ void load_block(char* block, const number* source, long long hop, int base, int n, int limit) {
+__device__ __forceinline__ void load_block(char* block, const number* source, long long hop, int base, int n,
+                                           int limit) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         copy_async(block + place_offset(base, 2 * i, 0), source + 2 * i * hop,
@@ -127,8 +128,8 @@ __device__ __forceinline__ void load_block(char* block, const number* source, lo
 }
 
 // Store a block; zeros from step `length` on.
-__device__ __forceinline__ void store_block(const char* block, number* target, long long hop, int base, int n, int limit,
-                                    int length) {
+__device__ __forceinline__ void store_block(const char* block, number* target, long long hop, int base, int n,
+                                            int limit, int length) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         Bytes16 v = load16(block + place_offset(base, 2 * i, 0));
@@ -179,7 +180,8 @@ __device__ __forceinline__ void convolve(float (&sum)[4], const word (&matrices)
 // The biases of the warp's channels stay in shared memory, where they occupy no registers.
 __device__ __forceinline__ void write_bias(char* to, const float* bias, long long channel, long long channels) {
     const int lane = threadIdx.x % 32;
-    if (BIAS && lane < PART) reinterpret_cast<float*>(to)[lane] = channel + lane < channels ? bias[channel + lane] : 0.0f;
+    if (BIAS && lane < PART)
+        reinterpret_cast<float*>(to)[lane] = channel + lane < channels ? bias[channel + lane] : 0.0f;
     __syncwarp();
 }
 

@@ -1,9 +1,9 @@
 // Gradients of `depth` blocks y = x + activation(convolution(x)) on the tensor cores, in one launch.
 //
 // In one pass along a tile a warp recomputes the pre-activation of a block of steps, from it dz, and adds the products
-// with dz to the kernels' gradients. BEFORE blocks later all dz that depend on a block's inputs are there, and its dx is
-// written into the shared memory where its dy was. It is stored a step later, when all threads have synchronized, and
-// the thread that has stored these bytes refills them.
+// with dz to the kernels' gradients. BEFORE blocks later all dz that depend on a block's inputs are there, and its dx
+// is written into the shared memory where its dy was. It is stored a step later, when all threads have synchronized,
+// and the thread that has stored these bytes refills them.
 
 #define X_RING (DEEP + 1)
 #define DY_RING (DEEP + BEFORE + 1)
@@ -105,8 +105,8 @@ __device__ __forceinline__ Tile tile_of(const Layer& layer, const Args& args, in
     return tile;
 }
 
-// Loads the blocks of all tiles of a layer in the order in which they are processed, DEEP of them ahead: the next tile's
-// first blocks are loaded while the last ones of a tile are still processed.
+// Loads the blocks of all tiles of a layer in the order in which they are processed, DEEP of them ahead: the next
+// tile's first blocks are loaded while the last ones of a tile are still processed.
 struct Prefetcher {
     int index;  // of the tile
     int s, end, dz_end;
@@ -138,19 +138,20 @@ __device__ __forceinline__ void next_tile(Prefetcher& prefetcher, const Layer& l
         prefetcher.source =
             layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, tile.start);
         prefetcher.dy_source = layer.dy + tile.row * layer.dy_batch + channel +
-                        offset_of(tile.mover, layer.cut, layer.dy_time, tile.start - AFTER);
+                               offset_of(tile.mover, layer.cut, layer.dy_time, tile.start - AFTER);
     }
 }
 
 // Load the next blocks of x and dy to these addresses. `base` is `base_of_mover()`.
-__device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to, char* dy_to, int base, const Layer& layer,
-                                     const Args& args) {
+__device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to, char* dy_to, int base,
+                                              const Layer& layer, const Args& args) {
     if (prefetcher.s == prefetcher.end) next_tile(prefetcher, layer, args);
     if (prefetcher.s < prefetcher.end) {
         if (prefetcher.s - AFTER < prefetcher.dz_end) {
             load_block(x_to, prefetcher.source, layer.x_hop, base, prefetcher.x_step, prefetcher.length);
             if (prefetcher.s >= 0)
-                load_block(dy_to, prefetcher.dy_source, layer.dy_hop, base, prefetcher.x_step - AFTER * SPAN, prefetcher.limit);
+                load_block(dy_to, prefetcher.dy_source, layer.dy_hop, base, prefetcher.x_step - AFTER * SPAN,
+                           prefetcher.limit);
             prefetcher.source += SPAN * layer.x_hop;
             prefetcher.dy_source += SPAN * layer.dy_hop;
             prefetcher.x_step += SPAN;
@@ -287,8 +288,8 @@ __device__ __forceinline__ int later(int slot, int steps, int ring) {
 
 // Compute dz of a block of steps from its dy.
 __device__ __forceinline__ void compute_dz(word (&dz)[PART][2], const word (&inputs)[BLOCKS][PART][2],
-                                             const word (&dy)[PART][2], const char* forward_table, const char* offsets,
-                                             const Dropout& dropout, const Draws& draws) {
+                                           const word (&dy)[PART][2], const char* forward_table, const char* offsets,
+                                           const Dropout& dropout, const Draws& draws) {
     const float scale = DROPOUT ? dropout.scale : 1.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -302,10 +303,11 @@ __device__ __forceinline__ void compute_dz(word (&dz)[PART][2], const word (&inp
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float values[2] = {first(dy[own][h]) * activation_grad_scaled(z[2 * h], scale),
-                               second(dy[own][h]) * activation_grad_scaled(z[2 * h + 1], scale)};
+                                   second(dy[own][h]) * activation_grad_scaled(z[2 * h + 1], scale)};
 #pragma unroll
                 for (int odd = 0; DROPOUT && odd < 2; ++odd)
-                    if (!is_kept(dropout, draw(dropout, draws.index[h] + odd * draws.hop + half), own)) values[odd] = 0.0f;
+                    if (!is_kept(dropout, draw(dropout, draws.index[h] + odd * draws.hop + half), own))
+                        values[odd] = 0.0f;
                 dz[own][h] = pack(values[0], values[1]);
             }
         }
@@ -424,7 +426,7 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     if (tile.start < tile.end) {
         __syncthreads();
         store_block(dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES, target, layer.dx_hop, moved, written,
-            tile.mover.limit, tile.length);
+                    tile.mover.limit, tile.length);
     }
 }
 

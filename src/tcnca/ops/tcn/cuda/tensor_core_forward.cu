@@ -25,7 +25,8 @@ __device__ __forceinline__ void read_kernels(word (&toeplitz)[BLOCKS][PART], cha
         const float* kernel = weight + (real ? channel + c : 0) * K;
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i)
-            toeplitz[i][c] = real ? pack(Z_SCALE * tap(kernel, i, g, 2 * q), Z_SCALE * tap(kernel, i, g, 2 * q + 1)) : 0;
+            toeplitz[i][c] =
+                real ? pack(Z_SCALE * tap(kernel, i, g, 2 * q), Z_SCALE * tap(kernel, i, g, 2 * q + 1)) : 0;
     }
 }
 
@@ -48,12 +49,12 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
 
     const number* source = x + row_number * x_batch + channel + offset_of(mover, cut, x_time, start);
     number* target = y + row_number * args.time * args.channels + channel + offset_of(mover, cut, args.channels, 0);
-    int asked = mover.begin + start * SPAN, written = mover.begin;
+    int loaded = mover.begin + start * SPAN, written = mover.begin;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (start + i < end) load_block(shared + i * BLOCK_BYTES, source, hop, moved, asked, length);
+        if (start + i < end) load_block(shared + i * BLOCK_BYTES, source, hop, moved, loaded, length);
         source += SPAN * hop;
-        asked += SPAN;
+        loaded += SPAN;
         commit_group();
     }
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -83,9 +84,9 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
             written += SPAN;
         }
         if (s + STAGES - 1 < end) {
-            load_block(last, source, hop, base_now, asked, length);
+            load_block(last, source, hop, base_now, loaded, length);
             source += SPAN * hop;
-            asked += SPAN;
+            loaded += SPAN;
         }
         commit_group();
         char* block = shared + stage * BLOCK_BYTES;
@@ -131,8 +132,8 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
         for (int h = 0; h < 2; ++h) draws.index[h] += SPAN * draws.hop;
     }
     __syncthreads();
-    store_block(shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES, target, y_hop, moved, written, mover.limit,
-        mover.limit);
+    store_block(shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES, target, y_hop, moved, written,
+                mover.limit, mover.limit);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_forward(const Args args) {
@@ -148,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_forw
     for (int layer = 0; layer < args.depth; ++layer) {
         const int later = static_cast<int>(args.depth) - 1 - layer;
         // If nothing is kept for the backward pass, one tensor alternates with the output.
-        number* y = later == 0 || (!args.keep && later % 2 == 0) ? args.y : args.inner + (args.keep ? layer : 0) * tensor;
+        const bool to_y = later == 0 || (!args.keep && later % 2 == 0);
+        number* y = to_y ? args.y : args.inner + (args.keep ? layer : 0) * tensor;
         const Cut cut = cut_time(args.time, dilation, args.steps[layer]);
         const float* weight = args.weight + layer * args.channels * K;
         const float* bias = args.bias + layer * args.channels;
