@@ -112,7 +112,7 @@ small = pytest.mark.usefixtures("_small")
 CASES = [
     Case(lengths=(75, 31), chunk_size=70),
     Case(causal=False, chunk_size=16, bias=False),
-    Case(activation="laplace", causal=False, lengths=(75, 31), chunk_size=70),
+    Case(activation="laplace", lengths=(75, 31), chunk_size=16),
     Case(activation="relu2", chunk_size=16),
     Case(shape=(9, 1, 3, 2), chunk_size=7, beyond=6),
 ]
@@ -124,7 +124,7 @@ MORE_CASES = [
     Case(activation="laplace", chunk_size=70, bias=False),
     Case(activation="relu2", causal=False, chunk_size=70),
     Case(activation="relu2", lengths=(75, 31), chunk_size=70, bias=False),
-    Case(activation="laplace", lengths=(75, 31), chunk_size=16),
+    Case(activation="laplace", causal=False, lengths=(75, 31), chunk_size=70),
     Case(shape=(3, 50, 16, 33), chunk_size=None, lengths=(50, 0, 17)),
     Case(shape=(2, 40, 32, 16), chunk_size=100, beyond=60, causal=False),
     Case(shape=(2, 50, 16, 70), chunk_size=45, dtype=HALF, strided=True),
