@@ -18,7 +18,15 @@ from tcnca.bench.roofline import Cost
 from tcnca.data.tasks.base import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import Layer
-from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
+from tcnca.models import (
+    ClassifierHeadConfig,
+    ModelConfig,
+    PairHeadConfig,
+    SequenceModel,
+    TokenInputConfig,
+    ValueInputConfig,
+    preset,
+)
 from tcnca.training import DistContext, OptimizerConfig, RuntimeConfig, build_optimizers, load_recipe, set_lr
 from tcnca.training.config import Precision
 from tcnca.training.distributed import parallelize
@@ -143,7 +151,7 @@ def _case(
     compiled: bool = False,
 ) -> BenchCase:
     batch, length, task, layer = sizes["batch"], sizes["length"], sizes.get("task", "enwik8"), suite == "layer"
-    tokens = batch * length * _documents(config)
+    tokens = batch * length * config.head.documents
     build = functools.partial(_layer_workload, config, settings, batch, length)
     if not layer:
         optimizer = candidate.optimizer(task)
@@ -272,21 +280,21 @@ def _output(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     return output
 
 
-def _documents(config: ModelConfig) -> int:
-    return 2 if isinstance(config.head, PairHeadConfig) else 1
-
-
 def _inputs(config: ModelConfig, batch: int, length: int) -> tuple[Tensor, ...]:
+    documents = range(config.head.documents)
     if isinstance(config.input, TokenInputConfig):
         vocab_size = config.input.vocab_size
-        return tuple(torch.randint(vocab_size, (batch, length)) for _ in range(_documents(config)))
-    return tuple(torch.randn(batch, length, config.input.features) for _ in range(_documents(config)))
+        return tuple(torch.randint(vocab_size, (batch, length)) for _ in documents)
+    assert isinstance(config.input, ValueInputConfig)
+    features = config.input.features
+    return tuple(torch.randn(batch, length, features) for _ in documents)
 
 
 def _targets(config: ModelConfig, x: Tensor) -> Tensor:
     if isinstance(config.head, ClassifierHeadConfig | PairHeadConfig):
         return torch.randint(config.head.num_classes, x.shape[:1])
-    return torch.randint(config.input.vocab_size if isinstance(config.input, TokenInputConfig) else 1, x.shape)
+    assert isinstance(config.input, TokenInputConfig)
+    return torch.randint(config.input.vocab_size, x.shape)
 
 
 def _layer_cost(config: ModelConfig, length: int, tokens: int) -> dict[str, Cost]:
