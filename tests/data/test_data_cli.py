@@ -12,7 +12,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tcnca.cli import app
-from tcnca.cli import data as data_command
 from tcnca.data import list_datasets, prepare_dataset
 from tcnca.data.schema import Ragged
 from tcnca.data.store import DatasetWriter
@@ -193,8 +192,7 @@ def test_an_interrupted_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatc
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    # By its full name: the package has the table of commands under the short one.
-    monkeypatch.setattr(data_command, "prepare_dataset", interrupted)
+    monkeypatch.setattr("tcnca.data.prepare_dataset", interrupted)
     result = run("prepare", "listops", "--out", tmp_path, code=130)
     assert "stopped; the same command continues from here" in result.stderr
 
