@@ -18,7 +18,15 @@ from tcnca.bench.roofline import Cost
 from tcnca.data.tasks.base import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import Layer
-from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
+from tcnca.models import (
+    ClassifierHeadConfig,
+    ModelConfig,
+    PairHeadConfig,
+    SequenceModel,
+    TokenInputConfig,
+    ValueInputConfig,
+    preset,
+)
 from tcnca.training import DistContext, OptimizerConfig, RuntimeConfig, build_optimizers, load_recipe, set_lr
 from tcnca.training.config import Precision
 from tcnca.training.distributed import parallelize
@@ -279,6 +287,7 @@ def _inputs(config: ModelConfig, batch: int, length: int) -> tuple[Tensor, ...]:
     if isinstance(config.input, TokenInputConfig):
         vocab_size = config.input.vocab_size
         return tuple(torch.randint(vocab_size, (batch, length)) for _ in range(_documents(config)))
+    assert isinstance(config.input, ValueInputConfig)
     return tuple(torch.randn(batch, length, config.input.features) for _ in range(_documents(config)))
 
 
