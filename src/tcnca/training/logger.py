@@ -162,9 +162,6 @@ class Logger:
         self._bar = self._progress.add_task("starting", total=1.0)
 
     def __enter__(self) -> Logger:
-        if self.enabled:
-            # Slow to import; done here so that the first steps are not measured as slower than they are.
-            importlib.import_module("tensorboard.summary.writer.record_writer")
         self._progress.start()
         return self
 
@@ -175,6 +172,11 @@ class Logger:
                 closing.callback(self._file.close)
             if self._tensorboard is not None:
                 closing.callback(self._tensorboard.close)
+
+    def preload(self) -> None:
+        """Import what writes TensorBoard files, which is slow, so that the first steps do not wait for it."""
+        if self.enabled:
+            importlib.import_module("tensorboard.summary.writer.record_writer")
 
     def print(self, text: str) -> None:
         """Print a line for people."""

@@ -141,6 +141,7 @@ class Trainer:
         """Train until the run is finished. Returns the name of the signal that stopped it before, if one did."""
         if self.dist.is_main:
             atomic_write(self.out / RECIPE, self.recipe.to_yaml())
+        self.logger.preload()
         self.dist.barrier()
         self.logger.print(self._introduction())
         # A thread starts on the first GPU, not on the one that its process uses.
@@ -430,6 +431,8 @@ class Trainer:
         """Save the model, measure it, and write the report."""
         self._export_model()
         config = self.recipe.eval
+        if config.max_batches is not None:
+            self.logger.print(f"evaluating at most {config.max_batches} batches of each split (eval.max_batches)")
         scores = {split: self._evaluate(split) for split in ("validation", "test") if split in self.task.data.splits}
         latest = self.checkpoints.latest()
         # A score on some batches is not comparable with one on the whole split.
