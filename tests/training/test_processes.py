@@ -158,8 +158,8 @@ def _poisoned(folder: Path, changes: list[str], settings: dict[str, str]) -> Non
         run = Run(recipe(*PLAIN, *changes), folder, group, Watch(folder, None))
         batch = run.task.batch
 
-        def bad(step: int, size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
-            whole = batch(step, size, seed, rank, world_size)
+        def bad(step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
+            whole = batch(step, batch_size, seed, rank, world_size)
             return dataclasses.replace(whole, weight=torch.nan) if (step, rank) == (5, world_size - 1) else whole
 
         run.task.batch = bad  # type: ignore[method-assign]
