@@ -1,10 +1,10 @@
-# `make demo` and `make test` do all their set-up by themselves; they need Python 3.11 or newer.
+# `make demo` and `make test` do all their setup. They need Python 3.11 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast check format clean
+.PHONY: help demo test test-all check format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,21 +16,21 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Train a small model to recall, ask it, and draw its curves: about a minute
+demo: $(READY)  ## Train a small model to recall and query it: about a minute
 	$(BIN)/tcnca demo
 
-test: $(READY)  ## Run all tests
-	$(BIN)/python -m pytest --numprocesses auto
+test: $(READY)  ## Run the tests: a few minutes
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
 
-test-fast: $(READY)  ## Run the tests that take no more than a few seconds each
-	$(BIN)/python -m pytest --numprocesses auto -m "not slow"
+test-all: $(READY)  ## Run all tests, including the slow ones
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## Format the code and mend what the linter can
+format: $(READY)  ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,6 +1,9 @@
-"""What all tests share: one thread each, since they run side by side; examples that are the same on every run."""
+"""Shared setup: one thread per test process, fixed seeds, and an orderly end on SIGTERM."""
 
 from __future__ import annotations
+
+import signal
+from types import FrameType
 
 import pytest
 import torch
@@ -16,6 +19,15 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End the run on SIGTERM as on Ctrl-C, so that fixtures are torn down and workers stop."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
