@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from tcnca import ConfigError, LanguageModelHeadConfig, SequenceModel, TokenInputConfig, build, preset
-from tcnca.data import Batch, Dataset, Task, list_datasets
+from tcnca.data import (
+    Batch,
+    Dataset,
+    DatasetSpec,
+    Task,
+    datasets,
+    list_datasets,
+    load_task,
+    prepare_dataset,
+    register_dataset,
+)
 from tcnca.data.datasets import canonical_name, get_dataset, is_dataset
 from tcnca.data.datasets.listops import ListOps
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Ragged
+from tcnca.data.tasks import ClassificationTask
 
 PUBLISHED = {
     "enwik8": (90_000_000, 5_000_000, 5_000_000),
@@ -195,3 +209,38 @@ def test_a_batch_goes_through_the_presets_model(family: str, name: str, of: str)
 def test_smaller_sets_keep_the_proportions(name: str, train: int, expected: tuple[int | None, ...]) -> None:
     sizes = get_dataset(name).sizes_for(train)
     assert tuple(sizes.get(split) for split in SPLITS) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """Generator of bits, labeled with their sum modulo 2."""
+
+    version: ClassVar[int] = 1
+
+    def examples(self, rng: CounterRNG, count: int) -> dict[str, Column]:
+        """Generate `count` sequences of 12 bits."""
+        bits = rng.integers(0, 2, count, 12)
+        return {"tokens": bits.astype(np.uint8), "labels": bits.sum(1) % 2}
+
+
+def test_a_new_data_set_is_one_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_BY_NAME", dict(datasets._BY_NAME))
+    spec = DatasetSpec(
+        name="parity",
+        title="Parity",
+        description="compute the parity of bits",
+        source="generated",
+        sizes={"train": 500, "validation": 50, "test": 50},
+        disk_bytes=600 * 20,
+        task=ClassificationTask,
+        metadata={"symbols": ["0", "1"], "class_names": ["even", "odd"]},
+        generator=Parity(),
+    )
+    register_dataset(spec)
+    assert list_datasets()[-1] is spec
+    prepare_dataset("parity", tmp_path, size=40)
+    for task in (load_task("parity", tmp_path), load_task("parity", tmp_path, stream=True)):
+        batch = task.batch(0, 8)
+        assert torch.equal(batch.inputs.sum(1) % 2, batch.targets)
+    with pytest.raises(ConfigError, match="name: expected one that is not registered, got 'parity'"):
+        register_dataset(spec)
