@@ -57,6 +57,7 @@ CONV: list[Row] = [
     ),
 ]
 TCN: list[Row] = [
+    ("weight-dtype", lambda: tcn(X, BLOCKS.double(), 2), ["weight:", "torch.float32 like x", "got torch.float64"]),
     ("x-dimensions", lambda: tcn(FLAT, BLOCKS, 2), ["x:", *NO_BATCH]),
     ("x-empty", lambda: tcn(EMPTY, BLOCKS, 2), ["x:", *NO_TOKENS]),
     (

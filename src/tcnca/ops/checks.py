@@ -17,6 +17,15 @@ def check_tensor(name: str, value: object) -> None:
         )
 
 
+def check_same_dtype(x: Tensor, **parameters: Tensor | None) -> None:
+    """Raise an error unless all `parameters` have the dtype of `x`; under autocast they may differ."""
+    for name, value in parameters.items():
+        if value is not None and value.dtype != x.dtype and not autocasts(x.device):
+            raise InputError(
+                f"{name}: expected {x.dtype} like x, got {value.dtype}; convert one of them, or use autocast"
+            )
+
+
 def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
     """Raise an error unless `lengths` is None or `[batch]` integers from 0 to `time`.
 

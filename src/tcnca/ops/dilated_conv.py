@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths
+from tcnca.ops.checks import check_lengths, check_same_dtype
 from tcnca.ops.padding import advance, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
@@ -148,6 +148,7 @@ def _check(
         raise InputError(f"dilation: expected 1 or more, got {dilation}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"bias: expected [channels], {list(weight.shape[:1])}, got shape {list(bias.shape)}")
+    check_same_dtype(x, weight=weight, bias=bias)
     check_lengths(lengths, x.shape[0], x.shape[1])
     if not causal and (state is not None or return_state):
         raise StateError("state: expected None for a bidirectional convolution, got one or return_state=True")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.activations import ACTIVATIONS, activation
-from tcnca.ops.checks import check_lengths
+from tcnca.ops.checks import check_lengths, check_same_dtype
 from tcnca.ops.dilated_conv import conv_with_buffer
 from tcnca.ops.dropout import dropout
 from tcnca.ops.padding import advance
@@ -150,6 +150,7 @@ def check_tcn(spec: TCNSpec) -> None:
         )
     if not 0.0 <= spec.dropout <= 1.0:
         raise InputError(f"dropout: expected a probability from 0 to 1, got {spec.dropout}")
+    check_same_dtype(x, weight=weight, bias=bias)
     check_lengths(spec.lengths, x.shape[0], x.shape[1])
     if not spec.causal and (state is not None or spec.return_state):
         raise StateError("state: expected None for a bidirectional TCN, got one or return_state=True")

@@ -62,9 +62,6 @@ def unsupported_reason(spec: TCNSpec) -> str | None:
     for tensor in [x, *parameters, *buffers]:
         if tensor.dtype not in DTYPES:
             return f"dtype: expected float32, bfloat16 or float16, got {tensor.dtype}"
-    for tensor in parameters:
-        if tensor.dtype != x.dtype and not autocasts(x.device):
-            return f"weight, bias: expected {x.dtype} like x, except under autocast, got {tensor.dtype}"
     if spec.weight.shape[-1] > MAX_KERNEL_SIZE:
         return f"kernel_size: expected at most {MAX_KERNEL_SIZE}, got {spec.weight.shape[-1]}"
     if x.shape[0] > MAX_BATCH:
