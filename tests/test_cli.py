@@ -1,15 +1,49 @@
-"""The command line."""
+"""The command line as a whole: start-up, help and mistakes. Commands have tests of their own."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import pytest
 from typer.testing import CliRunner
 
+import tcnca.cli
 from tcnca import __version__, presets
-from tcnca.cli import app
+from tcnca.__main__ import main
+from tcnca.cli import COMMANDS, app
 
 runner = CliRunner()
+# Must be answered without importing libraries that take seconds to load.
+QUICK = ["--version", "--help", "train no-such-recipe", "trian", *(f"{name} --help" for name in COMMANDS)]
+HEAVY = ["torch", "matplotlib", "numpy"]
+# Runs several command lines in one process, and prints which libraries each one imports.
+SCRIPT = """
+import contextlib, io, json, sys
+from tcnca.__main__ import main
+heavy, *lines = json.loads(sys.argv[1])
+found = {}
+for line in lines:
+    sys.argv[1:], before = line.split(), set(sys.modules)
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main()
+    found[line] = [name for name in heavy if name in set(sys.modules) - before]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, list[str]]:
+    """Libraries that each command line imports."""
+    arguments = json.dumps([HEAVY, *QUICK])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, arguments], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_help_and_mistakes_do_not_import_torch(line: str, imported: dict[str, list[str]]) -> None:
+    assert imported[line] == []
 
 
 def test_version() -> None:
@@ -18,8 +52,36 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     output = runner.invoke(app, ["--help"]).output
-    assert "demo" in output
-    assert "models" in output
+    for name, (_, about) in COMMANDS.items():
+        assert name in output
+        assert about.split()[0] in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = runner.invoke(app, [name, "--help"], prog_name="tcnca")
+    assert result.exit_code == 0, result.output
+    assert f"tcnca {name}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [("trian", "'train'"), ("bench oops", "'ops'"), ("bench ops --lenghts 8", "--lengths")],
+)
+def test_the_closest_command_or_option_is_suggested(line: str, suggestion: str) -> None:
+    result = runner.invoke(app, line.split(), env={"COLUMNS": "120"})
+    assert result.exit_code == 2
+    assert suggestion in result.output
+
+
+def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tcnca.cli, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
 
 
 def test_models_lists_every_preset() -> None:
@@ -34,7 +96,7 @@ def test_models_lists_every_preset() -> None:
     assert rows["tcnca-enwik8"]["state_bytes"] == 12 * (4 * (9360 * 512 + 2048 * (128 + 1024)) + 16)
 
 
-def test_models_table_can_be_narrowed_down() -> None:
+def test_models_table_can_be_filtered() -> None:
     output = runner.invoke(app, ["models", "recall-64"]).output
     assert "tcnca-simple-recall-64" in output
     assert "mega-recall-64" in output
@@ -43,5 +105,5 @@ def test_models_table_can_be_narrowed_down() -> None:
 
 def test_models_that_do_not_exist() -> None:
     result = runner.invoke(app, ["models", "nonsense"])
-    assert result.exit_code == 2
+    assert result.exit_code != 0
     assert "nonsense" in result.output

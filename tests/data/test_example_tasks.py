@@ -1,4 +1,4 @@
-"""Tasks of separate examples: what a batch holds, and what counts of it."""
+"""Tasks of separate examples: the content of batches, losses and metrics."""
 
 from __future__ import annotations
 
@@ -19,42 +19,47 @@ from tcnca import (
     TokenInputConfig,
     ValueInputConfig,
 )
-from tcnca.data import IGNORE, Batch, Dataset
-from tcnca.data.columns import Column, Ragged
-from tcnca.data.datasets import entry
+from tcnca.data import IGNORE, Batch, Dataset, load_task
+from tcnca.data.datasets import get_dataset
+from tcnca.data.schema import Column, Ragged
 from tcnca.data.tasks import ClassificationTask, PairTask, RecallTask, RegressionTask
 from tcnca.data.tasks.examples import ExampleTask
 from tcnca.errors import ConfigError
+from tcnca.models.preprocessing import Preprocessing, Standardization
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = [7, 3, 12, 1, 5, 9, 2, 30, 4, 6, 8]
 COUNT = len(LENGTHS)
 TEXTS = [RANDOM.integers(1, 256, length).astype(np.uint8) for length in LENGTHS]
 LABELS = np.arange(COUNT) % 3
-# No two alike, so that an example can be told by its first value.
+# All different, so that an example can be identified.
 PIXELS = RANDOM.permutation(COUNT * 12).reshape(COUNT, 3, 4).astype(np.uint8)
 VALUES = RANDOM.normal(5.0, 3.0, (COUNT, 6, 2)).astype(np.float32)
 SERIES = [RANDOM.normal(-2.0, 0.5, (length, 2)).astype(np.float32) for length in LENGTHS]
 TARGETS = RANDOM.normal(100.0, 20.0, (COUNT, 2)).astype(np.float32)
-SPREAD = {"mean": [5.0, 4.0], "deviation": [3.0, 2.0]}
+STATISTICS = {"mean": [5.0, 4.0], "std": [3.0, 2.0]}
 
 
-def data(columns: dict[str, Column], **facts: Any) -> Dataset:
-    manifest = {"class_names": ["a", "b", "c"], **facts}
+def data(columns: dict[str, Column], **metadata: Any) -> Dataset:
+    manifest = {"class_names": ["a", "b", "c"], **metadata}
     return Dataset("tiny", manifest, {"train": columns, "validation": columns})
 
 
 def texts(max_length: int | None = None) -> ClassificationTask:
-    return ClassificationTask(data({"tokens": Ragged.of(TEXTS), "labels": LABELS}), max_length=max_length)
+    return ClassificationTask(data({"tokens": Ragged.from_arrays(TEXTS), "labels": LABELS}), max_length=max_length)
 
 
 def pairs(max_length: int | None = None) -> PairTask:
-    columns: dict[str, Column] = {"first": Ragged.of(TEXTS), "second": Ragged.of(TEXTS[::-1]), "labels": LABELS}
+    columns: dict[str, Column] = {
+        "first": Ragged.from_arrays(TEXTS),
+        "second": Ragged.from_arrays(TEXTS[::-1]),
+        "labels": LABELS,
+    }
     return PairTask(data(columns), max_length=max_length)
 
 
 def regression() -> RegressionTask:
-    return RegressionTask(data({"values": VALUES, "targets": TARGETS}, **SPREAD))
+    return RegressionTask(data({"values": VALUES, "targets": TARGETS}, **STATISTICS))
 
 
 def recall() -> RecallTask:
@@ -64,9 +69,9 @@ def recall() -> RecallTask:
 TASKS: Mapping[str, ExampleTask] = {
     "texts": texts(),
     "pairs": pairs(),
-    "pixels": ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}, mean=0.48, deviation=0.24)),
-    "values": ClassificationTask(data({"values": VALUES, "labels": LABELS}, **SPREAD)),
-    "series": ClassificationTask(data({"values": Ragged.of(SERIES), "labels": LABELS}, **SPREAD)),
+    "pixels": ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}, mean=0.48, std=0.24)),
+    "values": ClassificationTask(data({"values": VALUES, "labels": LABELS}, **STATISTICS)),
+    "series": ClassificationTask(data({"values": Ragged.from_arrays(SERIES), "labels": LABELS}, **STATISTICS)),
     "regression": regression(),
     "recall": recall(),
 }
@@ -74,7 +79,7 @@ each_task = pytest.mark.parametrize("name", TASKS)
 
 
 def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
-    """Each row as it is, without its padding."""
+    """Return each row without its padding."""
     rows = []
     for row in range(len(batch)):
         real: list[Any] = []
@@ -88,12 +93,12 @@ def rows_of(batch: Batch) -> list[tuple[Any, ...]]:
 
 
 def examples_of(task: ExampleTask) -> list[tuple[Any, ...]]:
-    """All examples, one at a time, in their order."""
+    """Return all examples in order."""
     return [rows_of(task._collate(task.data.columns("train"), np.array([place])))[0] for place in range(COUNT)]
 
 
 def chosen(task: ExampleTask, batch: Batch) -> list[int]:
-    """Which examples a batch holds."""
+    """Return the indices of the examples of a batch."""
     known = examples_of(task)
     return [known.index(row) for row in rows_of(batch)]
 
@@ -107,7 +112,7 @@ def padded(texts: list[NDArray[np.uint8]], max_length: int | None = None) -> tup
 
 
 @pytest.mark.parametrize("max_length", [None, 10, 5, 1])
-def test_texts_are_padded_and_cut(max_length: int | None) -> None:
+def test_texts_are_padded_and_truncated(max_length: int | None) -> None:
     order = chosen(texts(), texts().batch(0, COUNT))
     batch = texts(max_length).batch(0, COUNT)
     inputs, lengths = padded([TEXTS[place] for place in order], max_length)
@@ -133,65 +138,72 @@ def test_pairs_have_both_texts(max_length: int | None) -> None:
     np.testing.assert_array_equal(batch.targets, LABELS[order])
 
 
-def test_an_empty_text_is_one_step_of_padding() -> None:
-    column = Ragged.of_bytes([b"", b""])
-    task = ClassificationTask(data({"tokens": column, "labels": np.array([0, 1])}))
-    batch = task.batch(0, 2)
-    assert batch.inputs.tolist() == [[0], [0]]
-    assert batch.lengths is not None
-    assert batch.lengths.tolist() == [0, 0]
-    assert batch.tokens == 0
-
-
-def test_pixels_are_normalized() -> None:
-    task = TASKS["pixels"]
+@pytest.mark.parametrize(
+    ("name", "raw", "mean", "std"),
+    [
+        ("pixels", PIXELS.reshape(COUNT, 12, 1) / np.float32(255), 0.48, 0.24),
+        ("values", VALUES, [5.0, 4.0], [3.0, 2.0]),
+        ("series", SERIES, [5.0, 4.0], [3.0, 2.0]),
+        ("regression", VALUES, [5.0, 4.0], [3.0, 2.0]),
+    ],
+)
+def test_inputs_are_raw_and_the_model_standardizes_them(name: str, raw: Any, mean: Any, std: Any) -> None:
+    task = TASKS[name]
     batch = task.batch(0, COUNT)
-    order = chosen(task, batch)
-    expected = (PIXELS[order].reshape(COUNT, 12, 1) / 255 - 0.48) / 0.24
-    np.testing.assert_allclose(batch.inputs, expected, rtol=1e-5, atol=1e-6)
     assert batch.inputs.dtype == torch.float32
-    assert batch.lengths is None
-    assert sorted(order) == list(range(COUNT))
-
-
-def test_pictures_are_not_cut() -> None:
-    with pytest.raises(ConfigError, match="max_length: got 5, but a picture is read whole; leave it out"):
-        ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}), max_length=5)
-
-
-def test_values_are_standardized() -> None:
-    batch = TASKS["values"].batch(0, COUNT)
-    order = chosen(TASKS["values"], batch)
-    np.testing.assert_allclose(batch.inputs, (VALUES[order] - [5.0, 4.0]) / [3.0, 2.0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(batch.targets, LABELS[order])
-
-
-def test_series_are_standardized_and_padded_with_zeros() -> None:
-    batch = TASKS["series"].batch(0, COUNT)
-    assert batch.inputs.shape == (COUNT, max(LENGTHS), 2)
-    assert batch.lengths is not None
-    for row, place in enumerate(chosen(TASKS["series"], batch)):
-        length, expected = LENGTHS[place], (SERIES[place] - [5.0, 4.0]) / [3.0, 2.0]
-        assert int(batch.lengths[row]) == length
-        np.testing.assert_allclose(batch.inputs[row, :length], expected, rtol=1e-5, atol=1e-6)
+    preprocessing = task.preprocessing()
+    assert preprocessing.input_mean is not None
+    assert preprocessing.input_std is not None
+    standardized = Standardization(preprocessing.input_mean, preprocessing.input_std)(batch.inputs)
+    for row, index in enumerate(chosen(task, batch)):
+        length = len(raw[index])
+        assert batch.lengths is None or int(batch.lengths[row]) == length
+        np.testing.assert_array_equal(batch.inputs[row, :length], raw[index])
         assert not batch.inputs[row, length:].any()
+        expected = (raw[index].astype(np.float64) - mean) / std
+        np.testing.assert_allclose(standardized[row, :length], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_numbers_to_predict_are_standardized() -> None:
+def test_preprocessing_says_what_a_model_must_know() -> None:
+    names = ("a", "b", "c")
+    every_byte = tuple(range(256))
+    found = {name: task.preprocessing() for name, task in TASKS.items()}
+    assert found["texts"] == Preprocessing(task="classification", class_names=names, byte_map=every_byte)
+    assert found["pairs"] == Preprocessing(task="pairs", class_names=names, byte_map=every_byte)
+    assert found["recall"] == Preprocessing(task="recall", class_names=names, symbols=("a", "b", "1", "2"))
+    pixels = Preprocessing(task="classification", class_names=names, input_mean=(0.48,), input_std=(0.24,))
+    assert found["pixels"] == pixels
+    assert found["regression"].target_mean == pytest.approx(TARGETS.astype(np.float64).mean(0).tolist())
+    assert found["regression"].target_std == pytest.approx(TARGETS.astype(np.float64).std(0).tolist())
+
+
+def test_options_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="max_length: expected None, since images are not truncated, got 5"):
+        ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}), max_length=5)
+    with pytest.raises(ConfigError, match="max_length: expected at least 1, got 0"):
+        texts(0)
+    with pytest.raises(ConfigError, match="by_length: expected False for a stream"):
+        load_task("listops", stream=True, by_length=True)
+    with pytest.raises(ConfigError, match="batch_size: expected at least one row for each of the 3 processes, got 2"):
+        texts().batch(0, 2, world_size=3)
+    with pytest.raises(ConfigError, match="batch_size: expected at least 1, got 0"):
+        next(texts().eval_batches("validation", 0))
+
+
+def test_regression_loss_is_standardized_and_the_metric_is_not() -> None:
     task = regression()
     batch = task.batch(0, COUNT)
-    order = chosen(task, batch)
-    expected = (TARGETS - TARGETS.mean(0, dtype=np.float64)) / TARGETS.std(0, dtype=np.float64)
-    np.testing.assert_allclose(batch.targets, expected[order], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(batch.targets, TARGETS[chosen(task, batch)])
     assert batch.targets.dtype == torch.float32
-
-
-def test_a_number_that_never_changes_can_be_predicted() -> None:
-    columns: dict[str, Column] = {"values": VALUES, "targets": np.full((COUNT, 1), 7.0, np.float32)}
-    task = RegressionTask(data(columns, **SPREAD))
-    batch = task.batch(0, COUNT)
-    assert not batch.targets.any()
-    assert float(task.metric_sums(torch.full((COUNT, 1), 2.0), batch)[0]) == pytest.approx(4.0 * COUNT)
+    mean, std = TARGETS.mean(0, dtype=np.float64), TARGETS.std(0, dtype=np.float64)
+    outputs = torch.from_numpy(mean.astype(np.float32)).expand(COUNT, 2)
+    # A model that always answers the mean has a loss of 1 and a mean squared error of the variance.
+    assert float(task.loss(outputs, batch)) == pytest.approx(1.0, rel=1e-5)
+    squares, number = task.metric_sums(outputs, batch)
+    assert float(squares) / int(number) == pytest.approx(float((std**2).mean()), rel=1e-5)
+    constant: dict[str, Column] = {"values": VALUES, "targets": np.full((COUNT, 1), 7.0, np.float32)}
+    task = RegressionTask(data(constant, **STATISTICS))
+    assert float(task.loss(torch.full((COUNT, 1), 9.0), task.batch(0, COUNT))) == pytest.approx(4.0)
 
 
 @each_task
@@ -221,11 +233,6 @@ def test_processes_share_a_batch(name: str, world_size: int) -> None:
     for step in range(3):
         parts = [rows_of(task.batch(step, 5, 0, rank, world_size)) for rank in range(world_size)]
         assert [row for part in parts for row in part] == rows_of(task.batch(step, 5))
-
-
-def test_a_batch_without_a_row_for_each_process() -> None:
-    with pytest.raises(ConfigError, match="size: the batch has 2 rows, allowed is at least one for each of 3"):
-        texts().batch(0, 2, world_size=3)
 
 
 def counts(batch: Batch) -> list[bool]:
@@ -264,14 +271,6 @@ def test_evaluation_has_texts_of_like_lengths_together_but_not_the_short_ones_fi
     assert lengths() == found
 
 
-def test_rows_that_do_not_count_leave_the_examples_alone() -> None:
-    before = examples_of(texts())
-    task = texts()
-    for rank in range(5):
-        list(task.eval_batches("validation", 1, rank, 5))
-    assert examples_of(task) == before
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_accuracy_is_of_all_examples(world_size: int) -> None:
     task = texts()
@@ -285,7 +284,7 @@ def test_accuracy_is_of_all_examples(world_size: int) -> None:
     assert (right, total) == (int((LABELS == 1).sum()), COUNT)
 
 
-def test_class_loss_and_tally_leave_out_what_does_not_count() -> None:
+def test_class_loss_and_metric_ignore_what_is_not_counted() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [9.0, 0.0, 0.0], [1.0, 0.0, 2.0]])
     batch = Batch(inputs=torch.zeros(4, 1, dtype=torch.int64), targets=torch.tensor([0, 1, IGNORE, 1]))
     right, number = texts().metric_sums(logits, batch)
@@ -298,26 +297,16 @@ def test_class_loss_and_tally_leave_out_what_does_not_count() -> None:
     assert float(texts().loss(logits, batch)) == pytest.approx(sum(costs) / 3, rel=1e-6)
 
 
-def test_number_loss_and_tally_leave_out_what_does_not_count() -> None:
+def test_real_valued_loss_and_metric_ignore_nan() -> None:
     task = regression()
     outputs = torch.tensor([[1.0, 2.0], [0.0, -1.0], [5.0, 5.0]])
     targets = torch.tensor([[0.0, 4.0], [0.5, torch.nan], [torch.nan, torch.nan]])
     batch = Batch(inputs=torch.zeros(3, 1, 2), targets=targets)
-    assert float(task.loss(outputs, batch)) == pytest.approx((1.0 + 4.0 + 0.25) / 3, rel=1e-6)
+    first, second = TARGETS.astype(np.float64).var(0)
+    assert float(task.loss(outputs, batch)) == pytest.approx((1.25 / first + 4.0 / second) / 3, rel=1e-5)
     squares, number = task.metric_sums(outputs, batch)
-    first, second = TARGETS.astype(np.float64).std(0) ** 2
+    assert float(squares) == pytest.approx(5.25, rel=1e-6)
     assert int(number) == 3
-    assert float(squares) == pytest.approx(1.25 * first + 4.0 * second, rel=1e-5)
-
-
-def test_squared_error_is_in_the_units_of_the_numbers() -> None:
-    task = regression()
-    squares = number = 0.0
-    for batch in task.eval_batches("validation", 4):
-        total, count = task.metric_sums(torch.zeros(len(batch), 2), batch)
-        squares, number = squares + float(total), number + int(count)
-    # Whoever always says the mean is wrong by the variance.
-    assert squares / number == pytest.approx(float(TARGETS.astype(np.float64).var(0).mean()), rel=1e-5)
 
 
 def test_recall_counts_the_last_answer_only() -> None:
@@ -338,9 +327,9 @@ def test_recall_counts_the_last_answer_only() -> None:
 
 
 def test_streams_are_read_in_their_order() -> None:
-    known = entry("recall-16-4")
+    known = get_dataset("recall-16-4")
     columns = known.stream().take(3, 0, 300)
-    task = known.task(Dataset("recall-16-4", known.facts, {"train": columns}), stream=known.stream())
+    task = known.task(Dataset("recall-16-4", known.metadata, {"train": columns}), stream=known.stream())
     expected = np.asarray(columns["tokens"])
     for step in (0, 7, 2):
         parts = [task.batch(step, 37, 3, rank, 2) for rank in range(2)]
@@ -367,22 +356,41 @@ def test_what_a_model_must_take_in_and_give_out() -> None:
         assert task.higher_is_better == (name != "regression")
 
 
-def test_a_batch_moves_with_all_its_tensors() -> None:
-    moved = pairs().batch(0, 4).to("meta")
-    tensors = (moved.inputs, moved.lengths, moved.second, moved.second_lengths, moved.targets)
-    assert all(tensor is not None and tensor.device.type == "meta" for tensor in tensors)
-    assert Batch(inputs=torch.zeros(1, 1), targets=torch.zeros(1), continues=True).to("meta").continues
+def test_an_empty_text_is_one_step_of_padding() -> None:
+    task = ClassificationTask(data({"tokens": Ragged.from_bytes([b"", b""]), "labels": np.array([0, 1])}))
+    batch = task.batch(0, 2)
+    assert batch.inputs.tolist() == [[0], [0]]
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [0, 0]
 
 
-def test_a_model_is_called_with_the_arguments_of_a_batch() -> None:
-    batch = texts().batch(0, 3)
-    assert set(batch.model_inputs()) == {"x", "lengths"}
-    assert batch.model_inputs()["x"] is batch.inputs
-    pair = pairs().batch(0, 3)
-    assert set(pair.model_inputs()) == {"x", "lengths", "second", "lengths2"}
-    assert pair.model_inputs()["second"] is pair.second
-    assert pair.model_inputs()["lengths2"] is pair.second_lengths
+def test_batches_by_length_are_a_function_of_seed_and_step() -> None:
+    task = ClassificationTask(texts().data, by_length=True)
+    whole = rows_of(task.batch(5, 4, 2))
+    assert whole == rows_of(ClassificationTask(texts().data, by_length=True).batch(5, 4, 2))
+    parts = [rows_of(task.batch(5, 4, 2, rank, 3)) for rank in range(3)]
+    assert [row for part in parts for row in part] == whole
 
 
-def test_steps_of_an_epoch() -> None:
-    assert [texts().steps_per_epoch(size) for size in (1, 4, COUNT, 100)] == [COUNT, -(-COUNT // 4), 1, 1]
+def test_pairs_are_sorted_by_their_longer_sequence() -> None:
+    task = PairTask(pairs().data, by_length=True)
+    longer = [max(one, other) for one, other in zip(LENGTHS, LENGTHS[::-1], strict=True)]
+    found = sorted(sorted(longer[index] for index in chosen(task, task.batch(step, 2))) for step in range(5))
+    lengths = [length for batch in found for length in batch]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize(("time", "width"), [(1, 64), (64, 64), (65, 96), (97, 128), (500, 512), (2000, 2048)])
+def test_rows_are_padded_to_few_lengths(time: int, width: int) -> None:
+    lengths = torch.tensor([time, 1])
+    values = torch.randn(2, time, 3)
+    batch = Batch(inputs=values, targets=torch.tensor([0, 1]), lengths=lengths, second=values, second_lengths=lengths)
+    found = batch.pad_to_bucket()
+    assert found.second is not None
+    for inputs in (found.inputs, found.second):
+        assert inputs.shape == (2, width, 3)
+        assert torch.equal(inputs[:, :time], values)
+        assert not inputs[:, time:].any()
+    assert found.tokens == batch.tokens
+    full = Batch(inputs=torch.zeros(2, 100), targets=torch.tensor([0, 1]))
+    assert full.pad_to_bucket().inputs.shape == (2, 100)

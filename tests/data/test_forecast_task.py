@@ -1,4 +1,4 @@
-"""Forecasting: windows of the raw values, and every value but the first of a sequence predicted once."""
+"""Forecasting: windows of raw values; every value but the first of a sequence is predicted once."""
 
 from __future__ import annotations
 
@@ -11,45 +11,40 @@ from numpy.typing import NDArray
 
 from tcnca import RegressionHeadConfig, SequenceModel, ValueInputConfig
 from tcnca.data import Batch, Dataset
-from tcnca.data.columns import Column, Ragged
+from tcnca.data.schema import Column, Ragged
 from tcnca.data.tasks import ForecastTask
 from tcnca.errors import ConfigError, DataError
 from tests.examples import small_model
 
-MEAN, DEVIATION = [10.0, -1.0], [4.0, 0.5]
-# Sequences with one value ask nothing.
+MEAN, STD = [10.0, -1.0], [4.0, 0.5]
+# A sequence of one value has nothing to predict.
 LENGTHS = [9, 1, 30, 2, 17, 8, 1, 25]
 
 
 def series(lengths: list[int]) -> list[NDArray[np.float32]]:
-    """Sequences whose first feature is its place among all values, so that a value says where it is."""
+    """Return sequences whose first feature is its position among all values."""
     total = sum(lengths)
     values = np.stack([np.arange(total), np.random.default_rng(0).normal(size=total)], 1).astype(np.float32)
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
 def forecast(lengths: list[int] = LENGTHS, window: int = 8) -> ForecastTask:
-    ragged = Ragged.of(series(lengths))
+    ragged = Ragged.from_arrays(series(lengths))
     return made(ragged, window)
 
 
 def made(column: Column, window: int) -> ForecastTask:
     splits = {"train": {"values": column}, "test": {"values": column}}
-    return ForecastTask(Dataset("tiny", {"mean": MEAN, "deviation": DEVIATION}, splits), window=window)
-
-
-def raw(values: torch.Tensor) -> NDArray[np.float64]:
-    """Standardized values in their own units."""
-    return values.double().numpy() * DEVIATION + MEAN
+    return ForecastTask(Dataset("tiny", {"mean": MEAN, "std": STD}, splits), window=window)
 
 
 def owner(place: int, lengths: list[int] = LENGTHS) -> int:
-    """The sequence that the value at a place is in."""
+    """Return the sequence of the value at a position."""
     return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
 def windows(batch: Batch, values: NDArray[np.float32]) -> list[tuple[int, int]]:
-    """Where the targets that count in each row begin and end, all compared with the raw values."""
+    """Return begin and end of the counted targets of each row, after a comparison with the values."""
     found = []
     for row in range(len(batch)):
         counted = ~torch.isnan(batch.targets[row])
@@ -60,11 +55,9 @@ def windows(batch: Batch, values: NDArray[np.float32]) -> list[tuple[int, int]]:
         assert stated == max(length, 1)
         assert not batch.inputs[row, length:].any()
         if length:
-            begin = round(raw(batch.inputs[row, :1])[0, 0])
-            np.testing.assert_allclose(raw(batch.inputs[row, :length]), values[begin : begin + length], atol=1e-4)
-            np.testing.assert_allclose(
-                raw(batch.targets[row, :length]), values[begin + 1 : begin + 1 + length], atol=1e-4
-            )
+            begin = int(batch.inputs[row, 0, 0])
+            np.testing.assert_array_equal(batch.inputs[row, :length], values[begin : begin + length])
+            np.testing.assert_array_equal(batch.targets[row, :length], values[begin + 1 : begin + 1 + length])
             found.append((begin + 1, begin + 1 + length))
     return found
 
@@ -126,8 +119,7 @@ def test_processes_share_a_batch(world_size: int) -> None:
         assert [found for part in parts for found in windows(part, values)] == windows(task.batch(step, 7), values)
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 1000])
-@pytest.mark.parametrize(("size", "world_size"), [(3, 1), (3, 2), (2, 5), (64, 3), (1, 1)])
+@pytest.mark.parametrize(("window", "size", "world_size"), [(1, 3, 2), (7, 3, 1), (8, 2, 5), (1000, 64, 3), (7, 1, 1)])
 def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: int, world_size: int) -> None:
     task, values = forecast(window=window), np.concatenate(series(LENGTHS))
     times = np.zeros(len(values), np.int64)
@@ -145,28 +137,6 @@ def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: i
     assert len(flags) == 1
 
 
-def test_one_long_series_is_read_call_by_call() -> None:
-    values = np.concatenate(series([21]))
-    task = made(values[None], 8)
-    batches = list(task.eval_batches("test", 4))
-    assert [batch.inputs.shape for batch in batches] == [(1, 8, 2), (1, 8, 2), (1, 4, 2)]
-    assert [batch.continues for batch in batches] == [False, True, True]
-    assert [found for batch in batches for found in windows(batch, values)] == [(1, 9), (9, 17), (17, 21)]
-    assert all(batch.lengths is None for batch in batches)
-    for step in range(9):
-        assert all(end - begin == 8 for begin, end in windows(task.batch(step, 3), values))
-
-
-def test_sequences_of_equal_length_need_no_lengths() -> None:
-    column = np.stack(series([10, 10, 10, 10]))
-    task, values = made(column, 5), np.concatenate(list(column))
-    assert task.batch(0, 8).lengths is None
-    found = [place for batch in task.eval_batches("test", 4) for place in windows(batch, values)]
-    assert sorted(found) == sorted(
-        (10 * row + begin, 10 * row + end) for row in range(4) for begin, end in [(1, 6), (6, 10)]
-    )
-
-
 @torch.no_grad()
 def test_carried_evaluation_is_one_call_over_each_sequence() -> None:
     task = forecast()
@@ -181,30 +151,36 @@ def test_carried_evaluation_is_one_call_over_each_sequence() -> None:
     expected = 0.0
     for sequence in series(LENGTHS):
         if len(sequence) > 1:
-            inputs = ((sequence[:-1] - MEAN) / DEVIATION).astype(np.float32)
-            answers = raw(model(torch.from_numpy(inputs)[None]).logits[0])
+            answers = model(torch.from_numpy(sequence[None, :-1])).logits[0].numpy()
             expected += float(((answers - sequence[1:]) ** 2).sum())
     assert number == 2 * (sum(LENGTHS) - len(LENGTHS))
     assert squares == pytest.approx(expected, rel=1e-5)
 
 
-def test_loss_and_tally_leave_out_what_does_not_count() -> None:
+def test_loss_is_standardized_and_the_metric_is_not() -> None:
     task = forecast()
     targets = torch.tensor([[[1.0, 2.0], [torch.nan, torch.nan]]])
     batch = Batch(inputs=torch.zeros(1, 2, 2), targets=targets)
     outputs = torch.tensor([[[2.0, 4.0], [100.0, 100.0]]])
-    assert float(task.loss(outputs, batch)) == pytest.approx((1.0 + 4.0) / 2)
+    assert float(task.loss(outputs, batch)) == pytest.approx(((1 / 4.0) ** 2 + (2 / 0.5) ** 2) / 2)
     squares, number = task.metric_sums(outputs, batch)
+    assert float(squares) == pytest.approx(5.0)
     assert int(number) == 2
-    assert float(squares) == pytest.approx(1.0 * 4.0**2 + 4.0 * 0.5**2)
     assert (task.metric, task.higher_is_better) == ("mean squared error", False)
 
 
 def test_windows_below_one() -> None:
-    with pytest.raises(ConfigError, match="window: got 0, allowed is at least 1"):
+    with pytest.raises(ConfigError, match="window: expected at least 1, got 0"):
         forecast(window=0)
 
 
 def test_nothing_to_predict() -> None:
-    with pytest.raises(DataError, match="tiny: no training sequence has the two time steps that forecasting needs"):
+    with pytest.raises(DataError, match="tiny: expected a training sequence of at least two time steps, got none"):
         forecast([1, 1])
+
+
+def test_preprocessing_standardizes_inputs_and_outputs() -> None:
+    preprocessing = forecast().preprocessing()
+    assert preprocessing.task == "forecast"
+    assert preprocessing.input_mean == preprocessing.target_mean == tuple(MEAN)
+    assert preprocessing.input_std == preprocessing.target_std == tuple(STD)

@@ -1,4 +1,4 @@
-"""Expressions of ListOps are well formed, have the value of their label, and are as likely as they should be."""
+"""Expressions of ListOps are well formed, have the value of their label, and follow the published distribution."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.columns import Ragged
-from tcnca.data.generators.listops import SYMBOLS, ListOps
+from tcnca.data.datasets.listops import SYMBOLS, ListOps
 from tcnca.data.rng import CounterRNG
+from tcnca.data.schema import Ragged
 from tcnca.errors import ConfigError
 
 SMALL = ListOps(shortest=20, longest=60, depth=4)
@@ -82,36 +82,12 @@ def published() -> tuple[list[list[str]], NDArray[np.int64]]:
     return expressions(ListOps(), 400)
 
 
-def test_symbols_are_digits_operators_and_an_end() -> None:
-    assert SYMBOLS == ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]")
-
-
-def test_bounds_are_the_published_ones() -> None:
-    assert ListOps() == ListOps(shortest=500, longest=2000, depth=10, arguments=10)
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "depth"),
-    [
-        ("7", 7, 1),
-        ("[MED 1 4 ]", 2, 2),
-        ("[MED 9 0 4 2 ]", 3, 2),
-        ("[SM 9 9 [MAX 1 7 [MIN 3 8 ] ] ]", 5, 4),
-        ("[MED 3 9 5 ]", 5, 2),
-    ],
-)
-def test_parser_of_these_tests_knows_the_rules(text: str, value: int, depth: int) -> None:
-    node = parse(text.split())
-    assert (node.value, node.depth) == (value, depth)
-
-
 def test_labels_are_the_values() -> None:
     texts, labels = published()
     assert [parse(text).value for text in texts] == labels.tolist()
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 6])
-@pytest.mark.parametrize("arguments", [2, 3, 7])
+@pytest.mark.parametrize(("depth", "arguments"), [(2, 7), (3, 2), (4, 3), (6, 2)])
 def test_labels_are_the_values_of_small_trees(depth: int, arguments: int) -> None:
     generator = ListOps(shortest=3, longest=40, depth=depth, arguments=arguments)
     texts, labels = expressions(generator, 300)
@@ -121,7 +97,7 @@ def test_labels_are_the_values_of_small_trees(depth: int, arguments: int) -> Non
     assert {number for node in nodes for number in node.counts} == set(range(2, arguments + 1))
 
 
-@pytest.mark.parametrize("count", [2, 4, 6, 8, 10])
+@pytest.mark.parametrize("count", [2, 6, 10])
 def test_median_of_an_even_number_rounds_down(count: int) -> None:
     """Of expressions that are nothing but one median."""
     generator = ListOps(shortest=count + 1, longest=count + 3, depth=2)
@@ -136,40 +112,13 @@ def test_median_of_an_even_number_rounds_down(count: int) -> None:
     assert halves > 10
 
 
-def test_lengths_are_strictly_between_the_bounds() -> None:
-    lengths = [len(text) for text in published()[0]]
-    assert min(lengths) > 500
-    assert max(lengths) < 2000
-
-
-def test_every_length_between_small_bounds_occurs_and_no_other() -> None:
-    """Six are impossible: one operator has 4 or 5 tokens, two have at least 7."""
-    generator = ListOps(shortest=3, longest=9, depth=4, arguments=3)
-    assert {len(text) for text in expressions(generator, 2000)[0]} == {4, 5, 7, 8}
-
-
 def test_depth_arguments_and_symbols_are_the_published_ones() -> None:
     texts, _ = published()
     nodes = [parse(text) for text in texts]
     assert max(node.depth for node in nodes) == 10
+    assert all(500 < len(text) < 2000 for text in texts)
     assert {number for node in nodes for number in node.counts} == set(range(2, 11))
     assert {token for text in texts for token in text} == set(SYMBOLS)
-
-
-def test_all_values_occur() -> None:
-    assert set(published()[1].tolist()) == set(range(10))
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 77])
-@pytest.mark.parametrize("generator", [ListOps(), SMALL], ids=["published", "small"])
-def test_as_many_as_asked_for(generator: ListOps, count: int) -> None:
-    texts, _ = expressions(generator, count)
-    assert len(texts) == count
-
-
-def test_same_key_same_examples() -> None:
-    assert expressions(SMALL, 50, seed=3)[0] == expressions(SMALL, 50, seed=3)[0]
-    assert not {*map(tuple, expressions(SMALL, 50, seed=3)[0])} & {*map(tuple, expressions(SMALL, 50, seed=4)[0])}
 
 
 def test_examples_of_a_key_never_change() -> None:
@@ -251,9 +200,7 @@ def test_distribution_is_that_of_the_definition() -> None:
 
 MISTAKES = {
     "fewer arguments": {"most": 9},
-    "no pairs": {"fewest": 3},
     "more operators": {"chance": 0.3},
-    "shallower": {"depth": 3},
 }
 
 

@@ -1,81 +1,70 @@
-"""Examples as people see them, and sets in numbers."""
+"""Rendered examples and statistics of data sets."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
 
 from tcnca.data import Dataset, SplitSummary, summarize_data
-from tcnca.data.columns import Columns, Ragged
-from tcnca.data.show import Shown, blocks, save_pictures, shown
+from tcnca.data.schema import Columns, Ragged
+from tcnca.data.show import render_example, render_pixels
 from tcnca.errors import DataError
 
-CLASSES = {"class_names": ["cat", "dog"]}
+CLASS_NAMES = {"class_names": ["cat", "dog"]}
 
 
 def made(columns: Columns, **facts: Any) -> Dataset:
-    return Dataset("tiny", {**CLASSES, **facts}, {"train": columns})
+    return Dataset("tiny", {**CLASS_NAMES, **facts}, {"train": columns})
 
 
 def texts(*each: str, **facts: Any) -> Dataset:
     return made(
-        {"tokens": Ragged.of_bytes(text.encode() for text in each), "labels": np.arange(len(each)) % 2}, **facts
+        {"tokens": Ragged.from_bytes(text.encode() for text in each), "labels": np.arange(len(each)) % 2}, **facts
     )
 
 
 def test_text_with_its_label() -> None:
-    found = shown(texts("a film", "größer"), "train", 1)
-    assert (found.title, found.body, found.picture) == ("tiny, train 1: dog", "größer", None)
+    found = render_example(texts("a film", "größer"), "train", 1)
+    assert (found.title, found.body, found.image) == ("tiny, train 1: dog", "größer", None)
 
 
 def test_long_text_is_cut_unless_it_is_wanted_whole() -> None:
     data = texts("ab" * 700, "c" * 1000)
     # The end is shown as well, where recall asks its question.
-    assert shown(data, "train", 0).body == f"{'ab' * 480} … {'ab' * 20} (1,400 in all)"
-    assert shown(data, "train", 0, whole=True).body == "ab" * 700
-    assert shown(data, "train", 1).body == "c" * 1000
-
-
-def test_broken_text_is_shown_all_the_same() -> None:
-    data = made({"tokens": Ragged.of_bytes([b"ok \xff ok"]), "labels": np.array([0])})
-    assert shown(data, "train", 0).body == "ok � ok"
-
-
-def test_symbols_by_their_names() -> None:
-    tokens = np.array([[3, 0, 1, 4]], np.uint8)
-    data = made({"tokens": tokens, "labels": np.array([1])}, symbols=["0", "1", "2", "[MAX", "]"])
-    assert shown(data, "train", 0).body == "[MAX 0 1 ]"
+    assert render_example(data, "train", 0).body == f"{'ab' * 480} … {'ab' * 20} (1,400 tokens)"
+    assert render_example(data, "train", 0, full=True).body == "ab" * 700
+    assert render_example(data, "train", 1).body == "c" * 1000
 
 
 def test_pairs_show_both() -> None:
     columns: Columns = {
-        "first": Ragged.of_bytes([b"one"]),
-        "second": Ragged.of_bytes([b"x" * 1001]),
+        "first": Ragged.from_bytes([b"one"]),
+        "second": Ragged.from_bytes([b"x" * 1001]),
         "labels": np.array([0]),
     }
-    assert shown(made(columns), "train", 0).body == f"first: one\nsecond: {'x' * 960} … {'x' * 40} (1,001 in all)"
+    assert (
+        render_example(made(columns), "train", 0).body == f"first: one\nsecond: {'x' * 960} … {'x' * 40} (1,001 tokens)"
+    )
 
 
 def test_a_stream_from_a_byte_on() -> None:
     data = Dataset("tiny", {}, {"test": {"bytes": np.frombuffer(b"0123456789" * 300, np.uint8)}})
-    found = shown(data, "test", 1205)
+    found = render_example(data, "test", 1205)
     assert found.title == "tiny, test from byte 1,205"
     assert found.body == "5678901234" * 100
-    assert shown(data, "test", 5, whole=True).body == ("0123456789" * 300)[5:]
+    assert render_example(data, "test", 5, full=True).body == ("0123456789" * 300)[5:]
 
 
 def test_an_example_that_is_not_there() -> None:
-    with pytest.raises(DataError, match="tiny: train has no example 2, allowed is 0 to 1"):
-        shown(texts("a", "b"), "train", 2)
-    with pytest.raises(DataError, match="tiny: train has no example -1"):
-        shown(texts("a", "b"), "train", -1)
-    with pytest.raises(DataError, match="tiny: has no split 'test', it has train"):
-        shown(texts("a"), "test", 0)
+    with pytest.raises(DataError, match="index: expected 0 to 1 for train of tiny, got 2"):
+        render_example(texts("a", "b"), "train", 2)
+    with pytest.raises(DataError, match="index: expected 0 to 1 for train of tiny, got -1"):
+        render_example(texts("a", "b"), "train", -1)
+    with pytest.raises(DataError, match="split: expected one of train for tiny, got 'test'"):
+        render_example(texts("a"), "test", 0)
 
 
 def dark(height: int, width: int, *bright: tuple[int, int]) -> NDArray[np.uint8]:
@@ -85,10 +74,11 @@ def dark(height: int, width: int, *bright: tuple[int, int]) -> NDArray[np.uint8]
     return pixels
 
 
-@pytest.mark.parametrize(("row", "column"), [(0, 0), (5, 3), (31, 31), (16, 0), (0, 31)])
-@pytest.mark.parametrize("width", [80, 32, 16, 10, 1])
+@pytest.mark.parametrize(
+    ("row", "column", "width"), [(0, 0, 80), (5, 3, 32), (31, 31, 16), (16, 0, 10), (0, 31, 10), (5, 3, 1)]
+)
 def test_a_bright_pixel_is_where_it_is(row: int, column: int, width: int) -> None:
-    lines = blocks(dark(32, 32, (row, column)), width).split("\n")
+    lines = render_pixels(dark(32, 32, (row, column)), width).split("\n")
     factor = -(-32 // width)
     bright = [(y, x) for y, line in enumerate(lines) for x, shade in enumerate(line) if shade != " "]
     assert bright == [(row // (2 * factor), column // factor)]
@@ -98,8 +88,8 @@ def test_a_bright_pixel_is_where_it_is(row: int, column: int, width: int) -> Non
 
 
 def test_shades_grow_with_brightness() -> None:
-    assert blocks(np.array([[0, 64, 128, 191, 255]], np.uint8), 80) == " ░▒▓█"
-    line = blocks(np.arange(256, dtype=np.uint8)[None], 256)
+    assert render_pixels(np.array([[0, 64, 128, 191, 255]], np.uint8), 80) == " ░▒▓█"
+    line = render_pixels(np.arange(256, dtype=np.uint8)[None], 256)
     shades = [" ░▒▓█".index(shade) for shade in line]
     assert shades == sorted(shades)
     assert set(shades) == set(range(5))
@@ -110,38 +100,9 @@ def pictures() -> Dataset:
     return made({"pixels": pixels, "labels": np.arange(5) % 2})
 
 
-def test_a_picture_is_shown_as_it_is() -> None:
-    data = pictures()
-    found = shown(data, "train", 3, width=40)
-    assert found.title == "tiny, train 3: dog"
-    assert found.body == blocks(np.asarray(data.columns("train")["pixels"])[3], 40)
-    np.testing.assert_array_equal(found.picture, np.asarray(data.columns("train")["pixels"])[3])
-
-
-@pytest.mark.parametrize(("side", "factor"), [(32, 8), (128, 2), (300, 1)])
-def test_a_picture_file_holds_the_pictures(tmp_path: Path, side: int, factor: int) -> None:
-    random = np.random.default_rng(1).integers(0, 256, (5, side, side)).astype(np.uint8)
-    examples = [Shown(title=f"number {n}", body="", picture=random[n]) for n in range(5)]
-    path = tmp_path / "new" / "sheet.png"
-    save_pictures(path, [examples[0], Shown(title="text", body="words"), *examples[1:]])
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with Image.open(path) as file:
-        assert file.format == "PNG"
-        sheet = np.asarray(file.convert("L"))
-    # Four in a row, each magnified to about 256 pixels, under a line of text.
-    cell = side * factor + 8
-    assert sheet.shape == (2 * (cell + 16), 4 * cell)
-    for number, picture in enumerate(random):
-        top, left = number // 4 * (cell + 16) + 4 + 16, number % 4 * cell + 4
-        large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
-        np.testing.assert_array_equal(sheet[top : top + side * factor, left : left + side * factor], large)
-        # The title is written above it.
-        assert (sheet[top - 14 : top, left : left + 60] > 200).any()
-
-
 def bars(values: NDArray[np.float32], width: int = 80) -> list[str]:
     data = made({"values": values[None], "targets": np.array([[1.5, -2.0]], np.float32)})
-    return shown(data, "train", 0, width).body.split("\n")
+    return render_example(data, "train", 0, width).body.split("\n")
 
 
 def test_values_are_bars_from_least_to_greatest() -> None:
@@ -151,11 +112,6 @@ def test_values_are_bars_from_least_to_greatest() -> None:
     assert second.split() == ["0", "█▇▆▅▄▃▂▁", "70"]
 
 
-def test_numbers_to_predict_are_in_the_title() -> None:
-    data = made({"values": np.zeros((1, 3, 1), np.float32), "targets": np.array([[1.5, -2.0]], np.float32)})
-    assert shown(data, "train", 0).title == "tiny, train 0: 1.5, -2"
-
-
 def test_long_series_fit_the_terminal() -> None:
     values = np.sin(np.linspace(0, 6, 5000, dtype=np.float32))[:, None]
     (line,) = bars(values, 60)
@@ -163,46 +119,31 @@ def test_long_series_fit_the_terminal() -> None:
     assert len(line.split()[1]) == 36
 
 
-def test_a_series_that_never_changes() -> None:
-    (line,) = bars(np.full((5, 1), 3.25, np.float32))
-    assert line.split() == ["3.25", "▁▁▁▁▁", "3.25"]
-
-
-@pytest.mark.parametrize("width", [20, 24, 1])
-def test_a_series_in_a_narrow_terminal(width: int) -> None:
-    assert bars(np.arange(100, dtype=np.float32)[:, None], width)
-
-
 def test_a_split_in_numbers() -> None:
     data = texts("a", "abc", "abcd")
-    expected = SplitSummary(examples=3, shortest=1, mean=8 / 3, longest=4, symbols=4, classes={"cat": 2, "dog": 1})
+    expected = SplitSummary(examples=3, shortest=1, mean=8 / 3, longest=4, symbols=4, class_counts={"cat": 2, "dog": 1})
     assert summarize_data(data) == {"train": expected}
 
 
 def test_numbers_of_other_kinds() -> None:
     stream = Dataset("tiny", {}, {"train": {"bytes": np.frombuffer(b"banana", np.uint8)}})
     found = summarize_data(stream)["train"]
-    assert (found.examples, found.shortest, found.longest, found.symbols, found.classes) == (6, 6, 6, 3, {})
+    assert (found.examples, found.shortest, found.longest, found.symbols, found.class_counts) == (6, 6, 6, 3, {})
     found = summarize_data(pictures())["train"]
     assert (found.examples, found.shortest, found.mean, found.symbols) == (5, 1024, 1024.0, None)
-    assert found.classes == {"cat": 3, "dog": 2}
+    assert found.class_counts == {"cat": 3, "dog": 2}
     values = summarize_data(made({"values": np.zeros((4, 7, 3), np.float32)}))["train"]
-    assert (values.examples, values.longest, values.symbols, values.classes) == (4, 7, None, {})
+    assert (values.examples, values.longest, values.symbols, values.class_counts) == (4, 7, None, {})
     pair: Columns = {
-        "first": Ragged.of_bytes([b"ab", b"abc"]),
-        "second": Ragged.of_bytes([b"z", b"yyyyyy"]),
+        "first": Ragged.from_bytes([b"ab", b"abc"]),
+        "second": Ragged.from_bytes([b"z", b"yyyyyy"]),
         "labels": np.array([1, 1]),
     }
     both = summarize_data(made(pair))["train"]
     assert (both.examples, both.shortest, both.mean, both.longest, both.symbols) == (2, 1, 3.0, 6, 5)
 
 
-def test_an_empty_split_in_numbers() -> None:
-    found = summarize_data(made({"tokens": np.zeros((0, 5), np.uint8), "labels": np.zeros(0, np.int64)}))["train"]
-    assert (found.examples, found.symbols, found.classes) == (0, 0, {})
-
-
 def test_a_text_does_not_command_the_terminal() -> None:
-    texts = Ragged.of_bytes([b"a\x1b]0;mine\x07\tb\r\nc\xc2\x9bd"])
+    texts = Ragged.from_bytes([b"a\x1b]0;mine\x07\tb\r\nc\xc2\x9bd"])
     data = Dataset("tricky", {"class_names": ["no"]}, {"train": {"tokens": texts, "labels": np.zeros(1, np.int64)}})
-    assert shown(data, "train", 0).body == "a\ufffd]0;mine\ufffd\tb\ufffd\nc\ufffdd"
+    assert render_example(data, "train", 0).body == "a\ufffd]0;mine\ufffd\tb\ufffd\nc\ufffdd"

@@ -1,8 +1,9 @@
-"""Sets come back from disk as they were; whatever goes wrong, there is a whole set or none."""
+"""Data sets come back from disk unchanged; whatever goes wrong, there is a complete data set or none."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -13,24 +14,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tcnca.data.columns import Column, Columns, Ragged, join
-from tcnca.data.store import MANIFEST, Dataset, SetWriter, read_manifest, replace_folder, restore_folder
+from tcnca.data.schema import Column, Columns, Ragged, concatenate
+from tcnca.data.store import (
+    MANIFEST,
+    Dataset,
+    DatasetWriter,
+    check_space,
+    read_manifest,
+    replace_folder,
+    restore_folder,
+)
 from tcnca.errors import DataError
-from tests.data.small_sets import beside, small, write
+from tests.data.helpers import siblings, small_dataset, write_dataset
 
-DTYPES = ["uint8", "int8", "uint16", "int32", "int64", "float16", "float32", "float64", "bool", ">i4", "complex64"]
-ROWS: list[tuple[int, ...]] = [(), (1,), (3,), (2, 3), (4, 1, 2), (0,)]
-# Is to be killed in the middle of writing.
+FULL = Path("/dev/full")
+# Killed while it writes.
 KILLED = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from tcnca.data.store import SetWriter
-with SetWriter(Path(sys.argv[1])) as writer:
+from tcnca.data.store import DatasetWriter
+with DatasetWriter(Path(sys.argv[1])) as writer:
     for part in range(1000):
         writer.append("train", {"labels": np.full(5000, part)})
         if part == 3:
@@ -62,45 +68,31 @@ def mapped(array: NDArray[Any]) -> bool:
     return base is not None
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [("uint8", ()), ("int64", (1,)), ("float32", (2, 3)), ("bool", (4, 1, 2)), (">i4", (3,)), ("float64", (0,))],
+)
 def test_arrays_come_back_from_several_parts(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
     values = random(dtype, 11, *row)
     parts: list[Columns] = [{"values": values[:4]}, {"values": values[4:4]}, {"values": values[4:]}]
-    found = write(tmp_path / "set", {"train": parts}).columns("train")["values"]
+    found = write_dataset(tmp_path / "set", {"train": parts}).columns("train")["values"]
     assert_equal(found, values)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize(("dtype", "row"), [("uint8", ()), ("float32", (2, 3)), ("uint8", (0,))])
 def test_sequences_come_back_from_several_parts(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
     sequences = [random(dtype, length, *row) for length in (3, 0, 5, 1, 0)]
-    parts: list[Columns] = [{"values": Ragged.of(some)} for some in (sequences[:2], sequences[1:2], sequences[2:])]
-    found = write(tmp_path / "set", {"train": parts}).columns("train")["values"]
-    assert_equal(found, join(parts)["values"])
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(parts=st.lists(st.lists(st.binary(max_size=4), max_size=4), min_size=1, max_size=3))
-def test_any_texts_come_back(tmp_path: Path, parts: list[list[bytes]]) -> None:
-    data = write(tmp_path / "set", {"test": [{"tokens": Ragged.of_bytes(part)} for part in parts]})
-    texts = [text for part in parts for text in part]
-    found = [data.example("test", index)["tokens"].tobytes() for index in range(len(texts))]
-    assert found == texts
-
-
-@pytest.mark.parametrize("view", ["turned", "stepped", "fortran"])
-def test_views_come_back(tmp_path: Path, view: str) -> None:
-    values = random("float32", 6, 4)
-    column = {"turned": values.T[:, ::-1], "stepped": values[::2], "fortran": np.asfortranarray(values)}[view]
-    found = write(tmp_path / "set", {"train": [{"values": column[:1]}, {"values": column[1:]}]}).columns("train")
-    assert_equal(found["values"], column)
+    parts: list[Columns] = [
+        {"values": Ragged.from_arrays(some)} for some in (sequences[:2], sequences[1:2], sequences[2:])
+    ]
+    found = write_dataset(tmp_path / "set", {"train": parts}).columns("train")["values"]
+    assert_equal(found, concatenate(parts)["values"])
 
 
 def test_empty_split_and_empty_sequences_come_back(tmp_path: Path) -> None:
-    empty: dict[str, Column] = {"tokens": Ragged.of([], np.uint8), "values": np.zeros((0, 2, 3), np.float32)}
-    hollow: dict[str, Column] = {"tokens": Ragged.of_bytes([b"", b""]), "values": np.zeros((2, 2, 3), np.float32)}
-    data = write(tmp_path / "set", {"train": [hollow], "test": [empty]})
+    empty: dict[str, Column] = {"tokens": Ragged.from_arrays([], np.uint8), "values": np.zeros((0, 2, 3), np.float32)}
+    hollow: dict[str, Column] = {"tokens": Ragged.from_bytes([b"", b""]), "values": np.zeros((2, 2, 3), np.float32)}
+    data = write_dataset(tmp_path / "set", {"train": [hollow], "test": [empty]})
     for split, columns in (("train", hollow), ("test", empty)):
         assert list(data.columns(split)) == ["tokens", "values"]
         for name, column in columns.items():
@@ -108,24 +100,8 @@ def test_empty_split_and_empty_sequences_come_back(tmp_path: Path) -> None:
     assert data.example("train", 1)["tokens"].shape == (0,)
 
 
-def test_set_knows_its_name_facts_and_order_of_splits(tmp_path: Path) -> None:
-    part: list[Columns] = [{"labels": np.arange(2)}]
-    data = write(tmp_path / "some set", {"train": part, "test": part}, kind="language", num_classes=["ä", "b"])
-    assert data.name == "some set"
-    assert list(data.splits) == ["train", "test"]
-    assert data.manifest["kind"] == "language"
-    assert read_manifest(tmp_path / "some set")["class_names"] == ["ä", "b"]
-
-
-def test_files_can_be_read_without_the_library(tmp_path: Path) -> None:
-    small(tmp_path / "set")
-    assert np.load(tmp_path / "set" / "train.labels.npy").tolist() == [1, 2, 3]
-    assert np.load(tmp_path / "set" / "train.tokens.npy").tobytes() == b"abcdefgh"
-    assert np.load(tmp_path / "set" / "train.tokens.offsets.npy").tolist() == [0, 3, 3, 8]
-
-
 def test_values_are_mapped_and_cannot_be_changed(tmp_path: Path) -> None:
-    columns = small(tmp_path / "set").columns("train")
+    columns = small_dataset(tmp_path / "set").columns("train")
     tokens, labels = columns["tokens"], columns["labels"]
     assert isinstance(tokens, Ragged)
     assert isinstance(labels, np.ndarray)
@@ -134,34 +110,16 @@ def test_values_are_mapped_and_cannot_be_changed(tmp_path: Path) -> None:
         assert not array.flags.writeable
 
 
-def test_opening_reads_no_values(tmp_path: Path) -> None:
-    """A file of 64 GiB, nearly all of it a hole, opens like any other."""
-    folder = tmp_path / "set"
-    small(folder)
-    path, rows = folder / "train.labels.npy", 1 << 33
-    with path.open("r+b") as file:
-        header = file.read(128).replace(b"(3,)", f"({rows},)".encode())
-        file.seek(0)
-        file.write(header[:127].rstrip(b" ").ljust(127) + b"\n")
-        file.truncate(128 + 8 * rows)
-    manifest = read_manifest(folder)
-    manifest["files"]["train.labels.npy"] |= {"bytes": path.stat().st_size, "shape": [rows]}
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    labels = Dataset.open(folder).columns("train")["labels"]
-    assert len(labels) == rows
-    assert [int(labels[index]) for index in (0, 1, 2, rows - 1)] == [1, 2, 3, 0]
-
-
 def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "set"
-    with SetWriter(folder) as writer:
+    with DatasetWriter(folder) as writer:
         writer.append("train", {"labels": np.arange(3)})
         assert not folder.exists()
-        with pytest.raises(DataError, match=r"set: no prepared set is there; `tcnca data prepare` makes one"):
+        with pytest.raises(DataError, match=r"set: no prepared data set here; create one with `tcnca data prepare`"):
             Dataset.open(folder)
-        writer.finish({})
+        writer.commit({})
     assert Dataset.open(folder).example("train", 2) == {"labels": 2}
-    assert beside(folder) == []
+    assert siblings(folder) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
@@ -173,45 +131,28 @@ def test_block_that_is_left_leaves_what_was_there(tmp_path: Path, error: type[Ba
 
     folder = tmp_path / "set"
     if before:
-        small(folder)
+        small_dataset(folder)
     with pytest.raises(error):
-        write(folder, {"train": parts()})
-    assert beside(folder) == []
+        write_dataset(folder, {"train": parts()})
+    assert siblings(folder) == []
     assert folder.exists() == before
     if before:
         assert Dataset.open(folder).example("train", 0)["labels"] == 1
 
 
-def test_block_that_ends_without_finish_leaves_nothing(tmp_path: Path) -> None:
-    with SetWriter(tmp_path / "set") as writer:
-        writer.append("train", {"labels": np.arange(3)})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_facts_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        write(tmp_path / "set", {"train": [{"labels": np.arange(3)}]}, function=print)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_old_set_is_replaced_by_a_whole_new_one(tmp_path: Path) -> None:
     folder = tmp_path / "set"
-    small(folder)
-    with SetWriter(folder) as writer:
+    small_dataset(folder)
+    with DatasetWriter(folder) as writer:
         writer.append("test", {"targets": np.arange(3) + 100})
         assert Dataset.open(folder).example("train", 0)["labels"] == 1
-        writer.finish({})
+        writer.commit({})
     assert list(Dataset.open(folder).splits) == ["test"]
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "test.targets.npy"]
-    assert beside(folder) == []
+    assert siblings(folder) == []
 
 
-def test_set_that_is_open_stays_readable_when_it_is_replaced(tmp_path: Path) -> None:
-    old = small(tmp_path / "set", label=1)
-    new = small(tmp_path / "set", label=50)
-    assert [int(data.example("train", 2)["labels"]) for data in (old, new)] == [3, 52]
-
-
+@pytest.mark.slow
 def test_killed_writer_leaves_no_set_and_the_next_one_works(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     writer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE)
@@ -220,12 +161,12 @@ def test_killed_writer_leaves_no_set_and_the_next_one_works(tmp_path: Path) -> N
         assert output.readline() == b"written\n"
         writer.send_signal(signal.SIGKILL)
         assert writer.wait() == -signal.SIGKILL
-    assert beside(folder) == [".set.partial"]
+    assert siblings(folder) == [".set.partial"]
     for place in (folder, tmp_path / ".set.partial"):
-        with pytest.raises(DataError, match="no prepared set is there"):
+        with pytest.raises(DataError, match="no prepared data set here"):
             Dataset.open(place)
-    assert small(folder).example("train", 2)["labels"] == 3
-    assert beside(folder) == []
+    assert small_dataset(folder).example("train", 2)["labels"] == 3
+    assert siblings(folder) == []
 
 
 class Killed(BaseException):
@@ -249,39 +190,19 @@ def killed_at_second_rename(monkeypatch: pytest.MonkeyPatch, function: Callable[
 
 def test_old_set_comes_back_after_a_kill_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, new = tmp_path / "set", tmp_path / "new"
-    small(folder, label=1)
-    small(new, label=50)
+    small_dataset(folder, label=1)
+    small_dataset(new, label=50)
     killed_at_second_rename(monkeypatch, lambda: replace_folder(new, folder))
     assert not folder.exists()
     restore_folder(folder)
     assert Dataset.open(folder).example("train", 0)["labels"] == 1
     replace_folder(new, folder)
     assert Dataset.open(folder).example("train", 0)["labels"] == 50
-    assert beside(folder) == []
-
-
-def test_next_writer_that_fails_brings_the_old_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "set"
-    small(folder)
-    killed_at_second_rename(monkeypatch, lambda: small(folder, label=50))
-    assert not folder.exists()
-    with SetWriter(folder):
-        pass
-    assert Dataset.open(folder).example("train", 0)["labels"] == 1
-    assert beside(folder) == []
-
-
-def test_restoring_never_touches_a_set_that_is_there(tmp_path: Path) -> None:
-    small(tmp_path / "set", label=1)
-    small(tmp_path / ".set.old", label=50)
-    restore_folder(tmp_path / "set")
-    assert Dataset.open(tmp_path / "set").example("train", 0)["labels"] == 1
-    restore_folder(tmp_path / "no set")
-    assert not (tmp_path / "no set").exists()
+    assert siblings(folder) == []
 
 
 def test_set_is_sent_to_another_process_as_its_place(tmp_path: Path) -> None:
-    data = write(tmp_path / "set", {"train": [{"values": np.arange(100_000)}]})
+    data = write_dataset(tmp_path / "set", {"train": [{"values": np.arange(100_000)}]})
     sent = pickle.dumps(data)
     assert len(sent) < 1000
     again = pickle.loads(sent)
@@ -289,7 +210,101 @@ def test_set_is_sent_to_another_process_as_its_place(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.columns("train")["values"], np.arange(100_000))
 
 
-def test_set_in_memory_is_sent_whole() -> None:
-    data = pickle.loads(pickle.dumps(Dataset("tiny", {"kind": "language"}, {"train": {"bytes": np.arange(3)}})))
-    assert (data.name, data.manifest) == ("tiny", {"kind": "language"})
-    assert data.columns("train")["bytes"].tolist() == [0, 1, 2]
+@pytest.mark.parametrize("name", ["train.labels.npy", "train.tokens.offsets.npy"])
+@pytest.mark.parametrize("change", [-1000, 1])
+def test_column_file_of_another_size_is_refused(tmp_path: Path, name: str, change: int) -> None:
+    small_dataset(tmp_path / "set")
+    path = tmp_path / "set" / name
+    size = path.stat().st_size
+    os.truncate(path, max(size + change, 0))
+    message = rf"{name}: expected {size} bytes, got {max(size + change, 0)} bytes; prepare .* with --force"
+    with pytest.raises(DataError, match=message):
+        Dataset.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("place", [0, 6, 8, 12, 40])
+def test_column_file_with_a_damaged_header_is_refused(tmp_path: Path, place: int) -> None:
+    small_dataset(tmp_path / "set")
+    path = tmp_path / "set" / "train.labels.npy"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train.labels.npy: .*prepare the data set again with --force"):
+        Dataset.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("text", [b"", b'{"format": 1, "spl', b"\xff\xfe"])
+def test_damaged_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
+    small_dataset(tmp_path / "set")
+    (tmp_path / "set" / MANIFEST).write_bytes(text)
+    with pytest.raises(DataError, match=r"manifest.json: cannot be read \(.*; prepare the data set again with --force"):
+        Dataset.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("change", [{"splits": None}, {"splits": []}, {"files": None}, {"files": {}}], ids=str)
+def test_manifest_that_lacks_what_it_should_hold_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    small_dataset(tmp_path / "set")
+    path = tmp_path / "set" / MANIFEST
+    path.write_text(json.dumps({**read_manifest(path.parent), **change}), encoding="utf-8")
+    with pytest.raises(DataError, match=r"manifest.json: .*prepare the data set again with --force"):
+        Dataset.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("found", ["{}", "[]", '{"format": 1}', '{"format": "2"}'])
+def test_manifest_of_another_format_is_refused(tmp_path: Path, found: str) -> None:
+    (tmp_path / MANIFEST).write_text(found, encoding="utf-8")
+    with pytest.raises(DataError, match=r"manifest.json: expected format 2, got .*; prepare"):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("other", [np.arange(3.0), np.arange(3, dtype=np.int32), np.zeros((3, 1), np.int64)], ids=str)
+def test_part_of_another_type_or_shape_is_refused(tmp_path: Path, other: NDArray[Any]) -> None:
+    with pytest.raises(DataError, match=r"labels.npy: expected rows of int64 \(\), got "):
+        write_dataset(tmp_path / "set", {"train": [{"labels": np.arange(3)}, {"labels": other}]})
+    unequal: Columns = {"tokens": Ragged.from_bytes([b"a"]), "labels": np.arange(2)}
+    with pytest.raises(DataError, match="expected equally many examples"):
+        write_dataset(tmp_path / "set", {"train": [unequal]})
+    with pytest.raises(DataError, match="expected equally many examples"):
+        write_dataset(tmp_path / "set", {"train": [{"labels": np.arange(3)}, {"other": np.arange(3)}]})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a disk that is always full")
+@pytest.mark.parametrize("rows", [10, 1_000_000], ids=["at the end", "at once"])
+@pytest.mark.parametrize("name", ["train.labels.npy", MANIFEST])
+def test_full_disk_is_named_and_nothing_is_left(tmp_path: Path, name: str, rows: int) -> None:
+    folder = tmp_path / "set"
+
+    def parts() -> Iterator[Columns]:
+        (tmp_path / ".set.partial" / name).symlink_to(FULL)
+        yield {"labels": np.zeros(rows, np.int64), "tokens": Ragged.from_bytes([b"a"] * rows)}
+
+    small_dataset(folder)
+    with pytest.raises(DataError, match=r"set: the disk is full; free some space .* --out"):
+        write_dataset(folder, {"train": parts()})
+    assert siblings(folder) == []
+    assert Dataset.open(folder).example("train", 0)["labels"] == 1
+
+
+def test_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file.set: cannot be written .*; choose another folder with --out"):
+        DatasetWriter(tmp_path / "file" / "set").__enter__()
+
+
+def test_space_is_checked_where_the_set_will_be(tmp_path: Path) -> None:
+    check_space(tmp_path / "not" / "there" / "yet", 1000)
+    with pytest.raises(
+        DataError, match=r"yet: expected about 1000000000.0 GB of free space, got \d+\.\d GB; free some"
+    ):
+        check_space(tmp_path / "not" / "there" / "yet", 10**18)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_splits_and_examples(tmp_path: Path) -> None:
+    data = small_dataset(tmp_path / "set")
+    with pytest.raises(DataError, match="split: expected one of train for set, got 'validation'"):
+        data.columns("validation")
+    for index in (-1, 3):
+        with pytest.raises(DataError, match=f"index: expected 0 to 2 for train of set, got {index}"):
+            data.example("train", index)

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from tcnca.cli import app
-from tcnca.config import parse_value as parsed
+from tcnca.config import parse_value
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
@@ -29,8 +29,7 @@ from tcnca.models import (
     preset,
 )
 from tcnca.training import Recipe, load_recipe
-from tcnca.training.sweeps.plan import parse_grid
-from tcnca.training.sweeps.variants import load_variants
+from tcnca.training.sweeps.plan import load_variants, parse_grid
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 PARTS = ("data", "batch", "optimizer", "schedule", "eval", "checkpoint", "runtime")
@@ -68,7 +67,7 @@ def default(cell: str) -> Any:
         return WORDS[cell]
     code = re.fullmatch(r"`(.+)`", cell)
     assert code, cell
-    return parsed(code[1])
+    return parse_value(code[1])
 
 
 def shown(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tiny sets and runs: enough for all that training does, in a second or so."""
+"""Tiny data sets and runs: all that training does, in a second or so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,12 +19,12 @@ import numpy as np
 import torch
 
 from tcnca.cli import app
-from tcnca.data import entries, entry
-from tcnca.data.columns import Column, Columns, Ragged
-from tcnca.data.generators.recall import Recall
-from tcnca.data.schema import SPLITS, Kind
-from tcnca.data.store import SetWriter
-from tcnca.training import Checkpoints, Processes, Recipe, Run, Watch, load_recipe
+from tcnca.data import Batch, get_dataset, list_datasets
+from tcnca.data.datasets.recall import Recall
+from tcnca.data.schema import SPLITS, Column, Columns, Kind, Ragged
+from tcnca.data.store import DatasetWriter
+from tcnca.training import CheckpointManager, DistContext, Recipe, Trainer, load_recipe
+from tcnca.training.logger import StepOutput
 
 SMALL = [
     "data=recall-16",
@@ -36,65 +37,98 @@ SMALL = [
 ]
 MODEL = ["num_layers=1", "d_model=8", "d_ff=8", "d_key=4", "d_value=8", "model.chunk_size=8", "model.dropout=0.1"]
 Death = Literal["before", "within", "full", "short"]
-"""Killed before a step, or in the middle of the next file; no more space for files, or for the rest of the next."""
+"""Killed before an operation, or in the middle of the next file; no space for files, or for the rest of the next."""
 CUT = 10
 """Bytes of a file that are written before the process is killed."""
 PATIENCE = 120.0
-"""Seconds that a process may take."""
+"""Time limit of a process, in seconds."""
 EXAMPLES = 4
-"""Examples of each split of a tiny set."""
+"""Examples of each split of a tiny data set."""
 STREAM = {"train": 600, "validation": 150, "test": 150}
 """Bytes of the splits of a tiny EnWik8."""
 
 
+def changed(*changes: str) -> list[str]:
+    """Return the changes that make a recipe tiny, with others in their place."""
+    return list({change.partition("=")[0]: change for change in (*SMALL, *MODEL, *changes)}.values())
+
+
 def recipe(*changes: str) -> Recipe:
-    """A recipe of a second."""
-    return load_recipe("recall-small").override([*SMALL, *MODEL, *changes])
+    """Return a recipe that trains in a second."""
+    return load_recipe("recall-small").override(changed(*changes))
 
 
-def run(folder: Path, wanted: Recipe, **more: Any) -> Run:
-    """A run in this process, and without a word."""
-    return Run(wanted, folder, Processes(), Watch(folder, None), **more)
+class TinyTrainer(Trainer):
+    """A silent trainer on the CPU that draws no curves, and whose steps and setup a test can change."""
+
+    def __init__(self, folder: Path, wanted: Recipe | None = None, *, stop_after: int = 0, **more: Any) -> None:
+        """`stop_after` sends SIGTERM during that step."""
+        super().__init__(wanted or recipe(), folder, device="cpu", verbose=False, **more)
+        self.stop_after = stop_after
+        self.lrs: list[float] = []
+        self.after_setup: Callable[[TinyTrainer], None] = lambda _: None
+        self.before_step: Callable[[TinyTrainer], None] = lambda _: None
+
+    def setup(self) -> None:
+        super().setup()
+        self.after_setup(self)
+
+    def _draw_curves(self) -> None:
+        """Save the time; the command draws them."""
+
+    def _step(self, lr: float, batches: Future[list[Batch]]) -> StepOutput:
+        self.lrs.append(lr)
+        self.before_step(self)
+        if self.state.step + 1 == self.stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super()._step(lr, batches)
 
 
-def arguments(folder: Path, *more: str, recipe: str = "recall-small") -> list[str]:
-    """What to give to `tcnca` to train a recipe of a second."""
-    small = [*SMALL, *MODEL] if recipe == "recall-small" else []
-    return ["train", recipe, "--device", "cpu", "--out", str(folder), *small, *more]
+def fit(folder: Path, *changes: str, **more: Any) -> TinyTrainer:
+    """Train a tiny recipe in this process."""
+    trainer = TinyTrainer(folder, recipe(*changes), **more)
+    trainer.fit()
+    return trainer
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """Return the arguments of `tcnca` that train a tiny recipe."""
+    changes = [word for word in more if "=" in word and not word.startswith("-")]
+    options = [word for word in more if word not in changes]
+    return ["train", "recall-small", "--device", "cpu", "--out", str(folder), *changed(*changes), *options]
 
 
 def environment() -> dict[str, str]:
-    """For processes that are started."""
-    # They share few cores.
+    """Return the environment of started processes, which share few cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of all that a model has learned."""
+    """Return a copy of the weights of a model."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Check that weights are equal bit for bit."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=0, msg=name)
 
 
 def latest(folder: Path) -> Path:
-    """The last checkpoint of a run."""
-    found = Checkpoints(folder / "checkpoints", 1, Processes()).latest()
+    """Return the last checkpoint of a run."""
+    found = CheckpointManager(folder / "checkpoints", 1, DistContext()).latest()
     assert found is not None
     return found
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
-    """What a run has logged."""
+    """Return the lines of a log."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The losses of a run, by update; one that was computed twice must be the same."""
+    """Return the losses of a run by step; one that was computed twice must be the same."""
     found: dict[int, float] = {}
     for line in log(folder):
         if "loss" in line:
@@ -103,23 +137,23 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def write_set(folder: Path, name: str, kind: Kind, splits: Mapping[str, Columns], **facts: Any) -> None:
-    """Store a set as if it were prepared."""
-    known = entry(name)
+    """Store a data set as if it were prepared."""
+    known = get_dataset(name)
     made = {} if known.generator is None else {"version": known.generator.version}
-    with SetWriter(folder / name) as writer:
+    with DatasetWriter(folder / name) as writer:
         for split, columns in splits.items():
             writer.append(split, columns)
-        writer.finish({"set": name, "kind": kind, "title": known.title, **known.facts, **made, **facts})
+        writer.commit({"dataset": name, "kind": kind, "title": known.title, **known.metadata, **made, **facts})
 
 
 def write_every_set(folder: Path) -> None:
-    """Sets of a few examples, of the kinds, vocabularies and classes of the published ones."""
+    """Write data sets of a few examples, with the kinds, vocabularies and classes of the published ones."""
     draw = np.random.default_rng(0)
 
     def sequences(vocab_size: int) -> Ragged:
         # Of different lengths, and some longer than a chunk.
         lengths = draw.permutation(np.linspace(20, 200, EXAMPLES).astype(int))
-        return Ragged.of([draw.integers(0, vocab_size, length, np.uint8) for length in lengths])
+        return Ragged.from_arrays([draw.integers(0, vocab_size, length, np.uint8) for length in lengths])
 
     def classes(count: int, splits: tuple[str, ...] = SPLITS, **columns: Any) -> dict[str, dict[str, Column]]:
         made = {split: {name: make() for name, make in columns.items()} for split in splits}
@@ -141,7 +175,7 @@ def write_every_set(folder: Path) -> None:
     write_set(folder, "image", "classification", classes(10, pixels=pixels(32)), **names)
     write_set(folder, "pathfinder", "classification", classes(2, pixels=pixels(32)))
     write_set(folder, "pathx", "classification", classes(2, pixels=pixels(32)))
-    for known in entries():
+    for known in list_datasets():
         if isinstance(known.generator, Recall):
             length, vocabulary = known.generator.length, known.generator.vocab_size
             # Long ones take long, and two are as good as more.
@@ -156,14 +190,16 @@ def write_every_set(folder: Path) -> None:
 
 
 def process(target: Callable[..., None], *given: Any) -> BaseProcess:
-    """A process of its own, which begins where all that takes long is imported."""
+    """Return a process that is forked from a server, which has imported everything slow once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "tcnca.cli", "tests.training.tiny"])
+    slow = ["pytest", "torch._dynamo", "matplotlib.style", "matplotlib.backends.backend_agg"]
+    slow += ["matplotlib.figure", "tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.summary_pb2"]
+    context.set_forkserver_preload([*slow, "tcnca.cli", "tests.training.tiny"])
     return context.Process(target=target, args=given)
 
 
 def ended(*children: BaseProcess) -> list[int | None]:
-    """How processes end, when they have done all; those that wait for ever are killed."""
+    """Start processes and return their exit codes; those that do not end in time are killed."""
     for child in children:
         child.start()
     for child in children:
@@ -174,14 +210,14 @@ def ended(*children: BaseProcess) -> list[int | None]:
 
 
 def command(given: list[str], settings: Mapping[str, str] | None = None) -> None:
-    """`tcnca`, as what a process does."""
+    """Run `tcnca`, in a process."""
     torch.set_num_threads(1)
     os.environ.update(settings or {})
     app(given)
 
 
 def together(target: Callable[..., None], *given: Any, count: int = 2) -> list[int | None]:
-    """How processes end that are started as `torchrun` starts them; each is told last who it is."""
+    """Return the exit codes of processes that are started as by `torchrun`; each gets its environment last."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -190,20 +226,20 @@ def together(target: Callable[..., None], *given: Any, count: int = 2) -> list[i
     return ended(*(process(target, *given, settings if count > 1 else {}) for settings in ranks))
 
 
-class Step(NamedTuple):
-    """Something that is done to the file system."""
+class Operation(NamedTuple):
+    """A change of the file system."""
 
     event: str
     path: str
     writes: bool
 
 
-class Witness:
-    """Sees each step that a process takes to change a run's recipe or checkpoints, and strikes at one of them."""
+class Saboteur:
+    """Sees every change in a run directory, and kills the process or fills the disk at one of them."""
 
     def __init__(self, folder: Path, instant: int, death: Death) -> None:
         self.folder, self.instant, self.death = folder, instant, death
-        self.steps: list[Step] = []
+        self.operations: list[Operation] = []
         self.full = False
 
     def __call__(self, event: str, given: tuple[Any, ...]) -> None:
@@ -211,12 +247,12 @@ class Witness:
         if not writes and event not in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"):
             return
         path = os.fsdecode(given[0]) if isinstance(given[0], str | bytes | os.PathLike) else ""
-        inside = path.removeprefix(f"{self.folder}/") if path.startswith(str(self.folder)) else ""
-        # Whoever removes a whole folder names the files in it alone.
-        alone = event in ("os.remove", "os.rmdir") and "/" not in path
-        if alone or inside.startswith(("checkpoints", "recipe.yaml", ".recipe.yaml")):
-            self.steps.append(Step(event, inside or path, writes))
-            if len(self.steps) == self.instant + 1:
+        inside = path.removeprefix(f"{self.folder}/") if path.startswith(f"{self.folder}/") else ""
+        # `rmtree` names the files in a directory without their parent.
+        relative = event in ("os.remove", "os.rmdir") and "/" not in path
+        if relative or (inside and not inside.startswith(("log.jsonl", "tensorboard", ".lock"))):
+            self.operations.append(Operation(event, inside or path, writes))
+            if len(self.operations) == self.instant + 1:
                 self._strike()
         if self.full and inside and (writes or event == "os.mkdir"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

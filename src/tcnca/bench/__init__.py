@@ -1,35 +1,30 @@
-"""Benchmarks: operators, layers and models against their rivals, checked before they are timed."""
+"""Benchmarks of operators, layers and models. Every candidate is checked against float64 before it is timed."""
 
-from tcnca.bench.entry import DTYPES, Entry, Inputs, Pair, Settings, Subject, Work
-from tcnca.bench.floors import Floors, measure_floors
+from tcnca.bench.case import DTYPES, BenchCase, Settings, Workload
 from tcnca.bench.plot import save_plot
-from tcnca.bench.ratios import COMPARISONS, Comparison, Goal, ratios_of
-from tcnca.bench.report import Report, Result, read_json, write_json
-from tcnca.bench.running import SUITES, Watch, entries_of, measure, run_suite
-from tcnca.bench.timing import Clock, Times
+from tcnca.bench.report import COMPARISONS, Ratio, Report, Result, compute_ratios, read_json, write_json
+from tcnca.bench.roofline import Cost, Roofline, measure_roofline
+from tcnca.bench.runner import SUITES, bench_cases, measure, run_suite
+from tcnca.bench.timing import Timer, Timing
 
 __all__ = [
     "COMPARISONS",
     "DTYPES",
     "SUITES",
-    "Clock",
-    "Comparison",
-    "Entry",
-    "Floors",
-    "Goal",
-    "Inputs",
-    "Pair",
+    "BenchCase",
+    "Cost",
+    "Ratio",
     "Report",
     "Result",
+    "Roofline",
     "Settings",
-    "Subject",
-    "Times",
-    "Watch",
-    "Work",
-    "entries_of",
+    "Timer",
+    "Timing",
+    "Workload",
+    "bench_cases",
+    "compute_ratios",
     "measure",
-    "measure_floors",
-    "ratios_of",
+    "measure_roofline",
     "read_json",
     "run_suite",
     "save_plot",

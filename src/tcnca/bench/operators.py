@@ -1,32 +1,55 @@
-"""The operators that compete: forms of the TCN and of the EMA, stripped to what the paper compares.
+"""`tcnca bench ops`: TCN against EMA over the sequence length, as in the paper's Figure 2, and chunked attention.
 
-Without residual connections, non-linearities and norms, that is: a chain of dilated convolutions against a sum of
-decaying exponentials. Each has an oracle in float64 that goes another way.
+TCN and EMA are reduced to what the paper compares, without residual connections, non-linearities and norms: a chain of
+dilated convolutions against a sum of decaying exponentials. Every candidate has a
+float64 oracle with another algorithm.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnca.bench.entry import Inputs, Work
-from tcnca.layers import EMA, EMAConfig
-from tcnca.ops import ema, ema_kernel, tcn
+from tcnca.bench.case import BenchCase, Settings, Workload
+from tcnca.bench.oracle import TOLERANCE
+from tcnca.bench.roofline import Cost
+from tcnca.layers import EMA, AttentionConfig, EMAConfig, TCNConfig
+from tcnca.models import preset
+from tcnca.ops import attend, chunked_attention, ema, ema_kernel, offset_bias, tcn
+
+GPU_LENGTHS = (512, 2048, 8192, 16_384, 32_768, 65_536, 131_072)
+CPU_LENGTHS = (1024, 8192, 32_768)
+GPU_BATCHES, CPU_BATCHES = (1, 8), (1,)
+_CHECK_BATCH, _CHECK_LENGTH_ON_CPU = 2, 8192
+_CHECK_LENGTH_OF_SCAN = 2048
+"""Limit for oracles that hold the EMA states of all time steps in float64."""
+
+# Models whose attention is measured, with batch size and length on a GPU.
+_ATTENTION_MODELS = {"enwik8": (8, 8192), "text": (32, 4096), "pathx": (16, 16384)}
+_CPU_ATTENTION_SIZE, _CPU_CHUNK_SIZE = (1, 2048), 512
+_CHECK_CHUNKS = 2
+# Endings of name and label, for causal and bidirectional operators.
+_DIRECTIONS = {True: ("", ", causal"), False: ("-bi", ", bidirectional")}
 
 Function = Callable[..., Tensor]
 
-_SHORT = 2048
-"""Tokens up to which the states of an EMA are kept in float64 for every step."""
+
+class Inputs(NamedTuple):
+    """Arguments of an operator, in this order; only the learned ones get gradients."""
+
+    learned: tuple[Tensor, ...]
+    fixed: tuple[Tensor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """The size of an operator's input, and the structure that goes with it."""
+class OperatorSize:
+    """Size of an operator's input and of the TCN's kernels."""
 
     batch: int
     length: int
@@ -37,143 +60,207 @@ class Case:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def elements(self) -> int:
-        """Numbers in the input."""
-        return self.batch * self.length * self.channels
+    @classmethod
+    def covering(cls, settings: Settings, batch: int, length: int) -> OperatorSize:
+        """Choose the smallest dilation factor whose receptive field covers the sequence."""
+        kernel: dict[str, int] = {"kernel_size": settings.kernel_size, "depth": settings.depth}
+        return cls(
+            batch=batch,
+            length=length,
+            channels=settings.channels,
+            dilation_factor=TCNConfig.covering(length, **kernel).dilation_factor,
+            dtype=settings.dtype,
+            device=settings.device,
+            **kernel,
+        )
+
+    def sequence(self) -> Tensor:
+        """Draw a random input."""
+        return torch.randn(self.batch, self.length, self.channels, dtype=self.dtype, device=self.device)
+
+    def cost(self, flops_per_element: float) -> dict[str, Cost]:
+        """Minimal cost. The backward pass reads input and gradient, and computes two gradients."""
+        elements = self.batch * self.length * self.channels
+        size, flops = elements * self.dtype.itemsize, flops_per_element * elements
+        return {"forward": Cost(2 * size, flops), "backward": Cost(3 * size, 2 * flops)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operator:
-    """One way to compute something."""
-
-    name: str
-    label: str
-    about: str
-    inputs: Callable[[Case], Inputs]
-    """Random inputs."""
-    run: Callable[[Case], Function]
-    """The function of them."""
-    oracle: Callable[[Case], Function]
-    """The same of them in float64, by other means."""
-    work: Callable[[Case], dict[str, Work]]
-    max_length: int | None = None
-    """Tokens up to which the oracle is cheap; None for any number."""
+def ops_cases(settings: Settings) -> list[BenchCase]:
+    """Return every operator at every size, and the attention of some models."""
+    on_gpu = settings.device.type == "cuda"
+    found: list[BenchCase] = []
+    for batch in settings.batches or (GPU_BATCHES if on_gpu else CPU_BATCHES):
+        for length in settings.lengths or (GPU_LENGTHS if on_gpu else CPU_LENGTHS):
+            size = OperatorSize.covering(settings, batch, length)
+            found.append(_copy_case(size))
+            for causal in (True, False):
+                found += [*_tcn_cases(size, causal), *_ema_cases(size, causal)]
+            found += _ema_cases(size, True, 16)
+    return [*found, *_attention_cases(settings)]
 
 
-def operators() -> dict[str, Operator]:
-    """All of them, by name."""
-    found = [copy_operator()]
-    for causal in (True, False):
-        found += [tcn_operator(causal), plain_operator(causal), conv_operator(causal)]
-        found += [fft_operator(causal), cached_operator(causal), scan_operator(causal)]
-    found += [published_operator(), fft_operator(True, 16), scan_operator(True, 16)]
-    return {each.name: each for each in found}
+def function_case(
+    *, dtype: torch.dtype, inputs: Callable[[bool], Inputs], run: Function, oracle: Function, **fields: Any
+) -> BenchCase:
+    """Build a case of suite `ops` from a function of tensors.
+
+    Args:
+        dtype: dtype of the inputs, which decides the tolerance.
+        inputs: draws the arguments; called with True for the check, where they may be smaller.
+        run: the function to measure.
+        oracle: the reference, called with the same arguments in float64.
+        fields: other fields of `BenchCase`.
+    """
+
+    def build_check() -> tuple[Workload, Workload]:
+        drawn = inputs(True)
+        exact = Inputs(*(tuple(tensor.double() for tensor in tensors) for tensors in drawn))
+        return _workload(run, drawn), _workload(oracle, exact)
+
+    fields = {"suite": "ops", "tolerance": TOLERANCE[dtype], **fields}
+    return BenchCase(build=lambda: _workload(run, inputs(False)), build_check=build_check, **fields)
 
 
-def tcn_operator(causal: bool) -> Operator:
-    """`tcnca.ops.tcn` as it chooses to run."""
-    return Operator(
-        name=_named("tcn", causal),
-        label=_labeled("TCN", causal),
-        about="the library's TCN, by the fastest way that it has here",
-        inputs=_tcn_inputs,
-        run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "auto"),
-        oracle=lambda case: lambda x, weight: shifted_tcn(x, weight, case.dilation_factor, causal),
-        work=_tcn_work,
+def _workload(function: Function, inputs: Inputs) -> Workload:
+    learned = tuple(tensor.detach().requires_grad_() for tensor in inputs.learned)
+    return Workload(lambda: function(*learned, *inputs.fixed), learned)
+
+
+def _case(
+    size: OperatorSize,
+    suffix: str,
+    direction: str,
+    name: str,
+    label: str,
+    description: str,
+    inputs: Callable[[OperatorSize], Inputs],
+    run: Function,
+    oracle: Function,
+    cost: Mapping[str, Cost],
+    check_length: int | None = None,
+) -> BenchCase:
+    """Build the case of an operator. `check_length` limits the length of the check."""
+    limit = check_length or (size.length if size.device.type == "cuda" else _CHECK_LENGTH_ON_CPU)
+    small = dataclasses.replace(size, batch=min(size.batch, _CHECK_BATCH), length=min(size.length, limit))
+    return function_case(
+        dtype=size.dtype,
+        inputs=lambda checking: inputs(small if checking else size),
+        run=run,
+        oracle=oracle,
+        name=name + suffix,
+        label=label + direction,
+        description=description,
+        sizes={"batch": size.batch, "length": size.length, "dilation_factor": size.dilation_factor},
+        tokens=size.batch * size.length,
+        cost=cost,
     )
 
 
-def plain_operator(causal: bool) -> Operator:
-    """`tcnca.ops.tcn` without kernels of its own."""
-    return dataclasses.replace(
-        tcn_operator(causal),
-        name=_named("plain-tcn", causal),
-        label=_labeled("TCN, plain", causal),
-        about="the library's TCN in plain PyTorch, channels last",
-        run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "naive"),
-    )
+def _copy_case(size: OperatorSize) -> BenchCase:
+    label, description = "copy of the tensor", "reads the input once and writes it once"
+    cost = {"forward": size.cost(0)["forward"]}
+
+    def inputs(size: OperatorSize) -> Inputs:
+        return Inputs((), (size.sequence(),))
+
+    return _case(size, "", "", "copy", label, description, inputs, torch.clone, torch.clone, cost)
 
 
-def conv_operator(causal: bool) -> Operator:
-    """PyTorch's dilated convolutions as one would write them."""
-    return Operator(
-        name=_named("conv", causal),
-        label=_labeled("PyTorch's convolutions", causal),
-        about="padding and torch.nn.functional.conv1d with a group a channel, channels first, no transposes",
-        inputs=lambda case: _channels_first(_tcn_inputs(case)),
-        run=lambda case: lambda x, weight: torch_convolutions(x, weight, case.dilation_factor, causal),
-        oracle=lambda case: lambda x, weight: shifted_tcn(x.mT, weight, case.dilation_factor, causal).mT,
-        work=_tcn_work,
-    )
+def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
+    """Yield the library's TCN with its fastest and its naive backend, and PyTorch's convolutions."""
+    factor, cost = size.dilation_factor, size.cost(2 * size.kernel_size * size.depth)
+
+    def inputs(size: OperatorSize) -> Inputs:
+        # With this scale, the output of a convolution is about as large as its input.
+        weight = torch.randn(size.depth, 1, size.channels, size.kernel_size, device=size.device)
+        return Inputs((size.sequence(), (weight * size.kernel_size**-0.5).to(size.dtype)))
+
+    def channels_first(size: OperatorSize) -> Inputs:
+        x, weight = inputs(size).learned
+        return Inputs((x.mT.contiguous(), weight))
+
+    def run(x: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
+        bare: dict[str, Any] = {"activation": "none", "residual": False, "causal": causal, "backend": backend}
+        return tcn(x, weight, factor, **bare)[0]
+
+    def naive(x: Tensor, weight: Tensor) -> Tensor:
+        return run(x, weight, "naive")
+
+    def convolutions(x: Tensor, weight: Tensor) -> Tensor:
+        return torch_convolutions(x, weight, factor, causal)
+
+    def oracle(x: Tensor, weight: Tensor) -> Tensor:
+        return shifted_tcn(x, weight, factor, causal)
+
+    def transposed(x: Tensor, weight: Tensor) -> Tensor:
+        return oracle(x.mT, weight).mT
+
+    case = functools.partial(_case, size, *_DIRECTIONS[causal])
+    yield case("tcn", "TCN", "the library's TCN with the fastest available backend", inputs, run, oracle, cost)
+    description = "the library's TCN in plain PyTorch, channels last"
+    yield case("naive-tcn", "TCN, naive", description, inputs, naive, oracle, cost)
+    description = "padding and depthwise torch.nn.functional.conv1d, channels first, no transposes"
+    yield case("conv", "PyTorch's convolutions", description, channels_first, convolutions, transposed, cost)
 
 
-def fft_operator(causal: bool, hidden: int = 8) -> Operator:
-    """The EMA as a convolution in the frequency domain."""
-    return Operator(
-        name=_named("fft-ema", causal, hidden),
-        label=_labeled("FFT-EMA", causal, hidden),
-        about="the library's EMA by FFT, the kernel made anew in every call",
-        inputs=lambda case: _ema_inputs(case, causal, hidden),
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
-        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="scan")[0],
-        work=lambda case: _ema_work(case, causal, hidden),
-        max_length=_SHORT,
-    )
+def _ema_cases(size: OperatorSize, causal: bool, d_state: int = 8) -> Iterator[BenchCase]:
+    """Yield the EMA by FFT, as a scan and, with 8 hidden states, with a cached kernel and as published."""
+    # Three multiply-adds of the recurrence for each hidden state and token.
+    cost = size.cost(2 * 3 * d_state * (1 if causal else 2))
+
+    def inputs(size: OperatorSize) -> Inputs:
+        return ema_inputs(size, causal, d_state)
+
+    def with_kernel(size: OperatorSize) -> Inputs:
+        x, *parameters = inputs(size).learned
+        return Inputs((x,), (_kernel(parameters, size.length), *parameters))
+
+    def fft(x: Tensor, *parameters: Tensor) -> Tensor:
+        return ema(x, *parameters, backend="fft")[0]
+
+    def cached(x: Tensor, kernel: Tensor, *parameters: Tensor) -> Tensor:
+        return ema(x, *parameters, backend="fft", kernel=kernel)[0]
+
+    def scan(x: Tensor, *parameters: Tensor) -> Tensor:
+        return ema(x, *parameters, backend="scan")[0]
+
+    def cached_oracle(x: Tensor, kernel: Tensor, *parameters: Tensor) -> Tensor:
+        return scan(x, *parameters)
+
+    def fused(x: Tensor, *parameters: Tensor) -> Tensor:
+        return ema(x, *parameters, backend="triton" if x.is_cuda else "scan")[0]
+
+    case = functools.partial(_case, size, *_DIRECTIONS[causal])
+    end, label = ("", "") if d_state == 8 else (f"-{d_state}", f", N={d_state}")
+    limit = _CHECK_LENGTH_OF_SCAN
+    description = "the library's EMA by FFT, the kernel computed in every call"
+    yield case(f"fft-ema{end}", f"FFT-EMA{label}", description, inputs, fft, scan, cost, limit)
+    description = "the library's EMA as a scan: fused on a GPU, otherwise in plain PyTorch with all states in memory"
+    yield case(f"scan-ema{end}", f"scan-EMA{label}", description, inputs, fused, fft, cost)
+    if d_state == 8:
+        description = "the library's EMA by FFT with a cached kernel, as in inference; no gradients of its parameters"
+        label = "FFT-EMA, cached kernel"
+        yield case("fft-ema-cached", label, description, with_kernel, cached, cached_oracle, cost, limit)
+    if d_state == 8 and not causal:
+        description = "a two-sided kernel over padded input, with transforms of 4 · length - 2 as in MEGA's code"
+        label, published = "FFT-EMA as published", published_bidirectional
+        yield case("fft-ema-published", label, description, inputs, published, scan, cost, limit)
 
 
-def cached_operator(causal: bool) -> Operator:
-    """The same with a kernel made beforehand, as for inference. It has no gradient but that of its input."""
-    return dataclasses.replace(
-        fft_operator(causal),
-        name=_named("fft-ema-cached", causal),
-        label=_labeled("FFT-EMA, kernel kept", causal),
-        about="the library's EMA by FFT with a kernel that was made beforehand; no gradient of its parameters",
-        run=lambda case: lambda x, kernel, *parameters: ema(x, *parameters, backend="fft", kernel=kernel)[0],
-        oracle=lambda case: lambda x, _, *parameters: ema(x, *parameters, backend="scan")[0],
-        inputs=lambda case: _with_kernel(_ema_inputs(case, causal, 8)),
-    )
+def ema_inputs(size: OperatorSize, causal: bool, d_state: int) -> Inputs:
+    """Draw a sequence and the parameters of an EMA, which stay in float32 as in mixed-precision training."""
+    module = EMA(size.channels, EMAConfig(d_state=d_state), causal).to(size.device)
+    parameters = (module.delta, module.alpha, module.beta, module.gamma)
+    return Inputs((size.sequence(), *(parameter.detach() for parameter in parameters)))
 
 
-def published_operator() -> Operator:
-    """The bidirectional EMA with the padding of MEGA's published code."""
-    return dataclasses.replace(
-        fft_operator(causal=False),
-        name="fft-ema-published-bi",
-        label="FFT-EMA as published, bidirectional",
-        about="a two-sided kernel over padded input, in a transform of 4 · length - 2 as in MEGA's code",
-        run=lambda case: published_bidirectional,
-    )
-
-
-def scan_operator(causal: bool, hidden: int = 8) -> Operator:
-    """The EMA as a parallel scan; its oracle is the transform in float64, at any length."""
-    return dataclasses.replace(
-        fft_operator(causal, hidden),
-        name=_named("scan-ema", causal, hidden),
-        label=_labeled("scan-EMA", causal, hidden),
-        about="the library's EMA as a scan: fused on a GPU, in plain PyTorch with the states of all times elsewhere",
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="triton" if x.is_cuda else "scan")[0],
-        oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
-        max_length=None,
-    )
-
-
-def copy_operator() -> Operator:
-    """A copy of the input, which is the floor of one pass over memory."""
-    return Operator(
-        name="copy",
-        label="copy of the tensor",
-        about="reads the input once and writes it once",
-        inputs=lambda case: Inputs((), (_sequence(case),)),
-        run=lambda case: torch.clone,
-        oracle=lambda case: torch.clone,
-        work=lambda case: {"forward": Work(2 * case.elements * case.dtype.itemsize, 0)},
-    )
+def _kernel(parameters: Sequence[Tensor], length: int) -> Tensor:
+    delta, alpha, beta, gamma = parameters
+    return ema_kernel(delta, alpha, beta, gamma, length)
 
 
 def shifted_tcn(x: Tensor, weight: Tensor, dilation_factor: int, causal: bool) -> Tensor:
-    """Dilated convolutions as sums of shifted inputs, one after the other."""
+    """Compute consecutive dilated convolutions as sums of shifted inputs."""
     time, taps = x.shape[1], weight.shape[-1]
     for block in range(weight.shape[0]):
         dilation = dilation_factor**block
@@ -182,14 +269,14 @@ def shifted_tcn(x: Tensor, weight: Tensor, dilation_factor: int, causal: bool) -
         for tap in range(taps):
             lag = (tap - center) * dilation
             if abs(lag) < time:
-                seen = x[:, : time - lag] if lag >= 0 else x[:, -lag:]
-                total = total + weight[block, 0, :, tap] * F.pad(seen, (0, 0, max(lag, 0), max(-lag, 0)))
+                shifted = x[:, : time - lag] if lag >= 0 else x[:, -lag:]
+                total = total + weight[block, 0, :, tap] * F.pad(shifted, (0, 0, max(lag, 0), max(-lag, 0)))
         x = total
     return x
 
 
 def torch_convolutions(x: Tensor, weight: Tensor, dilation_factor: int, causal: bool) -> Tensor:
-    """`x` is `[batch, channels, time]`, `weight` as for `tcnca.ops.tcn`, the oldest tap first."""
+    """Compute the same with PyTorch; `x` is `[batch, channels, time]`, `weight` as for `tcnca.ops.tcn`."""
     taps = weight.shape[-1]
     for block in range(weight.shape[0]):
         dilation = dilation_factor**block
@@ -201,7 +288,7 @@ def torch_convolutions(x: Tensor, weight: Tensor, dilation_factor: int, causal: 
 
 
 def published_bidirectional(x: Tensor, *parameters: Tensor) -> Tensor:
-    """Both directions as one kernel of `2 · time - 1` lags, input padded by as many, and twice that for no wrap."""
+    """Compute both directions as one kernel of `2 · time - 1` lags over padded input, with MEGA's transform length."""
     time = x.shape[1]
     past, future = _kernel(parameters, time)
     kernel = F.pad(past, (time - 1, 0)) + F.pad(future.flip(-1), (0, time - 1))
@@ -211,60 +298,75 @@ def published_bidirectional(x: Tensor, *parameters: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum, n=size)[..., 2 * time - 2 : 3 * time - 2].mT.to(x.dtype)
 
 
-def _named(name: str, causal: bool, hidden: int = 8) -> str:
-    return name + ("" if hidden == 8 else f"-{hidden}") + ("" if causal else "-bi")
+def _attention_cases(settings: Settings) -> Iterator[BenchCase]:
+    """Yield the attention of three models with the library's backend and, on a GPU, with the naive one."""
+    on_gpu = settings.device.type == "cuda"
+    for model, size in _ATTENTION_MODELS.items():
+        config = preset(f"tcnca-{model}").model
+        batch, length = size if on_gpu else _CPU_ATTENTION_SIZE
+        assert config.attention is not None
+        chunk = min(config.attention.chunk_size or length, length if on_gpu else _CPU_CHUNK_SIZE)
+        attention = dataclasses.replace(config.attention, chunk_size=chunk)
+        sizes = {"model": model, "batch": batch, "length": length, "chunk_size": chunk}
+        # On a CPU the naive backend is what the library chooses.
+        for backend in ("auto", "naive") if on_gpu else ("auto",):
+            yield _attention_case(settings, attention, config.causal, backend, sizes)
 
 
-def _labeled(label: str, causal: bool, hidden: int = 8) -> str:
-    return label + ("" if hidden == 8 else f", N={hidden}") + (", causal" if causal else ", bidirectional")
+def _attention_case(
+    settings: Settings, config: AttentionConfig, causal: bool, backend: Any, sizes: Mapping[str, Any]
+) -> BenchCase:
+    batch, length, chunk = sizes["batch"], sizes["length"], sizes["chunk_size"]
+
+    def inputs(checking: bool) -> Inputs:
+        rows, time = (1, min(length, _CHECK_CHUNKS * chunk)) if checking else (batch, length)
+        kind: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device}
+        widths = (config.d_key, config.d_key, config.d_value)
+        q, k, v = (torch.randn(rows, time, width, **kind) for width in widths)
+        # The bias is a parameter, which stays in float32.
+        return Inputs((q, k, v, torch.randn(2 * chunk - 1, device=settings.device)))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        options: dict[str, Any] = {"chunk_size": chunk, "causal": causal, "activation": config.activation}
+        return chunked_attention(q, k, v, bias=bias, backend=backend, **options)[0]
+
+    naive = backend != "auto"
+    return function_case(
+        dtype=settings.dtype,
+        inputs=inputs,
+        run=run,
+        oracle=lambda *tensors: dense_attention(
+            *tensors, chunk_size=chunk, causal=causal, activation=config.activation
+        ),
+        name="attention-naive" if naive else "attention",
+        label="chunked attention, naive" if naive else "chunked attention",
+        description=f"chunks of {chunk}, d_key {config.d_key}, d_value {config.d_value}, {config.activation}, "
+        f"{'causal' if causal else 'bidirectional'}, {'naive' if naive else 'fastest'} backend",
+        sizes=sizes,
+        tokens=batch * length,
+        cost=_attention_cost(config, causal, batch * length, chunk, settings.dtype),
+    )
 
 
-def _sequence(case: Case) -> Tensor:
-    return torch.randn(case.batch, case.length, case.channels, dtype=case.dtype, device=case.device)
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool, activation: Any
+) -> Tensor:
+    """Compute attention between all tokens, with a mask that hides other chunks."""
+    position = torch.arange(q.shape[1], device=q.device)
+    chunk = position // chunk_size
+    mask = chunk == chunk.unsqueeze(1)
+    if causal:
+        mask = mask & (position <= position.unsqueeze(1))
+    return attend(q, k, v, activation=activation, bias=offset_bias(bias, position, position), mask=mask)
 
 
-def _tcn_inputs(case: Case) -> Inputs:
-    # So scaled, the output of every convolution is about as large as its input.
-    weight = torch.randn(case.depth, 1, case.channels, case.kernel_size, device=case.device) * case.kernel_size**-0.5
-    return Inputs((_sequence(case), weight.to(case.dtype)))
-
-
-def _channels_first(inputs: Inputs) -> Inputs:
-    x, weight = inputs.learned
-    return Inputs((x.mT.contiguous(), weight))
-
-
-def _bare_tcn(x: Tensor, weight: Tensor, case: Case, causal: bool, backend: str) -> Tensor:
-    bare: dict[str, Any] = {"activation": "none", "residual": False, "causal": causal, "backend": backend}
-    return tcn(x, weight, case.dilation_factor, **bare)[0]
-
-
-def _ema_inputs(case: Case, causal: bool, hidden: int) -> Inputs:
-    module = EMA(case.channels, EMAConfig(d_state=hidden), causal).to(case.device)
-    # Parameters stay in float32, as in training with half precision.
-    parameters = (part.detach() for part in (module.delta, module.alpha, module.beta, module.gamma))
-    return Inputs((_sequence(case), *parameters))
-
-
-def _with_kernel(inputs: Inputs) -> Inputs:
-    x, *parameters = inputs.learned
-    return Inputs((x,), (_kernel(parameters, x.shape[1]), *parameters))
-
-
-def _kernel(parameters: Sequence[Tensor], length: int) -> Tensor:
-    delta, alpha, beta, gamma = parameters
-    return ema_kernel(delta, alpha, beta, gamma, length)
-
-
-def _tcn_work(case: Case) -> dict[str, Work]:
-    products = 2 * case.kernel_size * case.depth * case.elements
-    tensor = case.elements * case.dtype.itemsize
-    # Backwards: input and gradient read, its gradient written; gradients of inputs and of weights.
-    return {"forward": Work(2 * tensor, products), "backward": Work(3 * tensor, 2 * products)}
-
-
-def _ema_work(case: Case, causal: bool, hidden: int) -> dict[str, Work]:
-    # By the recurrence: three multiplications and additions for each hidden state and token.
-    products = 2 * 3 * hidden * (1 if causal else 2) * case.elements
-    tensor = case.elements * case.dtype.itemsize
-    return {"forward": Work(2 * tensor, products), "backward": Work(3 * tensor, 2 * products)}
+def _attention_cost(
+    config: AttentionConfig, causal: bool, tokens: int, chunk: int, dtype: torch.dtype
+) -> dict[str, Cost]:
+    keys = (chunk + 1) / 2 if causal else chunk
+    size = tokens * 2 * (config.d_key + config.d_value) * dtype.itemsize
+    # Backward: the scores again, and the gradients of weights, values, queries and keys.
+    return {
+        "forward": Cost(size, 2 * tokens * keys * (config.d_key + config.d_value)),
+        "backward": Cost(2 * size, 2 * tokens * keys * (3 * config.d_key + 2 * config.d_value)),
+    }

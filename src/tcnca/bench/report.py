@@ -1,135 +1,469 @@
-"""What was measured, as numbers that can be kept: one JSON file a run."""
+"""Results as JSON files, ratios between candidates, and the tables of `tcnca bench`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tcnca.bench.timing import Times
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tcnca.bench.timing import Timing
 from tcnca.errors import DataError
-from tcnca.training.files import write_whole
-from tcnca.training.log import plain
+from tcnca.training.files import atomic_write, to_json
+
+Sizes = dict[str, int | str]
 
 GRAPH, EAGER = "graph", "eager"
+MODES = (GRAPH, EAGER)
+# The optimizer takes almost no time, and is part of the step.
+_TABLE_PHASES = ("inference", "forward", "backward", "step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of an entry."""
+    """The result of one `BenchCase`; fields of the same name are copied from it."""
 
     suite: str
-    """Of which benchmark it is."""
     name: str
-    """Of the contestant."""
     label: str
-    """Its name for people."""
-    about: str
-    """What it computes."""
-    sizes: dict[str, int | str]
-    """At which size."""
+    description: str
+    sizes: Sizes
     tokens: int
-    """Tokens of one run."""
+    tolerance: float
     status: str
     """`timed`, `wrong`, `failed`, `out of memory` or `not available`."""
     reason: str = ""
     """Why it was not timed, or not as a graph."""
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """Relative errors of output and gradients against float64."""
-    tolerance: float
-    """The greatest that is right."""
-    times: dict[str, dict[str, Times]] = dataclasses.field(default_factory=dict)
-    """For each part, how long it took: `eager`, and on a GPU `graph` where it could be captured."""
-    floor: dict[str, float] = dataclasses.field(default_factory=dict)
-    """For each part, the seconds that no program could do without."""
+    times: dict[str, dict[str, Timing]] = dataclasses.field(default_factory=dict)
+    """Times by phase and mode: `eager`, and on a GPU `graph` if it could be captured."""
+    roofline: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds that no program can beat, by phase."""
     peak_bytes: int | None = None
-    """The most memory of the GPU that a run held, its inputs and weights included."""
+    """Peak GPU memory of a run, including inputs and weights."""
 
-    def seconds(self, part: str, how: str | None = None) -> float | None:
-        """The median of a part; by default as the device sees it, or as called where that is all there is."""
-        times = self.times.get(part, {})
-        found = times.get(how) if how else times.get(GRAPH, times.get(EAGER))
+    def seconds(self, phase: str, mode: str | None = None) -> float | None:
+        """Return the median of a phase; by default of the graph if there is one."""
+        times = self.times.get(phase, {})
+        found = times.get(mode) if mode else times.get(GRAPH, times.get(EAGER))
         return None if found is None else found.median
 
-    def share(self, part: str) -> float | None:
-        """How near to its floor a part came: 1 is there."""
-        seconds, floor = self.seconds(part), self.floor.get(part)
-        return None if not seconds or floor is None else floor / seconds
+    def roofline_fraction(self, phase: str) -> float | None:
+        """Return the roofline time as a fraction of the measured one."""
+        seconds, bound = self.seconds(phase), self.roofline.get(phase)
+        return None if not seconds or bound is None else bound / seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with the shares and the tokens a second that follow from them."""
+        """Return JSON values, with derived roofline fractions and tokens per second."""
         values = dataclasses.asdict(self)
-        values["share_of_floor"] = {part: self.share(part) for part in self.times}
-        whole = self.seconds("step") or self.seconds("forward")
-        values["tokens_per_second"] = None if whole is None else self.tokens / whole
+        values["roofline_fraction"] = {phase: self.roofline_fraction(phase) for phase in self.times}
+        seconds = self.seconds("step") or self.seconds("forward")
+        values["tokens_per_second"] = None if seconds is None else self.tokens / seconds
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
-        """What `to_dict` has written."""
+        """Read what `to_dict` wrote."""
         names = {field.name for field in dataclasses.fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         known["times"] = {
-            part: {how: Times(**times) for how, times in ways.items()} for part, ways in known["times"].items()
+            phase: {mode: Timing(**timing) for mode, timing in modes.items()} for phase, modes in known["times"].items()
         }
         return cls(**known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """A run of one benchmark."""
+class Ratio:
+    """The time of one candidate divided by that of another, or another number with a goal."""
 
     suite: str
-    """Which one."""
-    hardware: dict[str, Any]
-    """What it was computed on."""
-    versions: dict[str, str]
-    """Of what it was computed with."""
-    commit: str | None
-    """Of the library's source."""
-    begun: str
-    """When, in UTC."""
-    command: str
-    """What makes it again."""
-    settings: dict[str, Any]
-    """Sizes, types and times."""
-    floors: dict[str, Any]
-    """What the machine can do at best, as measured."""
-    entries: list[Result]
-    """What became of each contestant at each size."""
-    ratios: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Who is how many times faster than whom, and other numbers to compare."""
-    stopped: bool = False
-    """Whether it ended before its end."""
+    title: str
+    sizes: Sizes
+    phase: str
+    mode: str
+    """`graph` or `eager`."""
+    value: float
+    unit: str = "×"
+    """`×`, `tokens/s` or `GB`."""
+    paper: float | None = None
+    """What the paper reports, on V100s."""
+    goal: float | None = None
+    """The goal on an H200."""
+    stretch: float | None = None
+    """The stretch goal on an H200."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "entries": [entry.to_dict() for entry in self.entries]}
+    def reached(self, goal: float | None) -> bool | None:
+        """Return whether the value reaches a goal; None if there is no goal."""
+        if goal is None:
+            return None
+        return self.value <= goal if self.unit == "GB" else self.value >= goal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run of one suite, with what is needed to repeat it."""
+
+    suite: str
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    commit: str | None
+    """Commit of the library's source."""
+    started: str
+    """Start time in UTC."""
+    command: str
+    settings: dict[str, Any]
+    roofline: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Measured peak rates of the machine."""
+    results: list[Result] = dataclasses.field(default_factory=list)
+    ratios: list[Ratio] = dataclasses.field(default_factory=list)
+    interrupted: bool = False
+    """Whether the run ended early."""
+
+    @property
+    def timed(self) -> list[Result]:
+        """The results of candidates that were timed."""
+        return [result for result in self.results if result.status == "timed"]
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Write a report, whole or not at all."""
-    values = report.to_dict()
-    values["entries"] = [plain(entry) for entry in values["entries"]]
-    write_whole(path, json.dumps(plain(values), indent=1) + "\n")
+    """Write a report atomically."""
+    values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
+    values["results"] = [result.to_dict() for result in report.results]
+    values["ratios"] = [dataclasses.asdict(ratio) for ratio in report.ratios]
+    atomic_write(path, to_json(values, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Report:
-    """The report in a file."""
+    """Read a report."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        entries = [Result.from_dict(entry) for entry in values.pop("entries")]
-        return Report(entries=entries, **values)
+        results = [Result.from_dict(result) for result in values.pop("results")]
+        ratios = [Ratio(**ratio) for ratio in values.pop("ratios")]
+        return Report(results=results, ratios=ratios, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: cannot be read as results of `tcnca bench` ({error!r}); make them anew") from error
+        raise DataError(f"{path}: expected results of `tcnca bench`, got {error!r}; run the benchmark again") from error
 
 
-def short_time(seconds: float | None) -> str:
-    """A time for people: 1.23 s, 12.3 ms or 45.6 µs."""
+# Ratios
+
+
+class Comparison(NamedTuple):
+    """Two candidates; the ratio is the time of `slow` divided by that of `fast`."""
+
+    suite: str
+    title: str
+    slow: str
+    fast: str
+    phases: tuple[str, ...] = ("forward", "backward")
+
+
+class Goal(NamedTuple):
+    """What the paper reports, and the goals on an H200, of one number."""
+
+    title: str
+    sizes: Sizes
+    phase: str
+    paper: float | None = None
+    goal: float | None = None
+    stretch: float | None = None
+
+
+KERNEL_SPEEDUP_PAPER = {8192: 1.51, 16_384: 1.25, 32_768: 1.23, 65_536: 1.20, 131_072: 1.25}
+"""The paper's speed-up from a cached EMA kernel, by length."""
+_PUBLISHED = "TCN over FFT-EMA as published, bidirectional"
+_CACHED = "FFT-EMA, cached kernel over kernel computed in the call"
+_SPEED, _MEMORY = "tokens per second in training", "peak memory of a training step"
+_LRA_TITLE = "TCNCA over MEGA-chunk by FFT"
+_LRA_PAPER = {"listops": 1.05, "text": 1.25, "retrieval": 1.18, "image": 1.24, "pathfinder": 1.25, "pathx": 1.73}
+_LRA_MEAN: Sizes = {"task": "mean of six"}
+
+
+def _comparisons() -> Iterator[Comparison]:
+    yield Comparison("ops", _PUBLISHED, "fft-ema-published-bi", "tcn-bi")
+    for direction, suffix in (("bidirectional", "-bi"), ("causal", "")):
+        for name, label in (("fft-ema", "FFT-EMA"), ("conv", "PyTorch's convolutions"), ("scan-ema", "scan-EMA")):
+            yield Comparison("ops", f"TCN over {label}, {direction}", name + suffix, f"tcn{suffix}")
+        slow, fast = f"fft-ema{suffix}", f"fft-ema-cached{suffix}"
+        yield Comparison("ops", f"{_CACHED}, {direction}", slow, fast, ("forward",))
+    yield Comparison("ops", "scan-EMA over FFT-EMA, causal, N=16", "fft-ema-16", "scan-ema-16")
+    yield Comparison("ops", "chunked attention over naive", "attention-naive", "attention")
+    ours, baselines = (
+        (("tcnca", "TCNCA"), ("tcnca-linear", "TCNCA-linear")),
+        (("mega-fft", "FFT"), ("mega-scan", "scan")),
+    )
+    for (fast, label), (slow, algorithm) in itertools.product(ours, baselines):
+        for suffix, ending in (("", ""), ("-compiled", ", compiled")):
+            title = f"{label} over MEGA by {algorithm}{ending}"
+            yield Comparison("layer", title, slow + suffix, fast + suffix)
+            yield Comparison("model", title, slow + suffix, fast + suffix, ("forward", "backward", "step"))
+        yield Comparison("lra", f"{label} over MEGA-chunk by {algorithm}", slow, fast, ("inference", "step"))
+
+
+def _goals() -> Iterator[Goal]:
+    long, short = 131_072, 8192
+    pairs: list[tuple[str, int, int, tuple[float, float], tuple[float, float]]] = [
+        # title, batch, length, goals and stretch goals of forward and backward
+        (_PUBLISHED, 1, long, (45, 35), (100, 60)),
+        (_PUBLISHED, 1, short, (25, 20), (60, 30)),
+        ("TCN over FFT-EMA, causal", 8, long, (10, 7), (25, 14)),
+        ("TCN over PyTorch's convolutions, causal", 8, long, (12, 12), (30, 25)),
+        ("scan-EMA over FFT-EMA, causal, N=16", 8, short, (3, 3), (8, 6)),
+        ("scan-EMA over FFT-EMA, causal, N=16", 8, long, (3, 3), (8, 6)),
+    ]
+    for title, batch, length, goals, stretches in pairs:
+        for phase, goal, stretch in zip(("forward", "backward"), goals, stretches, strict=True):
+            yield Goal(title, {"batch": batch, "length": length}, phase, None, goal, stretch)
+    yield Goal(_PUBLISHED, {"batch": 8, "length": long}, "forward", 7.07, 40, 100)
+    yield Goal(_PUBLISHED, {"batch": 8, "length": long}, "backward", 2.86, 25, 50)
+    for length, paper in KERNEL_SPEEDUP_PAPER.items():
+        yield Goal(f"{_CACHED}, bidirectional", {"batch": 1, "length": length}, "forward", paper)
+    model: Sizes = {"batch": 8, "length": 8192, "num_layers": 12}
+    for ending in ("", ", compiled"):
+        yield Goal(f"TCNCA over MEGA by FFT{ending}", model, "forward", 1.373, 1.3)
+        yield Goal(f"TCNCA over MEGA by FFT{ending}", model, "backward", 1.245, 1.3)
+        for label in ("TCNCA", "TCNCA-linear"):
+            yield Goal(f"{label}{ending}: {_SPEED}", model, "step", None, 800_000, 1_200_000)
+            yield Goal(f"{label}{ending}: {_MEMORY}", model, "step", None, 25, 15)
+    for task, paper in _LRA_PAPER.items():
+        yield Goal(_LRA_TITLE, {"task": task}, "inference", paper)
+    yield Goal(_LRA_TITLE, _LRA_MEAN, "inference", 1.28, 1.5, 2)
+
+
+COMPARISONS = tuple(_comparisons())
+_GOALS = tuple(_goals())
+
+
+def compute_ratios(results: Sequence[Result], *, goals: bool) -> list[Ratio]:
+    """Compare the candidates of one run.
+
+    Args:
+        results: results of one run.
+        goals: whether to add the goals and the paper's numbers, which are for GPUs.
+    """
+    timed = [result for result in results if result.status == "timed"]
+    ratios = [ratio for comparison in COMPARISONS for ratio in _compare(comparison, timed)]
+    ratios += [*_lra_means(ratios), *_speed_and_memory(timed)]
+    return [_with_goal(ratio) for ratio in ratios] if goals else ratios
+
+
+def _compare(comparison: Comparison, timed: Sequence[Result]) -> Iterator[Ratio]:
+    suite, title, *names, phases = comparison
+    slows, fasts = ([result for result in timed if (result.suite, result.name) == (suite, name)] for name in names)
+    for slow, fast in itertools.product(slows, fasts):
+        for phase, mode in itertools.product(phases, MODES) if slow.sizes == fast.sizes else ():
+            numerator, denominator = slow.seconds(phase, mode), fast.seconds(phase, mode)
+            if numerator and denominator:
+                value = numerator / denominator
+                yield Ratio(suite=suite, title=title, sizes=slow.sizes, phase=phase, mode=mode, value=value)
+
+
+def _lra_means(ratios: Sequence[Ratio]) -> Iterator[Ratio]:
+    """Yield the mean ratio over the Long-Range Arena tasks if all six were measured."""
+    groups: dict[tuple[str, str, str], list[Ratio]] = {}
+    for ratio in ratios:
+        if ratio.suite == "lra":
+            groups.setdefault((ratio.title, ratio.phase, ratio.mode), []).append(ratio)
+    for members in groups.values():
+        if len(members) == len(_LRA_PAPER):
+            mean = sum(ratio.value for ratio in members) / len(members)
+            yield dataclasses.replace(members[0], sizes=dict(_LRA_MEAN), value=mean)
+
+
+def lra_mean(report: Report, phase: str, mode: str) -> float | None:
+    """Return the mean speed-up of TCNCA over MEGA by FFT, if all six tasks were measured."""
+    wanted = (_LRA_TITLE, _LRA_MEAN, phase, mode)
+    found = (ratio for ratio in report.ratios if (ratio.title, ratio.sizes, ratio.phase, ratio.mode) == wanted)
+    return next((ratio.value for ratio in found), None)
+
+
+def _speed_and_memory(timed: Sequence[Result]) -> Iterator[Ratio]:
+    """Yield tokens per second and peak memory of training steps, which have their own goals."""
+    for result in timed:
+        if result.suite != "model":
+            continue
+        fields: dict[str, Any] = {"suite": "model", "sizes": result.sizes, "phase": "step"}
+        for mode in MODES:
+            if seconds := result.seconds("step", mode):
+                title, speed = f"{result.label}: {_SPEED}", result.tokens / seconds
+                yield Ratio(title=title, mode=mode, value=speed, unit="tokens/s", **fields)
+        if result.peak_bytes is not None:
+            title, memory = f"{result.label}: {_MEMORY}", result.peak_bytes / 1e9
+            yield Ratio(title=title, mode=EAGER, value=memory, unit="GB", **fields)
+
+
+def _with_goal(ratio: Ratio) -> Ratio:
+    for title, sizes, phase, paper, goal, stretch in _GOALS:
+        if (title, phase) == (ratio.title, ratio.phase) and sizes.items() <= ratio.sizes.items():
+            return dataclasses.replace(ratio, paper=paper, goal=goal, stretch=stretch)
+    return ratio
+
+
+# Tables
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a time as 1.23 s, 12.3 ms or 45.6 µs."""
     if seconds is None:
         return "–"
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def format_sizes(sizes: Mapping[str, int | str]) -> str:
+    """Format a size as batch 8, length 131072, f 20."""
+    return ", ".join(f"{'f' if name == 'dilation_factor' else name} {value}" for name, value in sizes.items())
+
+
+def distinct_sizes(results: Sequence[Result]) -> list[Sizes]:
+    """Return the sizes of some results, each once, in order."""
+    found: list[Sizes] = []
+    for result in results:
+        if result.sizes not in found:
+            found.append(result.sizes)
+    return found
+
+
+def failure_lines(results: Sequence[Result]) -> list[str]:
+    """Say why candidates were not timed, or not as a graph, with equal reasons at several sizes joined."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        if result.reason:
+            found.setdefault((result.label, result.status, result.reason), []).append(format_sizes(result.sizes))
+    return [
+        f"{label} ({sizes[0] if len(sizes) == 1 else f'at {len(sizes)} sizes'}): {status}; {reason}"
+        for (label, status, reason), sizes in found.items()
+    ]
+
+
+def result_tables(report: Report) -> list[Table]:
+    """Return one table for each size: medians, roofline fractions, memory and errors."""
+    return [
+        _result_table(sizes, [result for result in report.results if result.sizes == sizes])
+        for sizes in distinct_sizes(report.results)
+    ]
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    for index, column in enumerate(columns):
+        # All columns may wrap: otherwise a narrow terminal leaves no room for the names.
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _result_table(sizes: Sizes, results: Sequence[Result]) -> Table:
+    phases = [phase for phase in _TABLE_PHASES if any(phase in result.times for result in results)]
+    graphs = any(GRAPH in modes for result in results for modes in result.times.values())
+    modes = (EAGER, GRAPH) if graphs else (EAGER,)
+    memory = any(result.peak_bytes is not None for result in results)
+    times = [f"{phase}\n{mode}" if graphs else phase for phase in phases for mode in modes]
+    memory_column = ["peak\nmemory"] if memory else []
+    table = _new_table(format_sizes(sizes), "candidate", *times, "% of\nroofline", *memory_column, "error")
+    for result in results:
+        if result.status != "timed":
+            table.add_row(Text(result.label), Text(result.status, style="yellow"))
+            continue
+        cells = [_format_timing(result, phase, mode) for phase in phases for mode in modes]
+        cells.append(" / ".join(_format_percent(result.roofline_fraction(phase)) for phase in phases))
+        cells += [_format_bytes(result.peak_bytes)] if memory else []
+        table.add_row(Text(result.label), *cells, f"{max(result.errors.values(), default=0):.0e}")
+    return table
+
+
+def _format_timing(result: Result, phase: str, mode: str) -> str:
+    """Format a median, marked with ~ if the quartiles are more than half of it apart."""
+    timing = result.times.get(phase, {}).get(mode)
+    noisy = timing is not None and timing.q3 - timing.q1 > 0.5 * timing.median
+    return ("~" if noisy else "") + format_seconds(result.seconds(phase, mode))
+
+
+def _format_percent(fraction: float | None) -> str:
+    if fraction is None:
+        return "–"
+    return f"{100 * fraction:.2g}" if fraction < 1 else f"{100 * fraction:.0f}"
+
+
+def _format_bytes(count: int | None) -> str:
+    if count is None:
+        return "–"
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def ratio_table(ratios: Sequence[Ratio]) -> Table | None:
+    """Return a table of ratios with the paper's numbers and the goals; None if there are no ratios."""
+    groups: dict[tuple[str, str], list[Ratio]] = {}
+    for ratio in _table_ratios(ratios):
+        groups.setdefault((ratio.title, _short_sizes(ratio.sizes)), []).append(ratio)
+    if not groups:
+        return None
+    aims = ["paper"] if any(ratio.paper is not None for ratio in ratios) else []
+    aims += ["goal", "stretch"] if any(ratio.goal is not None for ratio in ratios) else []
+    modes = [mode for mode in MODES if any(ratio.mode == mode for ratio in ratios)]
+    headings = modes if len(modes) > 1 else ["measured"]
+    table = _new_table("Ratios", "comparison", "phase", *aims, *headings)
+    for (title, size), members in groups.items():
+        phases = list(dict.fromkeys(ratio.phase for ratio in members))
+        cells = [Text(_format_aims(members, phases, aim)) for aim in aims]
+        cells += [_format_values(members, phases, mode) for mode in modes]
+        table.add_row(Text(f"{title}, {size}"), Text(" / ".join(phases)), *cells)
+    return table
+
+
+def _table_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
+    """Of operators, choose the sizes with goals or the paper's numbers, and the longest of each batch size."""
+    longest: dict[tuple[str, Any], int] = {}
+    for ratio in ratios:
+        key = ratio.title, ratio.sizes.get("batch")
+        longest[key] = max(longest.get(key, 0), int(ratio.sizes.get("length", 0)))
+    with_goals = {format_sizes(ratio.sizes) for ratio in ratios if ratio.goal is not None}
+    return [
+        ratio
+        for ratio in ratios
+        if ratio.suite != "ops"
+        or ratio.paper is not None
+        or format_sizes(ratio.sizes) in with_goals
+        or int(ratio.sizes.get("length", 0)) == longest[ratio.title, ratio.sizes.get("batch")]
+    ]
+
+
+def _short_sizes(sizes: Mapping[str, int | str]) -> str:
+    """Format a size as 8 × 131072, or text, 32 × 4096."""
+    named = [str(sizes[name]) for name in ("task", "model") if name in sizes]
+    counted = " × ".join(str(sizes[name]) for name in ("batch", "length") if name in sizes)
+    return ", ".join([*named, *([counted] if counted else [])])
+
+
+def _format_aims(members: Sequence[Ratio], phases: Sequence[str], aim: str) -> str:
+    found = {ratio.phase: getattr(ratio, aim) for ratio in members}
+    if all(found[phase] is None for phase in phases):
+        return ""
+    return " / ".join("–" if found[phase] is None else _format_number(found[phase]) for phase in phases)
+
+
+def _format_values(members: Sequence[Ratio], phases: Sequence[str], mode: str) -> Text:
+    """Format the measured numbers, green where a goal is reached and red where it is missed."""
+    found = {ratio.phase: ratio for ratio in members if ratio.mode == mode}
+    text = Text()
+    for phase in phases:
+        text.append(" / " if text else "")
+        ratio = found.get(phase)
+        if ratio is None:
+            text.append("–")
+            continue
+        value = f"{ratio.value:.2f}" if ratio.value < 10 else f"{ratio.value:.1f}"
+        value = _format_number(round(ratio.value)) if ratio.unit == "tokens/s" else value
+        text.append(value, style={True: "green", False: "red", None: ""}[ratio.reached(ratio.goal)])
+    return text
+
+
+def _format_number(value: float) -> str:
+    """Format large numbers in thousands."""
+    return f"{value / 1e3:,.0f} k" if value >= 1e5 else f"{value:,.10g}"

@@ -1,4 +1,4 @@
-"""How long something takes: medians of many runs on a CPU, and on a GPU both as called and as a replayed graph."""
+"""Timing: medians of many runs, on a GPU both in eager mode and as replayed CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,190 +10,163 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from tcnca.bench.entry import Subject
 from tcnca.ops.driver import capture_graph
 
-Part = Callable[[], None]
-Parts = Mapping[str, Part]
+Phase = Callable[[], None]
+Phases = Mapping[str, Phase]
 
-_MOST = 1000
-"""Runs beyond which a median gains nothing."""
-_WARM = 3
-"""Runs on a GPU before any is timed, in which kernels are compiled and chosen."""
-_CACHES = 4
-"""How many times the last cache of a GPU is overwritten to be rid of what is in it."""
+_MAX_RUNS = 1000
+"""More runs do not improve a median."""
+_WARMUP_RUNS = 3
+"""Runs on a GPU before timing, in which kernels are compiled and selected."""
+_FLUSH_FACTOR = 4
+"""Size of the buffer that flushes the L2 cache of a GPU, as a multiple of that cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
-    """How long some runs took, in seconds."""
+class Timing:
+    """Median and quartiles of the time of a phase, in seconds."""
 
     median: float
-    """Half of them took longer."""
-    low: float
-    """A quarter of them took less."""
-    high: float
-    """A quarter of them took longer."""
+    """Median."""
+    q1: float
+    """First quartile."""
+    q3: float
+    """Third quartile."""
     runs: int
-    """How many there were."""
+    """Number of runs."""
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Timing:
+        """Summarize the times of several runs."""
+        q1, median, q3 = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+        return cls(median=median, q1=q1, q3=q3, runs=len(seconds))
 
 
-def times_of(seconds: list[float]) -> Times:
-    """Median and quartiles."""
-    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-    return Times(median=median, low=low, high=high, runs=len(seconds))
+class Timer:
+    """Times phases on one device.
 
-
-def parts_of(subject: Subject) -> list[Parts]:
-    """What to time of a subject: groups of parts that follow one another, each part using what the one before made."""
-    held: list[torch.Tensor] = []
-    groups: list[Parts] = []
-    if subject.infer is not None:
-        groups.append({"inference": lambda: _drop(subject.infer)})
-
-    def forward() -> None:
-        held[:] = [subject.run()]
-
-    def gradients() -> None:
-        output = held.pop()
-        torch.autograd.grad(output, subject.leaves, cotangent, allow_unused=True)
-
-    def backward() -> None:
-        held.pop().backward()
-
-    if subject.update is not None:
-        groups.append({"forward": forward, "backward": backward, "update": subject.update})
-    elif subject.leaves:
-        # Random, and made once: that of a sum would be a single number spread out, which some operators read faster.
-        cotangent = torch.randn_like(subject.run()).detach()
-        groups.append({"forward": forward, "backward": gradients})
-    else:
-        groups.append({"forward": forward})
-    return groups
-
-
-def _drop(function: Callable[[], torch.Tensor] | None) -> None:
-    if function is not None:
-        function()
-
-
-class Clock:
-    """Times parts on one device."""
+    Args:
+        device: device to time on.
+        seconds: time to spend on a group of phases.
+        repeat: minimum number of runs.
+    """
 
     def __init__(self, device: torch.device, seconds: float, repeat: int) -> None:
         self.device, self.seconds, self.repeat = device, seconds, repeat
-        self._flusher: torch.Tensor | None = None
-        if device.type == "cuda":
+        self._flush_buffer: torch.Tensor | None = None
+        if self.on_gpu:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flusher = torch.empty(_CACHES * cache, dtype=torch.uint8, device=device)
+            self._flush_buffer = torch.empty(_FLUSH_FACTOR * cache, dtype=torch.uint8, device=device)
 
     @property
-    def graphs(self) -> bool:
-        """Whether the device can replay graphs."""
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, which can replay graphs."""
         return self.device.type == "cuda"
 
-    def eager(self, parts: Parts, isolated: bool) -> dict[str, Times]:
-        """As a caller sees it who starts each part by itself: on a GPU with the time that launching takes."""
-        for _ in range(_WARM if self.graphs else 1):
-            _run(parts)
-        return self._timed(parts, isolated, wait=True)
+    def eager(self, phases: Phases, isolated: bool) -> dict[str, Timing]:
+        """Time each phase as a caller sees it: on a GPU including the time of kernel launches."""
+        for _ in range(_WARMUP_RUNS if self.on_gpu else 1):
+            _run(phases)
+        return self._time(phases, isolated, eager=True)
 
-    def graph(self, parts: Parts, isolated: bool) -> dict[str, Times]:
-        """As the device sees it: each part captured once and replayed, so that launching costs next to nothing."""
-        return self._timed(captured(parts), isolated, wait=False)
+    def graph(self, phases: Phases, isolated: bool) -> dict[str, Timing]:
+        """Time each phase as the device sees it: captured once and replayed, so that launches cost almost nothing."""
+        return self._time(capture_phases(phases), isolated, eager=False)
 
-    def peak(self, parts: Parts, before: int) -> int | None:
-        """The most memory that a run held, above what was held `before` the contestant was made; None on a CPU."""
-        if not self.graphs:
+    def peak_memory(self, phases: Phases, before: int) -> int | None:
+        """Return the peak memory of a run above the `before` bytes allocated earlier; None on a CPU."""
+        if not self.on_gpu:
             return None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        _run(parts)
+        _run(phases)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def held(self) -> int:
-        """Memory held by tensors on the device; 0 on a CPU."""
-        return torch.cuda.memory_allocated() if self.graphs else 0
+    def allocated(self) -> int:
+        """Return the bytes allocated on the GPU; 0 on a CPU."""
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
 
-    def tidy(self) -> None:
-        """Let go of all that the last contestant has left on a GPU."""
-        if self.graphs:
+    def free_memory(self) -> None:
+        """Free what the last candidate left on a GPU."""
+        if self.on_gpu:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _timed(self, parts: Parts, isolated: bool, wait: bool) -> dict[str, Times]:
-        round_ = self._round_on_gpu if self.graphs else _round_on_cpu
-        first = round_(parts, isolated, wait, 1)
+    def _time(self, phases: Phases, isolated: bool, eager: bool) -> dict[str, Timing]:
+        measure = self._runs_on_gpu if self.on_gpu else _runs_on_cpu
+        first = measure(phases, isolated, eager, 1)
         spent = sum(seconds[0] for seconds in first.values())
-        runs = max(self.repeat, min(_MOST, int(self.seconds / max(spent, 1e-9))))
-        others = round_(parts, isolated, wait, runs - 1)
-        return {name: times_of(seconds + others[name]) for name, seconds in first.items()}
+        runs = max(self.repeat, min(_MAX_RUNS, int(self.seconds / max(spent, 1e-9))))
+        others = measure(phases, isolated, eager, runs - 1)
+        return {name: Timing.of(seconds + others[name]) for name, seconds in first.items()}
 
-    def _round_on_gpu(self, parts: Parts, isolated: bool, wait: bool, runs: int) -> dict[str, list[float]]:
-        marks = []
+    def _runs_on_gpu(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
+        events = []
         for _ in range(runs):
-            marks.append(list(self._marked(parts, isolated, wait)))
-            if isolated or not wait:
-                # Replays are launched far faster than they run, and the queue of launches has an end.
+            events.append(self._run_between_events(phases, isolated, eager))
+            if isolated or not eager:
+                # Replays are launched much faster than they run, and the launch queue is bounded.
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
         found = {
-            name: [run[place][0].elapsed_time(run[place][1]) * 1e-3 for run in marks]
-            for place, name in enumerate(parts)
+            name: [run[index][0].elapsed_time(run[index][1]) * 1e-3 for run in events]
+            for index, name in enumerate(phases)
         }
-        if len(parts) > 1 and not isolated:
-            found["step"] = [run[0][0].elapsed_time(run[-1][1]) * 1e-3 for run in marks]
+        if len(phases) > 1 and not isolated:
+            found["step"] = [run[0][0].elapsed_time(run[-1][1]) * 1e-3 for run in events]
         return found
 
-    def _marked(self, parts: Parts, isolated: bool, wait: bool) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        """Run all parts once, each between two events."""
-        marks = []
-        for part in parts.values():
-            if isolated and self._flusher is not None:
-                self._flusher.zero_()
-                if wait:
+    def _run_between_events(
+        self, phases: Phases, isolated: bool, eager: bool
+    ) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = []
+        for phase in phases.values():
+            if isolated and self._flush_buffer is not None:
+                self._flush_buffer.zero_()
+                if eager:
                     torch.cuda.synchronize()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            part()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            phase()
             end.record()
-            marks.append((begin, end))
-        return marks
+            events.append((start, end))
+        return events
 
 
-def captured(parts: Parts) -> dict[str, Part]:
-    """The parts as CUDA graphs, to be replayed in their order."""
+def capture_phases(phases: Phases) -> dict[str, Phase]:
+    """Capture each phase as a CUDA graph and return the replays, to be called in the same order."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(_WARM):
-            _run(parts)
+        for _ in range(_WARMUP_RUNS):
+            _run(phases)
     torch.cuda.synchronize()
-    # Memory cannot be given back while a graph is captured, and each stream keeps what it once had.
+    # Memory cannot be freed during capture, and each stream caches its own.
     torch.cuda.empty_cache()
-    # One pool for all: what the forward pass keeps is where the backward pass looks for it.
+    # One pool for all graphs: the backward pass reads what the forward pass saved.
     pool = torch.cuda.graph_pool_handle()
-    replays: dict[str, Part] = {}
-    for name, part in parts.items():
+    replays: dict[str, Phase] = {}
+    for name, phase in phases.items():
         with capture_graph(stream, pool) as graph:
-            part()
+            phase()
         replays[name] = graph.replay
     return replays
 
 
-def _run(parts: Parts) -> None:
-    for part in parts.values():
-        part()
+def _run(phases: Phases) -> None:
+    for phase in phases.values():
+        phase()
 
 
-def _round_on_cpu(parts: Parts, isolated: bool, wait: bool, runs: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in parts}
+def _runs_on_cpu(phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in phases}
     for _ in range(runs):
-        for name, part in parts.items():
-            begun = time.perf_counter()
-            part()
-            found[name].append(time.perf_counter() - begun)
-    if len(parts) > 1 and not isolated:
+        for name, phase in phases.items():
+            start = time.perf_counter()
+            phase()
+            found[name].append(time.perf_counter() - start)
+    if len(phases) > 1 and not isolated:
         found["step"] = [sum(run) for run in zip(*found.values(), strict=True)]
     return found

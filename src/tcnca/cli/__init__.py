@@ -1,46 +1,82 @@
-"""The command line: one table of subcommands, each in a file of its own."""
+"""The command line: one table of subcommands, whose modules are imported when they run.
+
+No module in `tcnca.cli` imports PyTorch, or a package of tcnca that does, at module level: help, the version and
+mistakes in arguments are answered at once. Commands import what they need inside their functions.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from tcnca.cli.bench import app as bench_app
-from tcnca.cli.data import app as data_app
-from tcnca.cli.demo import demo
-from tcnca.cli.models import models
-from tcnca.cli.recipes import recipes
-from tcnca.cli.sweep import sweep
-from tcnca.cli.train import eval_, train
 from tcnca.version import __version__
+
+# Name of the command: where it is, a function or a group of commands, and its line in `tcnca --help`.
+COMMANDS = {
+    "demo": ("tcnca.cli.demo:demo", "Train a small model on associative recall, and ask it."),
+    "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
+    "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
+    "train": ("tcnca.cli.train:train", "Train a model by a recipe."),
+    "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of some values."),
+    "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
+    "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
+    "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
+}
+# Unknown options reach these commands, which answer `--lr 1e-3` with `lr=1e-3`.
+_KEY_VALUE_COMMANDS = ("train", "sweep")
+_HELP = "TCNCA and related models for very long sequences."
+
+
+class _LazyCommand(TyperCommand):
+    """Stands for a command in `tcnca --help`, and imports it when it runs."""
+
+    def __init__(self, name: str, target: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self.target = target
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.load().make_context(info_name, args, parent, **extra)
+
+    def load(self) -> Any:
+        module, _, attribute = self.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_group(command)
+        single = typer.Typer(add_completion=False)
+        settings = {"ignore_unknown_options": self.name in _KEY_VALUE_COMMANDS}
+        single.command(self.name, context_settings=settings)(command)
+        return typer.main.get_command(single)
+
+
+class _LazyGroup(TyperGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: _LazyCommand(name, *entry) for name, entry in COMMANDS.items()}
+
 
 app = typer.Typer(
     name="tcnca",
-    help="TCNCA and its relatives: models for very long sequences.",
+    cls=_LazyGroup,
+    help=_HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"tcnca {__version__}")
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_HELP)
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """TCNCA and its relatives: models for very long sequences."""
-
-
-for command in (demo, models, recipes, train, sweep):
-    app.command()(command)
-app.command("eval")(eval_)
-app.add_typer(data_app)
-app.add_typer(bench_app)
+    """Parse the options of `tcnca` itself."""

@@ -1,10 +1,11 @@
-"""`tcnca data`: prepare, list and show sets."""
+"""`tcnca data`: prepare, list and show data sets."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,87 +14,71 @@ from rich.markup import escape
 from rich.table import Table
 
 from tcnca.cli.reporting import Watcher, explained, say
-from tcnca.data import CustomOptions, Dataset, Entry, data_folder, entries, entry, summarize_data
-from tcnca.data import prepare as prepare_set
-from tcnca.data.columns import count
-from tcnca.data.datasets import known
-from tcnca.data.load import example_set
-from tcnca.data.schema import SPLITS, Kind
-from tcnca.data.show import save_pictures, shown
-from tcnca.data.store import MANIFEST, read_manifest
 from tcnca.errors import TcncaError
-from tcnca.training.processes import cores
+
+if TYPE_CHECKING:
+    from tcnca.data import Dataset
 
 app = typer.Typer(
     name="data", help="Data sets: EnWik8, Long-Range Arena, associative recall, and your own.", no_args_is_help=True
 )
 
 _Folder = Annotated[
-    Path | None, typer.Option("--data", help="Folder with prepared sets. (default: $TCNCA_DATA, or else data)")
+    Path | None, typer.Option("--data", help="Folder of prepared data sets. (default: $TCNCA_DATA, or else data)")
 ]
 
 
 @app.command()
 def prepare(
-    name: Annotated[str, typer.Argument(help="A set that `tcnca data list` shows, or a name for data of your own.")],
+    name: Annotated[str, typer.Argument(help="A data set of `tcnca data list`, or a name for your own data.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder that gets the set. (default: $TCNCA_DATA, or else data)")
+        Path | None, typer.Option(help="Folder for the data set. (default: $TCNCA_DATA, or else data)")
     ] = None,
     origin: Annotated[
-        Path | None, typer.Option("--from", help="File or folder to read, instead of fetching from the public source.")
+        Path | None, typer.Option("--from", help="File or folder to read, instead of downloading the public files.")
     ] = None,
     size: Annotated[
         int | None,
         typer.Option(min=1, help="Training examples (EnWik8: bytes), other splits in proportion. (default: published)"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of a set that is made, or of how your own data is split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a generated data set, or of the splits of your own data.")] = 0,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that make a set; it does not depend on them. (default: all)")
+        int | None,
+        typer.Option(min=1, help="Processes for generating; the result does not depend on it. (default: all)"),
     ] = None,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Accept files that are not the published ones.")
+        bool, typer.Option("--unverified", help="Accept files that differ from the published ones.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Prepare again what is there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Prepare again even if it is already prepared.")] = False,
     kind: Annotated[
         str | None,
-        typer.Option(
-            help="Your own data: language, classification, pairs, regression or forecast. (default: found out)"
-        ),
+        typer.Option(help="Your data: language, classification, pairs, regression or forecast. (default: inferred)"),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Your own table: column with the (first) text.")] = None,
-    second: Annotated[str | None, typer.Option(help="Your own table: column with the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Your own table: column with the class.")] = None,
-    split: Annotated[str | None, typer.Option(help="Your own table: column that says train, validation, test.")] = None,
-    values: Annotated[str | None, typer.Option(help="Your own .npz: array with the sequences.")] = None,
-    labels: Annotated[str | None, typer.Option(help="Your own .npz: array with the classes.")] = None,
-    targets: Annotated[str | None, typer.Option(help="Your own .npz: array with the numbers to predict.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Your own .npz: array with the lengths.")] = None,
-    validation: Annotated[float, typer.Option(help="Your own data: share to validate on, if not given.")] = 0.05,
-    test: Annotated[float, typer.Option(help="Your own data: share to test on, if not given.")] = 0.05,
+    text: Annotated[str | None, typer.Option(help="Your table: column of the (first) text.")] = None,
+    second: Annotated[str | None, typer.Option(help="Your table: column of the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Your table: column of the class.")] = None,
+    split: Annotated[str | None, typer.Option(help="Your table: column with train, validation or test.")] = None,
+    values: Annotated[str | None, typer.Option(help="Your .npz: array of the sequences.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Your .npz: array of the classes.")] = None,
+    targets: Annotated[str | None, typer.Option(help="Your .npz: array of the values to predict.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Your .npz: array of the lengths.")] = None,
+    validation: Annotated[float, typer.Option(help="Your data: fraction for validation, if not given.")] = 0.05,
+    test: Annotated[float, typer.Option(help="Your data: fraction for testing, if not given.")] = 0.05,
 ) -> None:
-    """Fetch, read or make a set, check it, and store it so that training maps it into memory.
+    """Download, read or generate a data set, check it, and store it for training.
 
-    `tcnca data prepare listops`, `tcnca data prepare text --from aclImdb_v1.tar.gz`, or with data of your own
+    `tcnca data prepare listops`, `tcnca data prepare text --from aclImdb_v1.tar.gz`, or for your own data
     `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
     """
+    options = locals()
     console = Console(emoji=False, highlight=False)
-    workers = workers or cores()
-    with explained("stopped; the same command goes on from here"), Watcher(console) as watcher:
-        own = CustomOptions(
-            kind=cast(Kind | None, kind),
-            text=text,
-            second=second,
-            label=label,
-            split=split,
-            values=values,
-            labels=labels,
-            targets=targets,
-            lengths=lengths,
-            validation=validation,
-            test=test,
-            seed=seed,
-        )
-        prepared = prepare_set(
+    with explained("stopped; the same command continues from here"), Watcher(console) as watcher:
+        from tcnca.data import CustomOptions, prepare_dataset
+        from tcnca.training.distributed import available_cores
+
+        workers = workers or available_cores()
+        custom = CustomOptions(**{field.name: options[field.name] for field in dataclasses.fields(CustomOptions)})
+        prepared = prepare_dataset(
             name,
             out,
             origin=origin,
@@ -102,90 +87,86 @@ def prepare(
             workers=workers,
             unverified=unverified,
             force=force,
-            custom=own,
-            watch=watcher,
+            custom=custom,
+            progress=watcher,
         )
     if not prepared.new:
-        say(console, f"{prepared.folder} is there already; --force prepares it again")
-    making = f"making {prepared.data.name}"
-    done, seconds = watcher.amount(making)
+        say(console, f"{prepared.folder} is already prepared; --force prepares it again")
+    done, seconds = watcher.amount(f"generating {prepared.data.name}")
     if done:
-        rate = f"{done / max(seconds, 1e-9):,.0f} a second"
-        say(console, f"made {done:,} examples in {seconds:.1f} s, {rate}, workers: {workers}")
+        rate = f"{done / max(seconds, 1e-9):,.0f} per second"
+        say(console, f"generated {done:,} examples in {seconds:.1f} s, {rate}, workers: {workers}")
     _print_summary(console, prepared.data)
     say(console, f"ready in {prepared.folder}")
 
 
 @app.command("list")
-def list_sets(
+def list_command(
     folder: _Folder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the sets: what they are, how large, where they come from, and which are prepared."""
+    """List the data sets: description, size, source, and which are prepared."""
+    from tcnca.data import data_folder
+    from tcnca.data.schema import SPLITS
+
     folder = folder or data_folder()
-    rows = [*(_known_row(known_set, folder) for known_set in entries()), *_other_rows(folder)]
+    rows = _rows(folder)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     console = Console(emoji=False, highlight=False)
-    say(console, f"Prepared sets are in {folder}. Sizes: train / validation / test.\n")
-    about = ("", "")
+    say(console, f"Prepared data sets are in {folder}. Sizes: train / validation / test.\n")
+    last = ("", "")
     for row in rows:
         sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
         state = _COLORS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
         disk = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
         console.print(f"[bold]{escape(row['name']):<16}[/]{sizes:>36}{disk:>12}   {state}", soft_wrap=True)
-        # Said once for sets that differ in their numbers only.
-        if (row["about"], row["source"]) != about:
-            console.print(f"  [dim]{escape(row['about'])}; {escape(row['source'])}[/]", soft_wrap=True)
-        about = (row["about"], row["source"])
-    say(console, "\nrecall-LENGTH-VOCABULARY can have any even length and an even vocabulary from 4 to 256.")
+        # Print the description once for data sets that differ only in their sizes.
+        if (row["description"], row["source"]) != last:
+            console.print(f"  [dim]{escape(row['description'])}; {escape(row['source'])}[/]", soft_wrap=True)
+        last = (row["description"], row["source"])
+    say(console, "\nrecall-LENGTH-VOCAB_SIZE accepts any even length and an even vocabulary size from 4 to 256.")
 
 
-_CLASSES = 20
+_MAX_CLASSES = 20
 _COLORS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[/]"}
 
 
-def _known_row(known_set: Entry, folder: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": known_set.name,
-        "about": known_set.about,
-        "sizes": dict(known_set.sizes),
-        "bytes": known_set.disk,
-        "source": known_set.source,
-        "prepared": _state(folder / known_set.name),
-    }
-    return {**row, **_found(folder / known_set.name)} if row["prepared"].startswith("yes") else row
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """Describe the data sets of the registry and all others that are prepared."""
+    from tcnca.data import list_datasets
+    from tcnca.data.store import MANIFEST
+
+    names = [spec.name for spec in list_datasets()]
+    names += [path.parent.name for path in sorted(folder.glob(f"*/{MANIFEST}")) if path.parent.name not in names]
+    return [_row(name, folder / name) for name in names]
 
 
-def _found(folder: Path) -> dict[str, Any]:
-    """What a set that is prepared really holds."""
-    data = Dataset.open(folder)
-    return {
-        "sizes": {split: count(columns) for split, columns in data.splits.items()},
-        "bytes": sum(file["bytes"] for file in data.manifest["files"].values()),
-    }
+def _row(name: str, folder: Path) -> dict[str, Any]:
+    from tcnca.data import Dataset, get_dataset
+    from tcnca.data.datasets import is_dataset
+    from tcnca.data.schema import num_examples
 
-
-def _other_rows(folder: Path) -> list[dict[str, Any]]:
-    """Sets of your own, and known ones that are prepared with other parameters than those listed anyway."""
-    rows, listed = [], {known_set.name for known_set in entries()}
-    for path in sorted(folder.glob(f"*/{MANIFEST}")):
-        own = path.parent
-        if own.name in listed:
-            continue
-        if known(own.name):
-            rows.append(_known_row(entry(own.name), folder))
-            continue
-        row = {"name": own.name, "about": "your own", "sizes": {}, "bytes": 0, "source": "", "prepared": _state(own)}
-        if row["prepared"] != "damaged":
-            manifest = read_manifest(own)
-            row |= {"about": f"your own: {manifest['kind']}", "source": manifest["origin"], **_found(own)}
-        rows.append(row)
-    return rows
+    row: dict[str, Any] = {"name": name, "description": "your own", "sizes": {}, "bytes": 0, "source": ""}
+    if is_dataset(name):
+        spec = get_dataset(name)
+        row |= {"description": spec.description, "sizes": dict(spec.sizes), "bytes": spec.disk_bytes}
+        row["source"] = spec.source
+    row["prepared"] = _state(folder)
+    if row["prepared"].startswith("yes"):
+        data = Dataset.open(folder)
+        row["sizes"] = {split: num_examples(columns) for split, columns in data.splits.items()}
+        row["bytes"] = sum(file["bytes"] for file in data.manifest["files"].values())
+        if not is_dataset(name):
+            row |= {"description": f"your own: {data.manifest['kind']}", "source": data.manifest["origin"]}
+    return row
 
 
 def _state(folder: Path) -> str:
+    from tcnca.data import Dataset
+    from tcnca.data.store import MANIFEST
+
     if not (folder / MANIFEST).exists():
         return "begun" if folder.with_name(f".{folder.name}.shards").exists() else "no"
     try:
@@ -194,58 +175,69 @@ def _state(folder: Path) -> str:
         return "damaged"
     if manifest["request"].get("size") is not None:
         return "yes, another size"
-    return "yes" if manifest["verified"] or "set" not in manifest else "yes, unverified"
+    return "yes" if manifest["verified"] or "dataset" not in manifest else "yes, unverified"
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A prepared set, or one that is made.")],
+    name: Annotated[str, typer.Argument(help="A prepared or generated data set.")],
     folder: _Folder = None,
-    split: Annotated[str, typer.Option(help="Which split.")] = "train",
-    index: Annotated[int, typer.Option(help="The first example to show; for a language model, the byte.")] = 0,
-    number: Annotated[int, typer.Option("--count", min=1, help="How many examples.")] = 3,
-    whole: Annotated[bool, typer.Option("--whole", help="Show long texts to their end.")] = False,
+    split: Annotated[str, typer.Option(help="Split.")] = "train",
+    index: Annotated[int, typer.Option(help="First example to show; for a language model, first byte.")] = 0,
+    number: Annotated[int, typer.Option("--count", min=1, help="Number of examples.")] = 3,
+    full: Annotated[bool, typer.Option("--full", help="Do not truncate long texts.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="File for the pictures. (default: NAME-SPLIT.png)", show_default=False)
+        Path | None, typer.Option(help="File for images. (default: NAME-SPLIT.png)", show_default=False)
     ] = None,
 ) -> None:
-    """Show examples: text with its label, expressions with their value, pictures in the terminal and in a file."""
+    """Show examples: text with its label, expressions with their value, images in the terminal and in a file."""
     console = Console(emoji=False, highlight=False)
     with explained():
-        data = example_set(name, folder or data_folder(), split, max(index + number, 1))
-        last = index + 1 if data.manifest["kind"] == "language" else min(index + number, count(data.columns(split)))
-        examples = [shown(data, split, place, console.width, whole) for place in range(index, max(last, index + 1))]
+        from tcnca.data import data_folder
+        from tcnca.data.load import load_examples
+        from tcnca.data.schema import num_examples
+        from tcnca.data.show import render_example, save_images
+
+        data = load_examples(name, folder or data_folder(), split, max(index + number, 1))
+        total = num_examples(data.columns(split))
+        last = index + 1 if data.manifest["kind"] == "language" else min(index + number, total)
+        examples = [render_example(data, split, i, console.width, full) for i in range(index, max(last, index + 1))]
         for example in examples:
             console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
             say(console, f"{example.body}\n")
-        if any(example.picture is not None for example in examples):
+        if any(example.image is not None for example in examples):
             path = picture or Path(f"{data.name}-{split}.png")
-            save_pictures(path, examples)
-            say(console, f"pictures are in {path}")
+            save_images(path, examples)
+            say(console, f"images are in {path}")
         elif picture is not None:
-            say(console, f"{data.name} has no pictures")
+            say(console, f"{data.name} has no images")
 
 
 def _print_summary(console: Console, data: Dataset) -> None:
-    facts = data.manifest
-    checked = "the published set, verified" if facts["verified"] else "not verified"
-    checked = "a part of the published set" if facts["part"] else checked
-    made = "made here" if "generator" in facts else checked
-    language = facts["kind"] == "language"
-    own = f"{data.name}: {facts['kind']}, from {facts['origin']}"
-    title = f"{facts['title']}: {made}" if "set" in facts else own
+    from tcnca.data import summarize_data
+
+    manifest = data.manifest
+    if "dataset" not in manifest:
+        title = f"{data.name}: {manifest['kind']}, from {manifest['origin']}"
+    elif "generator" in manifest:
+        title = f"{manifest['title']}: generated"
+    elif manifest["part"]:
+        title = f"{manifest['title']}: a part of the published data set"
+    else:
+        title = f"{manifest['title']}: {'the published data set, verified' if manifest['verified'] else 'not verified'}"
+    language = manifest["kind"] == "language"
     table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("split", no_wrap=True)
     for column in ("bytes", "symbols") if language else ("examples", "shortest", "mean", "longest", "symbols"):
         table.add_column(column, justify="right", no_wrap=True)
     summaries = summarize_data(data)
-    for split, numbers in summaries.items():
-        lengths = f"{numbers.shortest:,}", f"{numbers.mean:,.1f}", f"{numbers.longest:,}"
-        symbols = "–" if numbers.symbols is None else str(numbers.symbols)
-        table.add_row(split, f"{numbers.examples:,}", *(() if language else lengths), symbols)
+    for split, summary in summaries.items():
+        lengths = f"{summary.shortest:,}", f"{summary.mean:,.1f}", f"{summary.longest:,}"
+        symbols = "–" if summary.symbols is None else str(summary.symbols)
+        table.add_row(split, f"{summary.examples:,}", *(() if language else lengths), symbols)
     console.print(table)
-    for split, numbers in summaries.items():
-        classes = [f"{name} {number:,}" for name, number in numbers.classes.items()]
+    for split, summary in summaries.items():
+        classes = [f"{name} {count:,}" for name, count in summary.class_counts.items()]
         if classes:
-            more = f" and {len(classes) - _CLASSES} more" if len(classes) > _CLASSES else ""
-            console.print(f"{split}: {', '.join(classes[:_CLASSES])}{more}", markup=False)
+            more = f" and {len(classes) - _MAX_CLASSES} more" if len(classes) > _MAX_CLASSES else ""
+            console.print(f"{split}: {', '.join(classes[:_MAX_CLASSES])}{more}", markup=False)

@@ -1,11 +1,12 @@
-"""How commands speak: errors without a traceback, and a bar for what takes long."""
+"""What commands share: errors without a traceback, arguments, and progress bars."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import typer
 from rich.console import Console
@@ -13,8 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from tcnca.errors import ConfigError, TcncaError
 
-_SILENCE = 30.0
-"""Seconds after which one who has no terminal wants to hear something."""
+_LINE_SECONDS = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 @contextlib.contextmanager
@@ -31,16 +32,32 @@ def explained(interrupted: str = "stopped") -> Iterator[None]:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a text as it is: no wrapping, and nothing in it is markup."""
+    """Print a text as it is, without wrapping or markup."""
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def seconds_of(name: str, text: str) -> float:
-    """A time that was given as 90s, 20m or 2h, in seconds."""
+def parse_duration(name: str, text: str) -> float:
+    """Return the seconds of a time such as 90s, 20m or 2h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if not found or not float(found[1]):
-        raise ConfigError(f"{name}: got {text!r}, allowed are times such as 90s, 20m or 2h")
+        raise ConfigError(f"{name}: expected a time such as 90s, 20m or 2h, got {text!r}")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
+    """Raise a ConfigError that suggests `lr=1e-3` if `--lr 1e-3` was given, or the option that was misspelled."""
+    for place, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        option, equals, value = word.partition("=")
+        key = option.lstrip("-").replace("-", "_")
+        following = words[place + 1] if place + 1 < len(words) else ""
+        value = value if equals else following if following and "=" not in following else "VALUE"
+        close = difflib.get_close_matches(option, options, 1, 0.75)
+        suggestion = close[0] if close else f"{key}={value}"
+        raise ConfigError(
+            f"{option}: did you mean {suggestion}? Keys of a recipe are given as key=value, without dashes"
+        )
 
 
 class Watcher:
@@ -52,7 +69,7 @@ class Watcher:
         self.first: dict[str, int] = {}
         self.last: dict[str, tuple[int, float]] = {}
         self._bars: dict[str, TaskID] = {}
-        self._said = 0.0
+        self._printed = 0.0
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -69,22 +86,22 @@ class Watcher:
         self._progress.stop()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Take note that `done` of `total` is done."""
+        """Show that `done` of `total` is done."""
         now = time.perf_counter()
         if what not in self._bars:
             self._bars[what] = self._progress.add_task(what, total=total)
             self.started[what], self.first[what] = now, done
             if not self.console.is_terminal:
                 say(self.console, f"{what} …")
-            self._said = now
-        if not self.console.is_terminal and total and now - self._said > _SILENCE:
+            self._printed = now
+        if not self.console.is_terminal and total and now - self._printed > _LINE_SECONDS:
             say(self.console, f"{what}: {done:,} of {total:,}")
-            self._said = now
+            self._printed = now
         self._progress.update(self._bars[what], completed=done, total=total)
         self.last[what] = done, now
 
     def amount(self, what: str) -> tuple[int, float]:
-        """How much of something was done, and in how many seconds."""
+        """Return how much of something was done, and in how many seconds."""
         if what not in self.last:
             return 0, 0.0
         done, now = self.last[what]

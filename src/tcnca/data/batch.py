@@ -1,4 +1,4 @@
-"""Batches: what a model reads, what it should say, and how much of it is real."""
+"""Batches: model inputs, targets, and the number of valid time steps."""
 
 from __future__ import annotations
 
@@ -11,72 +11,67 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnca.data.columns import Column, Ragged
+from tcnca.data.schema import Column, Ragged
 
 IGNORE = -100
-"""A class or token that does not count, as in `torch.nn.functional.cross_entropy`. Numbers that do not are NaN."""
+"""A class or token that is not counted, as in `torch.nn.functional.cross_entropy`. Ignored real values are NaN."""
 
-
-_NARROWEST = 64
-"""Below this, rows cost next to nothing, so one length serves all."""
+_MIN_BUCKET = 64
+"""Shorter rows cost almost nothing, so they are all padded to this length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some examples, padded on the right to the max_length of them."""
+    """Examples padded on the right to the longest of them."""
 
     inputs: Tensor
-    """Tokens, int64 `[rows, time]`, or numbers, float32 `[rows, time, features]`."""
+    """Tokens, int64 `[rows, time]`, or raw values, float32 `[rows, time, features]`, which the model normalizes."""
     targets: Tensor
-    """Classes, int64 `[rows]`; next tokens, int64 `[rows, time]`; or numbers, float32 `[rows, outputs]` or
-    `[rows, time, outputs]`. Those that do not count are `IGNORE` or NaN."""
+    """Classes, int64 `[rows]`; next tokens, int64 `[rows, time]`; or raw values, float32 `[rows, outputs]` or
+    `[rows, time, outputs]`. Positions that are not counted are `IGNORE` or NaN."""
     lengths: Tensor | None = None
-    """Real time steps of each row, int64 `[rows]`; None if all are real."""
+    """Valid time steps of each row, int64 `[rows]`; None if all are valid."""
     second: Tensor | None = None
     """The second sequence of each pair."""
     second_lengths: Tensor | None = None
-    """Its real time steps."""
+    """Valid time steps of the second sequences."""
     continues: bool = False
-    """Whether the rows go on where those of the batch before ended, so that its state is to be carry_state on."""
+    """Whether the rows continue those of the previous batch, so that its state must be passed on."""
     weight: float = 1.0
-    """What to multiply the loss of this process by, for the mean over all processes to be that of the whole batch:
-    their parts of a training batch need not be equally large."""
+    """Factor for the loss of this process so that the mean over all processes is the mean of the whole batch. Processes
+    can have different shares of a batch."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @property
     def tokens(self) -> int:
-        """Real time steps in all rows."""
-        return _real(self.inputs, self.lengths) + (
-            0 if self.second is None else _real(self.second, self.second_lengths)
-        )
+        """Number of valid time steps in all rows."""
+        second = 0 if self.second is None else _valid_steps(self.second, self.second_lengths)
+        return _valid_steps(self.inputs, self.lengths) + second
 
     def model_inputs(self) -> dict[str, Any]:
-        """What to call a model with: `model(**batch.model_inputs())`."""
-        if self.second is None:
-            return {"x": self.inputs, "lengths": self.lengths}
-        second = {"second": self.second, "lengths2": self.second_lengths}
-        return {"x": self.inputs, "lengths": self.lengths, **second}
+        """Return the arguments of the model: `model(**batch.model_inputs())`."""
+        inputs = {"x": self.inputs, "lengths": self.lengths}
+        return inputs if self.second is None else {**inputs, "second": self.second, "lengths2": self.second_lengths}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on another device."""
+        """Copy the batch to a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in memory that a GPU copies from without waiting."""
+        """Copy the batch to pinned memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def widened(self) -> Batch:
-        """The batch with rows padded to the next of few lengths, powers of two and those halfway between.
+    def pad_to_bucket(self) -> Batch:
+        """Pad rows to the next of a few lengths: powers of two and the midpoints between them.
 
-        Code that is compiled for each length anew then serves batches of almost any. Targets must be one a row.
+        Code that is compiled for each length is then compiled only a few times. Requires one target per row.
         """
-        inputs, lengths = _widened(self.inputs, self.lengths)
-        if self.second is None:
-            return dataclasses.replace(self, inputs=inputs, lengths=lengths)
-        second, second_lengths = _widened(self.second, self.second_lengths)
-        return dataclasses.replace(self, inputs=inputs, lengths=lengths, second=second, second_lengths=second_lengths)
+        inputs, second = _pad_to_bucket(self.inputs, self.lengths), self.second
+        if second is not None:
+            second = _pad_to_bucket(second, self.second_lengths)
+        return dataclasses.replace(self, inputs=inputs, second=second)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         changed: dict[str, Any] = {
@@ -85,37 +80,37 @@ class Batch:
         return dataclasses.replace(self, **changed)
 
 
-def _real(inputs: Tensor, lengths: Tensor | None) -> int:
+def _valid_steps(inputs: Tensor, lengths: Tensor | None) -> int:
     return inputs.shape[0] * inputs.shape[1] if lengths is None else int(lengths.sum())
 
 
-def _widened(inputs: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _pad_to_bucket(inputs: Tensor, lengths: Tensor | None) -> Tensor:
     if lengths is None:
-        # All rows are full: so are those of other batches, most likely, and no padding is cheaper than any.
-        return inputs, None
+        # Rows that are all full are most likely full in other batches too; padding would only cost time.
+        return inputs
     rows, time = inputs.shape[:2]
     power = 1 << (time - 1).bit_length()
-    wide = max(power // 4 * 3 if time <= power // 4 * 3 else power, _NARROWEST)
-    out = inputs.new_zeros(rows, wide, *inputs.shape[2:])
+    width = max(power // 4 * 3 if time <= power // 4 * 3 else power, _MIN_BUCKET)
+    out = inputs.new_zeros(rows, width, *inputs.shape[2:])
     out[:, :time] = inputs
-    return out, lengths
+    return out
 
 
-def padded(
-    column: Column, places: NDArray[np.int64], max_length: int | None, dtype: Any
+def pad_sequences(
+    column: Column, indices: NDArray[np.int64], max_length: int | None, dtype: Any
 ) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
-    """Sequences of a column, cut at `max_length`, side by side; and their lengths, None if they are all the same."""
+    """Stack sequences of a column, truncated to `max_length`; also return their lengths, None if all are equal."""
     if not isinstance(column, Ragged):
-        return np.asarray(column[places][:, :max_length], dtype), None
-    rows = [column[place][:max_length] for place in places]
+        return np.asarray(column[indices][:, :max_length], dtype), None
+    rows = [column[index][:max_length] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int64)
-    # A model needs at least one time step; an empty sequence has one of padding.
+    # A model needs at least one time step, so an empty sequence becomes one step of padding.
     out = np.zeros((len(rows), max(int(lengths.max(initial=0)), 1), *column.values.shape[1:]), dtype)
-    for place, row in enumerate(rows):
-        out[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
     return out, None if (lengths == out.shape[1]).all() else lengths
 
 
-def tensor(array: NDArray[Any] | None) -> Tensor | None:
-    """The array as a tensor, if there is one."""
+def optional_tensor(array: NDArray[Any] | None) -> Tensor | None:
+    """Convert an array to a tensor if there is one."""
     return None if array is None else torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Preparing a set: fetched, read or made, stored, and opened again."""
+"""Prepare a data set: download, read or generate it, store it, and open it."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import datetime
 import functools
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tcnca.data.columns import Columns, count, head
-from tcnca.data.custom import CustomOptions, read_own
-from tcnca.data.datasets import Entry, canonical, entry, known
-from tcnca.data.generators import shards
-from tcnca.data.schema import Content
-from tcnca.data.store import MANIFEST, Dataset, SetWriter, alone, check_space, read_manifest, restore_folder
+from tcnca.data.custom import CustomOptions, read_custom
+from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
+from tcnca.data.generate import generate
+from tcnca.data.schema import Columns, Content, head, num_examples
+from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, file_lock, read_manifest, restore_folder
 from tcnca.errors import ConfigError, DataError
 
 DOWNLOADS = "downloads"
-"""Folder, among the sets, of the files that were fetched."""
-Watch = Callable[[str, int, int | None], None]
-"""Told what is being done, how much of it is done, and how much there is to do, None if that is not known."""
+"""Folder of downloaded files, next to the data sets."""
+Progress = Callable[[str, int, int | None], None]
+"""Called with the activity, the amount that is done, and the total, None if that is unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A set that is ready to be used."""
+    """A prepared data set."""
 
     data: Dataset
-    """The set."""
+    """The data set."""
     folder: Path
-    """Where it is."""
+    """Where it is stored."""
     new: bool
-    """Whether it was prepared just now, not before."""
+    """Whether it was prepared by this call, not before."""
 
 
 def data_folder() -> Path:
-    """Where sets are kept unless another place is given: `$TCNCA_DATA`, or else `data` in the current folder."""
+    """Return the default folder of data sets: `$TCNCA_DATA`, or else `data` in the current folder."""
     return Path(os.environ.get("TCNCA_DATA") or "data")
 
 
-def prepare(
+def prepare_dataset(
     name: str,
     out: Path | str | None = None,
     *,
@@ -53,44 +53,45 @@ def prepare(
     unverified: bool = False,
     force: bool = False,
     custom: CustomOptions | None = None,
-    watch: Watch = lambda what, done, total: None,
+    progress: Progress = lambda activity, done, total: None,
 ) -> Prepared:
-    """Prepare a set, unless it is there already.
+    """Prepare a data set unless it is already prepared.
 
     Args:
-        name: a set that is known by name, or a name for data of your own.
-        out: the folder that gets it, in a folder of its name; by default `data_folder()`.
-        origin: a file or folder to read it from. Without it, a known set is fetched or made.
-        size: number of training examples (for EnWik8, bytes); other splits in proportion. Default: as published.
-        seed: of a set that is made, or of how data of your own is split.
-        workers: processes that make it; more than one need the usual `if __name__ == "__main__":` in scripts.
-        unverified: accept files that are not the published ones; the set remembers that.
-        force: prepare again what is there.
-        custom: how to read data of your own.
-        watch: told about the progress.
+        name: a data set of the registry, or a name for your own data.
+        out: the folder that gets a subfolder of this name; by default `data_folder()`.
+        origin: a file or folder to read. Without it, a data set of the registry is downloaded or generated.
+        size: number of training examples (bytes for EnWik8); other splits in proportion. Default: as published.
+        seed: seed of a generated data set, or of the splits of your own data.
+        workers: processes that generate it; more than one need `if __name__ == "__main__":` in scripts.
+        unverified: accept files that differ from the published ones; this is stored with the data set.
+        force: prepare again even if it is already prepared.
+        custom: how to read your own files.
+        progress: called with the progress.
     """
     job = _Job(
-        name=canonical(name),
-        folder=(data_folder() if out is None else Path(out)) / canonical(name),
+        name=canonical_name(name),
+        folder=(data_folder() if out is None else Path(out)) / canonical_name(name),
+        spec=get_dataset(name) if is_dataset(name) else None,
         origin=None if origin is None else Path(origin),
         size=size,
         seed=seed,
         workers=workers,
         unverified=unverified,
         custom=custom if custom is not None and not seed else dataclasses.replace(custom or CustomOptions(), seed=seed),
-        watch=watch,
+        progress=progress,
     )
-    # A set that is there may be on a disk that cannot be written, so it is looked at before the lock.
-    if not force and (found := job.found()) is not None:
+    # Look before locking: a prepared data set may be on a read-only disk.
+    if not force and (found := job.find()) is not None:
         return found
-    job.check()
-    with alone(job.folder, lambda: watch(f"waiting for another process that prepares {job.name}", 0, None)):
+    job.check_source()
+    with file_lock(job.folder, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
         restore_folder(job.folder)
-        if not force and (found := job.found()) is not None:
+        if not force and (found := job.find()) is not None:
             return found
         if not (job.folder / MANIFEST).exists() and job.folder.exists():
             raise DataError(
-                f"{job.folder}: exists and is no prepared set; choose another name or another place with --out"
+                f"{job.folder}: exists and is not a prepared data set; choose another name or another folder with --out"
             )
         job.run()
         return Prepared(data=Dataset.open(job.folder), folder=job.folder, new=True)
@@ -98,173 +99,177 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A set to be prepared."""
+    """A data set to prepare. `spec` is None for the user's own data."""
 
     name: str
     folder: Path
+    spec: DatasetSpec | None
     origin: Path | None
     size: int | None
     seed: int
     workers: int
     unverified: bool
     custom: CustomOptions
-    watch: Watch
+    progress: Progress
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise ConfigError(
-                f"name: got {self.name!r}, allowed are letters, digits, `_`, `.` and `-`, as for a folder"
+                f"name: expected letters, digits, `_`, `.` and `-`, as in a folder name, got {self.name!r}"
             )
         if self.name == DOWNLOADS:
-            raise ConfigError(f"name: got {self.name!r}, which is where fetched files go; choose another")
+            raise ConfigError(f"name: expected another name than that of the downloads folder, got {self.name!r}")
         if self.workers < 1:
-            raise ConfigError(f"workers: got {self.workers}, allowed is at least 1")
-        if self.origin is not None and known(self.name) and entry(self.name).generator is not None:
-            raise ConfigError(f"{self.name}: is made, not read; leave --from out")
+            raise ConfigError(f"workers: expected at least 1, got {self.workers}")
+        self._check_unused()
         if self.size is not None:
             self._check_size(self.size)
-        self._check_ignored()
 
-    def _check_ignored(self) -> None:
-        """Refuse what would make no difference."""
-        made = known(self.name) and entry(self.name).generator is not None
-        if known(self.name) and self.custom != CustomOptions(seed=self.custom.seed):
-            raise ConfigError(f"{self.name}: is a known set, and options for data of your own mean nothing for it")
-        if known(self.name) and not made and self.seed:
-            raise ConfigError(f"seed: got {self.seed}, but nothing of {self.name} is drawn; leave --seed out")
-        if self.unverified and (made or not known(self.name)):
-            raise ConfigError(f"unverified: there is no published {self.name} to check against; leave --unverified out")
+    def _check_unused(self) -> None:
+        """Refuse options that would have no effect."""
+        generated = self.spec is not None and self.spec.generator is not None
+        if generated and self.origin is not None:
+            raise ConfigError(
+                f"origin: expected none, since {self.name} is generated, got {self.origin}; remove --from"
+            )
+        if self.spec is not None and self.custom != CustomOptions(seed=self.custom.seed):
+            raise ConfigError(f"custom: expected no options for your own files, since {self.name} is a known data set")
+        if self.spec is not None and not generated and self.seed:
+            raise ConfigError(f"seed: expected 0, since {self.name} is not generated, got {self.seed}; remove --seed")
+        if self.unverified and (generated or self.spec is None):
+            raise ConfigError(f"unverified: expected False, since {self.name} was not published; remove --unverified")
 
     def _check_size(self, size: int) -> None:
-        if not known(self.name) or not entry(self.name).sizes:
-            what = self.name if known(self.name) else "data of your own"
-            raise ConfigError(f"size: got {size}, but {what} is taken whole; leave --size out")
-        most = entry(self.name).sizes["train"]
-        if entry(self.name).sizes_for(size)["train"] > most and entry(self.name).generator is None:
-            raise ConfigError(f"size: got {size}, allowed is at most {most}, as many as {self.name} has")
+        if self.spec is None or not self.spec.sizes:
+            what = "your own data" if self.spec is None else self.name
+            raise ConfigError(f"size: expected none, since {what} is always used completely, got {size}; remove --size")
+        largest = self.spec.sizes["train"]
+        if self.spec.sizes_for(size)["train"] > largest and self.spec.generator is None:
+            raise ConfigError(f"size: expected at most {largest}, the size of {self.name}, got {size}")
 
-    def found(self) -> Prepared | None:
-        """The set, if it is there; a DataError if it is not the one that is wanted."""
+    def find(self) -> Prepared | None:
+        """Return the data set if it is prepared; raise a DataError if it differs from the requested one."""
         if not (self.folder / MANIFEST).exists():
             return None
-        self.check_same(read_manifest(self.folder))
+        self._check_same(read_manifest(self.folder))
         return Prepared(data=Dataset.open(self.folder), folder=self.folder, new=False)
 
-    def check(self) -> None:
-        """A ConfigError if there is nothing to prepare the set from."""
-        if not known(self.name) and self.origin is None:
-            try:
-                entry(self.name)
-            except ConfigError as error:
-                raise ConfigError(f"{error}; or give --from FILE to prepare data of your own under this name") from None
-
-    def run(self) -> None:
-        if not known(self.name):
-            self._read_own()
-        elif entry(self.name).generator is not None:
-            self._make(entry(self.name))
-        else:
-            self._read(entry(self.name))
-
-    def request(self) -> dict[str, Any]:
-        """What was asked for, to know whether a set that is there is the one that is wanted."""
-        if not known(self.name):
-            name = None if self.origin is None else self.origin.name
-            options = {f"--{key}": value for key, value in dataclasses.asdict(self.custom).items()}
-            return {"source": name, "source of": _version(self.origin), **options}
-        generator = entry(self.name).generator
-        made = {} if generator is None else {"seed": self.seed, "generator version": generator.version}
-        return {"size": self.size, **made}
-
-    def check_same(self, manifest: Mapping[str, Any]) -> None:
-        """A DataError if the set that is there was prepared from something else."""
-        if not known(self.name) and self.origin is None:
+    def _check_same(self, manifest: Mapping[str, Any]) -> None:
+        if self.spec is None and self.origin is None:
             return
         if manifest.get("unverified") and not self.unverified:
             raise DataError(
-                f"{self.folder}: was prepared from files that are not the published ones; --unverified takes it all "
-                "the same, --force prepares it anew"
+                f"{self.folder}: was prepared from files that differ from the published ones; accept it with "
+                "--unverified, or prepare it again with --force"
             )
-        there = manifest.get("request", {})
-        for key, wanted in self.request().items():
-            if there.get(key) != wanted:
-                nothing = "as published" if key == "size" else "none"
-                was, now = (nothing if value is None else value for value in (there.get(key), wanted))
+        stored = manifest.get("request", {})
+        for key, wanted in self._request().items():
+            if stored.get(key) != wanted:
+                default = "as published" if key == "size" else "none"
+                got, expected = (default if value is None else value for value in (stored.get(key), wanted))
                 raise DataError(
-                    f"{self.folder}: was prepared with {key} {was}, asked for is {now}; --force prepares it anew, "
-                    f"--out chooses another place"
+                    f"{self.folder}: expected {key} {expected}, got a data set prepared with {got}; prepare it again "
+                    "with --force, or choose another folder with --out"
                 )
 
-    def _read_own(self) -> None:
+    def _request(self) -> dict[str, Any]:
+        """Return what determines the data set, to compare it with one that is already prepared."""
+        if self.spec is None:
+            name = None if self.origin is None else self.origin.name
+            options = {f"--{key}": value for key, value in dataclasses.asdict(self.custom).items()}
+            return {"source": name, "source of": _file_version(self.origin), **options}
+        generator = self.spec.generator
+        return {"size": self.size} | (
+            {} if generator is None else {"seed": self.seed, "generator version": generator.version}
+        )
+
+    def check_source(self) -> None:
+        """Raise a ConfigError if there is nothing to prepare the data set from."""
+        if self.spec is None and self.origin is None:
+            try:
+                get_dataset(self.name)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; or give --from FILE to prepare your own data under this name") from None
+
+    def run(self) -> None:
+        """Prepare the data set."""
+        if self.spec is None:
+            self._read_custom()
+        elif self.spec.generator is not None:
+            self._generate(self.spec)
+        else:
+            self._read(self.spec)
+
+    def _read_custom(self) -> None:
         assert self.origin is not None
-        self.watch(f"reading {self.origin.name}", 0, None)
-        content = read_own(self.origin, self.custom)
+        self.progress(f"reading {self.origin.name}", 0, None)
+        content = read_custom(self.origin, self.custom)
         self._store(content, content.splits.items(), {"title": self.name})
 
-    def _read(self, known_set: Entry) -> None:
-        assert known_set.read is not None
-        check_space(self.folder, known_set.disk if self.size is None else 0)
-        origin = self._fetched(known_set) if self.origin is None else self.origin
-        self.watch(f"reading {origin.name}", 0, None)
+    def _read(self, spec: DatasetSpec) -> None:
+        assert spec.read is not None
+        check_space(self.folder, spec.disk_bytes if self.size is None else 0)
+        origin = self._download(spec) if self.origin is None else self.origin
+        self.progress(f"reading {origin.name}", 0, None)
         try:
-            content = known_set.read(origin, unverified=self.unverified)
+            content = spec.read(origin, unverified=self.unverified)
         except DataError as error:
-            raise DataError(f"{error}. {self.name} is read from {known_set.forms}") from error
+            raise DataError(f"{error}. {self.name} is read from {spec.accepted_files}") from error
         splits = content.splits
         if self.size is not None:
-            sizes = known_set.sizes_for(self.size)
+            sizes = spec.sizes_for(self.size)
             splits = {split: _first(parts, sizes[split]) for split, parts in splits.items()}
         unverified = {"unverified": self.unverified and not content.verified}
-        self._store(content, splits.items(), {"title": known_set.title, **known_set.facts, **unverified})
+        self._store(content, splits.items(), {"title": spec.title, **spec.metadata, **unverified})
 
-    def _fetched(self, known_set: Entry) -> Path:
-        if not known_set.downloads:
-            raise DataError(f"{self.name}: is not to be had from the public; give --from FOLDER")
-        # Imported late: what it needs takes long to import, and is needed here alone.
-        from tcnca.data.sources.download import fetch
+    def _download(self, spec: DatasetSpec) -> Path:
+        if not spec.downloads:
+            raise DataError(f"{self.name}: is not publicly available; give --from FOLDER")
+        # Imported here: its dependencies take long to import and are needed for downloads only.
+        from tcnca.data.download import download_file
 
         folder = self.folder.parent / DOWNLOADS
         files = [
-            fetch(download, folder, functools.partial(self.watch, f"fetching {download.filename}"))
-            for download in known_set.downloads
+            download_file(download, folder, functools.partial(self.progress, f"downloading {download.filename}"))
+            for download in spec.downloads
         ]
         return files[0] if len(files) == 1 else folder
 
-    def _make(self, known_set: Entry) -> None:
-        plan = known_set.plan(self.size, self.seed)
-        # The shards stay until the set is whole, so it is there twice for a while.
-        check_space(self.folder, 2 * known_set.disk * sum(plan.sizes.values()) // sum(known_set.sizes.values()))
-        beside = self.folder.with_name(f".{self.folder.name}.shards")
+    def _generate(self, spec: DatasetSpec) -> None:
+        plan = spec.plan(self.size, self.seed)
+        # The shards are kept until the data set is complete, so it needs twice its space for a while.
+        check_space(self.folder, 2 * spec.disk_bytes * sum(plan.sizes.values()) // sum(spec.sizes.values()))
+        shards = self.folder.with_name(f".{self.folder.name}.shards")
 
         def progress(done: int, total: int) -> None:
-            self.watch(f"making {self.name}", done * plan.shard, total * plan.shard)
+            self.progress(f"generating {self.name}", done * plan.shard_size, total * plan.shard_size)
 
-        content = Content(kind="classification", splits={}, origin="made by tcnca", verified=True)
-        parts = ((split, [columns]) for split, columns in shards.make(plan, beside, self.workers, progress))
-        made = {"generator": repr(plan.generator), "version": plan.generator.version, "seed": self.seed}
-        self._store(content, parts, {"title": known_set.title, **known_set.facts, **made})
-        shards.remove(beside)
+        content = Content(kind="classification", splits={}, origin="generated by tcnca", verified=True)
+        parts = ((split, [columns]) for split, columns in generate(plan, shards, self.workers, progress))
+        about = {"generator": repr(plan.generator), "version": plan.generator.version, "seed": self.seed}
+        self._store(content, parts, {"title": spec.title, **spec.metadata, **about})
+        shutil.rmtree(shards, ignore_errors=True)
 
     def _store(
-        self, content: Content, splits: Iterable[tuple[str, Iterable[Columns]]], facts: Mapping[str, Any]
+        self, content: Content, splits: Iterable[tuple[str, Iterable[Columns]]], metadata: Mapping[str, Any]
     ) -> None:
-        # A part of the published set is not the published set.
-        part = self.size is not None and "generator" not in facts
+        # A part of the published data set is not the published data set.
+        part = self.size is not None and "generator" not in metadata
         checked = {"verified": content.verified and not part, "part": content.verified and part}
-        about = {"kind": content.kind, "origin": content.origin, **checked, **content.facts, **facts}
+        about = {"kind": content.kind, "origin": content.origin, **checked, **content.metadata, **metadata}
         stored = 0
-        with SetWriter(self.folder) as writer:
+        with DatasetWriter(self.folder) as writer:
             for split, parts in splits:
                 for columns in parts:
                     writer.append(split, columns)
-                    stored += count(columns)
-                    self.watch("storing", stored, None)
-            known_set = {"set": self.name} if known(self.name) else {}
-            writer.finish({**known_set, **about, "request": self.request()})
+                    stored += num_examples(columns)
+                    self.progress("storing", stored, None)
+            name = {} if self.spec is None else {"dataset": self.name}
+            writer.commit({**name, **about, "request": self._request()})
 
 
-def _version(origin: Path | None) -> str:
-    """What changes when a file, or one in a folder, does."""
+def _file_version(origin: Path | None) -> str:
+    """Return a text that changes when the file, or a file in the folder, changes."""
     files = [] if origin is None else [origin, *origin.rglob("*")] if origin.is_dir() else [origin]
     stats = [path.stat() for path in files if path.is_file()]
     latest = datetime.datetime.fromtimestamp(max((stat.st_mtime for stat in stats), default=0), datetime.UTC)
@@ -272,10 +277,10 @@ def _version(origin: Path | None) -> str:
 
 
 def _first(parts: Iterable[Columns], wanted: int) -> Iterator[Columns]:
-    """The first `wanted` examples."""
+    """Yield the first `wanted` examples."""
     for columns in parts:
         if wanted <= 0:
             return
-        kept = min(wanted, count(columns))
+        kept = min(wanted, num_examples(columns))
         yield head(columns, kept)
         wanted -= kept

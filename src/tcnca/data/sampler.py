@@ -1,4 +1,4 @@
-"""Which examples a training step sees: a pure function of seed and step, on any number of processes."""
+"""Which examples a training step sees: a pure function of seed and step, for any number of processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
-_TOGETHER = 32
-"""Batches, at most, whose examples are sorted together: enough for like lengths, too few to show the same order in
-every epoch."""
+_GROUP = 32
+"""Maximum number of batches whose examples are sorted together: enough for similar lengths, few enough that the order
+differs between epochs."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -21,64 +21,64 @@ def _permutation(seed: int, stream: str, epoch: int, count: int) -> NDArray[np.i
     return CounterRNG(seed, "order", stream, epoch).permutation(count)
 
 
-def places(seed: int, count: int, begin: int, end: int, stream: str = "") -> NDArray[np.int64]:
-    """Numbers `begin` up to `end` of an endless walk over `count` examples, each epoch in a new random order.
+def shuffled_indices(seed: int, count: int, begin: int, end: int, stream: str = "") -> NDArray[np.int64]:
+    """Return positions `begin` to `end` of an endless walk over `count` examples, each epoch in a new random order.
 
-    Walks of different `stream` are independent.
+    Walks with different `stream` are independent.
     """
-    numbers = np.arange(begin, end)
-    epochs = numbers // count
-    found = np.empty(len(numbers), np.int64)
+    positions = np.arange(begin, end)
+    epochs = positions // count
+    indices = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         inside = epochs == epoch
-        found[inside] = _permutation(seed, stream, int(epoch), count)[numbers[inside] % count]
-    return found
+        indices[inside] = _permutation(seed, stream, int(epoch), count)[positions[inside] % count]
+    return indices
 
 
-def alike(seed: int, lengths: NDArray[np.int64], step: int, size: int) -> NDArray[np.int64]:
-    """The examples of one batch of the same walk in which sequences of like lengths are together.
+def bucketed_indices(seed: int, lengths: NDArray[np.int64], step: int, batch_size: int) -> NDArray[np.int64]:
+    """Return one batch of the same walk, with sequences of similar lengths grouped together.
 
-    Of every `_TOGETHER` batches the examples are sorted by length and dealt out anew, and the batches shuffled: each
-    epoch still meets every example once, up to those that such a group of batches shares with the next epoch. A small
-    set makes smaller groups.
+    The examples of every `_GROUP` batches are sorted by length and redistributed, and these batches are shuffled. Each
+    epoch still visits every example once, except those in a group that spans two epochs. Small data sets use smaller
+    groups.
     """
-    # Of several epochs, sorting would put the copies of an example side by side: a batch of few examples, many times.
-    together = max(1, min(_TOGETHER, len(lengths) // size))
-    group, inside = divmod(step, together)
-    begin = group * together * size
-    chosen = places(seed, len(lengths), begin, begin + together * size)
-    batch = int(CounterRNG(seed, "alike", group).permutation(together)[inside])
-    return chosen[np.argsort(lengths[chosen], kind="stable")][batch * size : (batch + 1) * size]
+    # A group of several epochs would put copies of one example next to each other in a batch.
+    group_size = max(1, min(_GROUP, len(lengths) // batch_size))
+    group, position = divmod(step, group_size)
+    begin = group * group_size * batch_size
+    chosen = shuffled_indices(seed, len(lengths), begin, begin + group_size * batch_size)
+    batch = int(CounterRNG(seed, "alike", group).permutation(group_size)[position])
+    return chosen[np.argsort(lengths[chosen], kind="stable")][batch * batch_size : (batch + 1) * batch_size]
 
 
-def groups(count: int, size: int) -> range:
-    """Where each group of `size` of `count` examples begins."""
-    if size < 1:
-        raise ConfigError(f"size: got {size}, allowed is at least 1")
-    return range(0, count, size)
+def batch_starts(count: int, batch_size: int) -> range:
+    """Return the index of the first example of each batch."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: expected at least 1, got {batch_size}")
+    return range(0, count, batch_size)
 
 
-def part(rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The rows, from the first up to the second number, of one of `world_size` processes: shares as equal as can be."""
+def rank_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first row and the end of the rows of one of `world_size` processes, divided as evenly as possible."""
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank: got {rank}, allowed is 0 to {world_size - 1}, one less than the number of processes")
+        raise ConfigError(f"rank: expected 0 to {world_size - 1} with {world_size} processes, got {rank}")
     return rows * rank // world_size, rows * (rank + 1) // world_size
 
 
-def training_part(rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """`part` of a training batch, of which every process needs some."""
+def training_rank_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the `rank_range` of a training batch, in which every process needs at least one row."""
     if rows < world_size:
         raise ConfigError(
-            f"size: the batch has {rows} rows, allowed is at least one for each of {world_size} processes"
+            f"batch_size: expected at least one row for each of the {world_size} processes, got {rows} rows"
         )
-    return part(rows, rank, world_size)
+    return rank_range(rows, rank, world_size)
 
 
-def calls(lengths: NDArray[np.int64], longest: int, call: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Rows of the given lengths, read `call` time steps at a time.
+def eval_windows(lengths: NDArray[np.int64], longest: int, width: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Read rows of the given lengths `width` time steps at a time.
 
-    Yields where each call begins, how wide it is, and how many of its time steps each row still has. There are as many
-    calls as a row of length `longest` needs.
+    Yields the begin of each window, its width, and the number of valid time steps of each row in it. There are as many
+    windows as a row of length `longest` needs.
     """
-    for offset in range(0, longest, call):
-        yield offset, min(call, longest - offset), np.clip(lengths - offset, 0, call)
+    for offset in range(0, longest, width):
+        yield offset, min(width, longest - offset), np.clip(lengths - offset, 0, width)

@@ -1,20 +1,105 @@
-"""What a reader of files hands over to be stored."""
+"""The columns of a data set, and what a reader of files returns."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from tcnca.data.columns import Columns
+import numpy as np
+from numpy.typing import NDArray
 
 Kind = Literal["language", "classification", "pairs", "regression", "forecast"]
 SPLITS = ("train", "validation", "test")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ragged:
+    """Sequences of different lengths in one array: sequence `i` is `values[offsets[i] : offsets[i + 1]]`."""
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def from_lengths(cls, values: NDArray[Any], lengths: NDArray[np.int64]) -> Ragged:
+        """Build from the concatenated values and the length of each sequence."""
+        return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
+
+    @classmethod
+    def from_arrays(cls, sequences: Sequence[NDArray[Any]], dtype: Any = None) -> Ragged:
+        """Build from arrays that agree in all but their first dimension."""
+        lengths = np.fromiter((len(sequence) for sequence in sequences), np.int64, len(sequences))
+        return cls.from_lengths(np.concatenate(sequences, dtype=dtype) if sequences else np.zeros(0, dtype), lengths)
+
+    @classmethod
+    def from_bytes(cls, texts: Iterable[bytes]) -> Ragged:
+        """Build from byte strings, as uint8."""
+        texts = list(texts)
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        return cls.from_lengths(np.frombuffer(b"".join(texts), np.uint8), lengths)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        index = range(len(self))[index]
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Length of each sequence."""
+        return np.diff(self.offsets)
+
+    def take(self, indices: NDArray[np.int64]) -> Ragged:
+        """Return the sequences at `indices`, in that order."""
+        pieces = [self.values[:0], *(self[index] for index in indices)]
+        return Ragged.from_lengths(np.concatenate(pieces), self.lengths[indices])
+
+
+Column = NDArray[Any] | Ragged
+Columns = Mapping[str, Column]
+
+
+def take(columns: Columns, indices: NDArray[np.int64]) -> dict[str, Column]:
+    """Return the examples at `indices`, in that order."""
+    return {
+        name: column.take(indices) if isinstance(column, Ragged) else column[indices]
+        for name, column in columns.items()
+    }
+
+
+def head(columns: Columns, count: int) -> dict[str, Column]:
+    """Return the first `count` examples without a copy."""
+    return {
+        name: Ragged(column.values[: column.offsets[count]], column.offsets[: count + 1])
+        if isinstance(column, Ragged)
+        else column[:count]
+        for name, column in columns.items()
+    }
+
+
+def concatenate(parts: Sequence[Columns]) -> dict[str, Column]:
+    """Concatenate the examples of several parts."""
+    joined: dict[str, Column] = {}
+    for name in parts[0]:
+        pieces = [part[name] for part in parts]
+        ragged = [piece for piece in pieces if isinstance(piece, Ragged)]
+        if ragged:
+            lengths = np.concatenate([piece.lengths for piece in ragged])
+            joined[name] = Ragged.from_lengths(np.concatenate([piece.values for piece in ragged]), lengths)
+        else:
+            joined[name] = np.concatenate([np.asarray(piece) for piece in pieces])
+    return joined
+
+
+def num_examples(columns: Columns) -> int:
+    """Return the number of examples."""
+    return len(next(iter(columns.values())))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Content:
-    """The examples of a set, split by split, and what there is to know about them.
+    """The examples of a data set, split by split, and its metadata.
 
     By kind, the columns of a split are
 
@@ -28,12 +113,12 @@ class Content:
     """
 
     kind: Kind
-    """What a model is to do with it."""
+    """What a model does with the data."""
     splits: Mapping[str, Iterable[Columns]]
-    """For each split its examples, in one part or several that fit in memory one by one."""
+    """The examples of each split, in one or more parts that each fit in memory."""
     origin: str
-    """Where it comes from, for people: a web address or a file's name."""
+    """A web address or a file name, for display."""
     verified: bool
-    """Whether it was found to be, byte for byte, the published set."""
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """More to remember, fit for JSON: `num_classes` (their names), for example."""
+    """Whether the data equals the published data set byte for byte."""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """More to store in the manifest, serializable as JSON, for example `class_names`."""

@@ -1,4 +1,4 @@
-"""Examples as people want to see them: text as text, expressions with their value, pictures as pictures."""
+"""Display examples and statistics of a data set."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 
+from tcnca.data.schema import Column, Columns, Ragged, num_examples
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
 
 _SHADES = " ░▒▓█"
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN = 1000
-_END = 40
+_MAX_TEXT = 1000
+_TAIL = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shown:
-    """An example for people."""
+class RenderedExample:
+    """An example as text, and as an image if it is one."""
 
     title: str
-    """Which it is, and its label."""
+    """Data set, split, index and label."""
     body: str
-    """What it looks like in a terminal."""
-    picture: NDArray[np.uint8] | None = None
-    """What it looks like."""
+    """Text for a terminal."""
+    image: NDArray[np.uint8] | None = None
+    """Pixels of the image."""
 
 
-def shown(data: Dataset, split: str, index: int, width: int = 80, whole: bool = False) -> Shown:
-    """Example `index` of a split, for a terminal of `width` characters; long texts are cut unless `whole`."""
+def render_example(data: Dataset, split: str, index: int, width: int = 80, full: bool = False) -> RenderedExample:
+    """Render example `index` of a split for a terminal of `width` characters; truncate long texts unless `full`."""
     example = data.example(split, index)
     title = _plain(f"{data.name}, {split} {index:,}{_label(data, example)}")
-    limit = None if whole else _SHOWN
+    limit = None if full else _MAX_TEXT
     if "bytes" in example:
         stream = data.columns(split)["bytes"]
-        piece = np.asarray(stream[index : index + (limit or 100 * _SHOWN)])  # type: ignore[index]
-        return Shown(title=title.replace(f" {index:,}", f" from byte {index:,}"), body=_text(piece, None))
+        piece = np.asarray(stream[index : index + (limit or 100 * _MAX_TEXT)])  # type: ignore[index]
+        return RenderedExample(title=title.replace(f" {index:,}", f" from byte {index:,}"), body=_text(piece, None))
     if "pixels" in example:
         pixels = np.asarray(example["pixels"])
-        return Shown(title=title, body=blocks(pixels, width), picture=pixels)
+        return RenderedExample(title=title, body=render_pixels(pixels, width), image=pixels)
     if "values" in example:
-        return Shown(title=title, body=_bars(np.asarray(example["values"]), width))
+        return RenderedExample(title=title, body=_bars(np.asarray(example["values"]), width))
     if "first" in example:
         both = (f"{which}: {_tokens(data, example[which], limit)}" for which in ("first", "second"))
-        return Shown(title=title, body="\n".join(both))
-    return Shown(title=title, body=_tokens(data, example["tokens"], limit))
+        return RenderedExample(title=title, body="\n".join(both))
+    return RenderedExample(title=title, body=_tokens(data, example["tokens"], limit))
 
 
 def _label(data: Dataset, example: dict[str, Any]) -> str:
@@ -66,9 +66,9 @@ def _tokens(data: Dataset, tokens: NDArray[np.uint8], limit: int | None) -> str:
     symbols = data.manifest.get("symbols")
     if limit is None or len(tokens) <= limit:
         return _text(np.asarray(tokens), symbols)
-    # The end belongs to it: there, recall asks its question.
-    begin, end = (_text(np.asarray(part), symbols) for part in (tokens[: limit - _END], tokens[-_END:]))
-    return f"{begin} … {end} ({len(tokens):,} in all)"
+    # Keep the end, which holds the query of associative recall.
+    begin, end = (_text(np.asarray(part), symbols) for part in (tokens[: limit - _TAIL], tokens[-_TAIL:]))
+    return f"{begin} … {end} ({len(tokens):,} tokens)"
 
 
 def _text(tokens: NDArray[np.uint8], symbols: Sequence[str] | None) -> str:
@@ -78,14 +78,14 @@ def _text(tokens: NDArray[np.uint8], symbols: Sequence[str] | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text without what a terminal would obey."""
+    """Replace control characters."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def blocks(pixels: NDArray[np.uint8], width: int) -> str:
-    """A picture in shades of characters, each of which is one pixel wide and two high.
+def render_pixels(pixels: NDArray[np.uint8], width: int) -> str:
+    """Render an image with block characters, each one pixel wide and two pixels high.
 
-    A picture that is too wide is made smaller; a thin bright line stays visible, since the brightest pixel counts.
+    An image that is too wide is reduced to the maximum of each block, so that thin bright lines stay visible.
     """
     factor = -(-pixels.shape[1] // width)
     rows = -(-pixels.shape[0] // (2 * factor))
@@ -98,7 +98,7 @@ def blocks(pixels: NDArray[np.uint8], width: int) -> str:
 
 
 def _bars(values: NDArray[np.float32], width: int) -> str:
-    """Each feature as a row of bars, from its least to its greatest value."""
+    """Render each feature as a row of bars from its minimum to its maximum."""
     lines = []
     for feature in range(values.shape[1]):
         series = values[:, feature]
@@ -110,24 +110,87 @@ def _bars(values: NDArray[np.float32], width: int) -> str:
     return "\n".join(lines)
 
 
-def save_pictures(path: Path, examples: Sequence[Shown]) -> None:
-    """Write the pictures of some examples into one file, side by side, each under its title."""
-    pictures = [(example.title, example.picture) for example in examples if example.picture is not None]
-    size = max(picture.shape[1] for _, picture in pictures)
-    # About 256 pixels each, whatever the size of the originals.
+def save_images(path: Path, examples: Sequence[RenderedExample]) -> None:
+    """Write the images of examples to one file, in a grid with their titles."""
+    # Imported here: `tcnca.data` is imported for training, which does not need it.
+    from PIL import Image, ImageDraw
+
+    images = [(example.title, example.image) for example in examples if example.image is not None]
+    size = max(image.shape[1] for _, image in images)
+    # Scale each image to about 256 pixels.
     factor = max(1, 256 // size)
     side, caption = size * factor, 16
-    columns = min(4, len(pictures))
-    rows = -(-len(pictures) // columns)
+    columns = min(4, len(images))
+    rows = -(-len(images) // columns)
     sheet = Image.new("L", (columns * (side + 8), rows * (side + caption + 8)), 64)
     draw = ImageDraw.Draw(sheet)
-    for place, (title, picture) in enumerate(pictures):
-        left, top = place % columns * (side + 8) + 4, place // columns * (side + caption + 8) + 4
-        large = Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST)
+    for index, (title, image) in enumerate(images):
+        left, top = index % columns * (side + 8) + 4, index // columns * (side + caption + 8) + 4
+        large = Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST)
         draw.text((left, top), title, fill=255)
         sheet.paste(large, (left, top + caption))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         sheet.save(path)
     except (ValueError, OSError) as error:
-        raise DataError(f"{path}: cannot be written ({error}); give a file that ends in .png") from error
+        raise DataError(f"{path}: cannot be written ({error}); give a file name that ends in .png") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitSummary:
+    """Statistics of a split."""
+
+    examples: int
+    """Number of examples; bytes for a language model."""
+    shortest: int
+    """Time steps of the shortest sequence."""
+    mean: float
+    """Mean number of time steps."""
+    longest: int
+    """Time steps of the longest sequence."""
+    symbols: int | None
+    """Number of distinct tokens; None for real-valued sequences."""
+    class_counts: dict[str, int]
+    """Number of examples of each class."""
+
+
+def summarize_data(data: Dataset) -> dict[str, SplitSummary]:
+    """Return statistics of the splits of a data set."""
+    names = data.manifest.get("class_names", [])
+    return {split: _summarize(columns, names) for split, columns in data.splits.items()}
+
+
+def _summarize(columns: Columns, names: list[str]) -> SplitSummary:
+    if "bytes" in columns:
+        lengths = np.array([num_examples(columns)])
+    else:
+        inputs = [column for name, column in columns.items() if name not in ("labels", "targets")]
+        lengths = np.concatenate([_lengths(column) for column in inputs])
+    labels = np.asarray(columns.get("labels", np.zeros(0, np.int64)))
+    counts = np.bincount(labels, minlength=len(names))
+    return SplitSummary(
+        examples=num_examples(columns),
+        shortest=int(lengths.min()) if len(lengths) else 0,
+        mean=float(lengths.mean()) if len(lengths) else 0.0,
+        longest=int(lengths.max()) if len(lengths) else 0,
+        symbols=_symbols(columns),
+        class_counts={name: int(number) for name, number in zip(names, counts, strict=True) if number},
+    )
+
+
+def _lengths(column: Column) -> NDArray[np.int64]:
+    if isinstance(column, Ragged):
+        return column.lengths
+    steps = int(np.prod(column.shape[1:])) if column.dtype == np.uint8 else column.shape[1]
+    return np.full(len(column), steps)
+
+
+def _symbols(columns: Columns) -> int | None:
+    tokens = [columns[name] for name in ("bytes", "tokens", "first", "second") if name in columns]
+    if not tokens:
+        return None
+    occurs = np.zeros(256, np.int64)
+    for column in tokens:
+        values = column.values if isinstance(column, Ragged) else column.reshape(-1)
+        occurs += np.bincount(values, minlength=256)
+    return int((occurs > 0).sum())

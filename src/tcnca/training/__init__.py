@@ -1,6 +1,6 @@
-"""Training: recipes, runs, checkpoints, evaluation, reports and sweeps."""
+"""Training: recipes, the trainer, checkpoints, evaluation, reports and sweeps."""
 
-from tcnca.training.checkpoints import Checkpoints, Progress
+from tcnca.training.checkpoint import CheckpointManager, TrainState
 from tcnca.training.config import (
     BatchConfig,
     CheckpointConfig,
@@ -10,35 +10,37 @@ from tcnca.training.config import (
     RuntimeConfig,
     ScheduleConfig,
 )
-from tcnca.training.evaluate import Score, evaluate
-from tcnca.training.optimizer import build_optimizer, parameter_groups, set_rate
-from tcnca.training.processes import Processes, processes
+from tcnca.training.distributed import DistContext, dist_context
+from tcnca.training.evaluate import Score, evaluate, evaluate_run
+from tcnca.training.logger import Logger, read_log
+from tcnca.training.optimizer import build_optimizers, parameter_groups, scheduled_lr, set_lr
 from tcnca.training.recipe import Recipe, load_recipe
-from tcnca.training.run import Result, Run
-from tcnca.training.schedule import scheduled_lr
-from tcnca.training.watching import Watch
+from tcnca.training.report import Result
+from tcnca.training.trainer import Trainer
 
 __all__ = [
     "BatchConfig",
     "CheckpointConfig",
-    "Checkpoints",
+    "CheckpointManager",
     "DataConfig",
+    "DistContext",
     "EvalConfig",
+    "Logger",
     "OptimizerConfig",
-    "Processes",
-    "Progress",
     "Recipe",
     "Result",
-    "Run",
     "RuntimeConfig",
     "ScheduleConfig",
     "Score",
-    "Watch",
-    "build_optimizer",
+    "TrainState",
+    "Trainer",
+    "build_optimizers",
+    "dist_context",
     "evaluate",
+    "evaluate_run",
     "load_recipe",
     "parameter_groups",
-    "processes",
+    "read_log",
     "scheduled_lr",
-    "set_rate",
+    "set_lr",
 ]

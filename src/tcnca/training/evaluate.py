@@ -1,4 +1,4 @@
-"""The score of a model on a split: everything counted once, on any number of processes."""
+"""The score of a model on a split: every answer counts once, on any number of processes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from tcnca.data import Task
-from tcnca.models import SequenceModel
+from tcnca.errors import ConfigError
+from tcnca.models import SequenceModel, load
+from tcnca.training.checkpoint import CheckpointManager
 from tcnca.training.config import EvalConfig, Precision
-from tcnca.training.processes import Processes
+from tcnca.training.distributed import DistContext
+from tcnca.training.files import atomic_write, to_json
+from tcnca.training.provenance import RECIPE
+from tcnca.training.recipe import load_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model does."""
+    """How well a model does on a split."""
 
     metric: str
-    """What was measured."""
+    """Name of the metric."""
     value: float
-    """The result."""
+    """Mean over all answers."""
     count: int
-    """How many answers it is the mean of."""
+    """Number of answers."""
     higher_is_better: bool
-    """Whether a greater value is a better one."""
+    """Whether a greater value is better."""
 
     def better_than(self, other: float | None) -> bool:
-        """Whether this is better than another value, or there is none."""
+        """Return whether this score is better than another value; any score is better than none."""
         if other is None or math.isnan(other):
             return not math.isnan(self.value)
         return self.value > other if self.higher_is_better else self.value < other
@@ -44,49 +51,59 @@ def evaluate(
     config: EvalConfig | None = None,
     *,
     precision: Precision = "float32",
-    batches: int | None = None,
-    group: Processes | None = None,
-    watch: Callable[[int], None] | None = None,
+    max_batches: int | None = None,
+    dist: DistContext | None = None,
+    progress: Callable[[int, float | None], None] | None = None,
 ) -> Score:
     """Measure a model on a split.
 
     Args:
-        model: the model; it is put into evaluation mode and back.
-        task: what to do.
+        model: the model, which is put into evaluation mode and back.
+        task: the task.
         split: for example `test`.
-        config: how much is read at a time, and how; its `every` and `batches` are for those who train.
-        precision: of the arithmetic, where the configuration does not ask for exactness.
-        batches: look at so many batches only.
-        group: the processes that share the work.
-        watch: is told, after each batch, how many are done.
+        config: batch size, chunk size and exactness.
+        precision: of the arithmetic, unless `config.exact` asks for float32.
+        max_batches: the number of batches to look at; None for the whole split. `config.max_batches` is a limit too.
+        dist: the processes that share the work.
+        progress: is called after each batch with the number of batches, and the share that is done if it is known.
     """
     config = config or EvalConfig()
     precision = "float32" if config.exact else precision
-    group = group or Processes(device=next(model.parameters()).device)
+    dist = dist or DistContext(device=next(model.parameters()).device)
+    limit = eval_limit(config, max_batches)
+    # A split has one answer per example or byte, except where targets are numbers.
+    answers = math.inf if task.metric == "mean squared error" else task.sizes[task.eval_split(split)]
     totals = torch.zeros(2, dtype=torch.float64)
     state = None
-    with _evaluating(model, config.chunk_size), autocast(group.device, precision):
-        some = itertools.islice(task.eval_batches(split, config.batch_size, group.rank, group.world), batches)
-        for done, host in enumerate(some, 1):
-            batch = host.to(group.device)
-            carried = {"state": state if batch.continues else None} if task.kind in ("language", "forecast") else {}
-            output = model(**batch.model_inputs(), **carried, return_state=bool(carried))
+    with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
+        batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
+        for done, host in enumerate(batches, 1):
+            batch = host.to(dist.device)
+            carry = {"state": state if batch.continues else None} if task.kind in ("language", "forecast") else {}
+            output = model(**batch.model_inputs(), **carry, return_state=bool(carry))
             state = output.state
             totals += torch.stack([part.double().cpu() for part in task.metric_sums(output.logits, batch)])
-            if watch is not None:
-                watch(done)
-    total, count = group.total(totals).tolist()
+            if progress is not None:
+                share = max(done / (limit or math.inf), float(totals[1]) * dist.world_size / answers)
+                progress(done, min(share, 1.0) or None)
+    total, count = dist.all_reduce_sum(totals).tolist()
     value = total / count if count else math.nan
     return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
 
 
+def eval_limit(config: EvalConfig, max_batches: int | None = None) -> int | None:
+    """Return the smaller of `max_batches` and the limit of the configuration; None if there is neither."""
+    limits = [limit for limit in (max_batches, config.max_batches) if limit is not None]
+    return min(limits, default=None)
+
+
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """Arithmetic in the precision of a run."""
+    """Return the autocast context of a precision."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextlib.contextmanager
-def _evaluating(model: SequenceModel, chunk_size: int | None) -> Iterator[None]:
+def _evaluation_mode(model: SequenceModel, chunk_size: int | None) -> Iterator[None]:
     training, attention = model.training, model.config.attention
     model.eval()
     try:
@@ -97,3 +114,56 @@ def _evaluating(model: SequenceModel, chunk_size: int | None) -> Iterator[None]:
         if chunk_size is not None and attention is not None:
             model.set_chunk_size(attention.chunk_size)
         model.train(training)
+
+
+def evaluate_run(
+    run: Path,
+    changes: Sequence[str] = (),
+    *,
+    split: str = "test",
+    best: bool = False,
+    dist: DistContext | None = None,
+    progress: Callable[[int, float | None], None] | None = None,
+) -> tuple[Path, Score]:
+    """Measure the last or the best checkpoint of a run. Returns the checkpoint and its score.
+
+    Args:
+        run: the run directory.
+        changes: `key=value` changes to the recipe: how to measure, not what was trained.
+        split: for example `test`.
+        best: measure the best checkpoint by validation instead of the last.
+        dist: the processes that share the work.
+        progress: as of `evaluate`.
+    """
+    if not (run / RECIPE).is_file():
+        raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
+    trained = load_recipe(str(run / RECIPE))
+    recipe = trained.override(changes)
+    for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):
+        if getattr(recipe, section) != getattr(trained, section):
+            raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
+    dist = dist or DistContext()
+    checkpoints = CheckpointManager(run / "checkpoints", recipe.checkpoint.keep, dist)
+    place = checkpoints.best() if best else checkpoints.latest()
+    if place is None:
+        reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
+        raise ConfigError(f"{run}: has {reason}")
+    score = evaluate(
+        load(place, dist.device),
+        recipe.build_task(),
+        split,
+        recipe.eval,
+        precision=recipe.runtime.precision,
+        dist=dist,
+        progress=progress,
+    )
+    return place, score
+
+
+def write_evaluation(
+    run: Path, checkpoint: Path, score: Score, changes: Sequence[str], *, split: str, device: str
+) -> None:
+    """Write a score into the run directory; each split and set of changes has its own file."""
+    name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *changes]))
+    facts = {"split": split, "checkpoint": checkpoint.name, "device": device, "changes": list(changes)}
+    atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder when it is done: its numbers for machines, and a page for people."""
+"""What a run leaves when it ends: its result as JSON, a report for people, and its curves as a figure."""
 
 from __future__ import annotations
 
@@ -7,152 +7,294 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tcnca.errors import TrainingError
-from tcnca.training.curves import CURVES, best_of
 from tcnca.training.evaluate import Score
-from tcnca.training.files import write_whole
-from tcnca.training.log import plain, read_log
-from tcnca.training.record import Part, read_record
-from tcnca.training.run import Result, Run
+from tcnca.training.files import atomic_path, atomic_write, to_json
+from tcnca.training.logger import read_log
+from tcnca.training.provenance import Launch, read_launches
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RESULT = "result.json"
 REPORT = "report.md"
+CURVES = "curves.png"
+GRAY = "#666666"
+STYLE = {
+    "font.size": 9.0,
+    "axes.edgecolor": "#999999",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "axes.xmargin": 0.02,
+}
+_DARK, _LIGHT, _ACCENT = "#1f4e79", "#a9c4de", "#c8553d"
+_LINES_TO_SMOOTH = 20
+_LOG_SCALE_RATIO = 30
+"""Largest loss over smallest above which the axis is logarithmic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """The numbers of a run."""
+class Result:
+    """The result of a run."""
 
     step: int
-    """Updates done."""
+    """Steps done."""
     seconds: float
-    """Time spent, over all its parts."""
-    stopped: str
-    """The signal that stopped it before its end, if one did."""
-    scores: dict[str, Score]
-    """For each split that was looked at in the end, the score."""
-    best: dict[str, float] | None
-    """The best validation: its `score`, and the `step` it was at."""
-    tokens: int
-    """Tokens read in training, as far as they are logged: what follows the last line of the log is not."""
-    tokens_per_second: float | None
+    """Time spent, over all launches."""
+    stopped: str = ""
+    """Name of the signal that stopped the run before its end, if one did."""
+    scores: dict[str, Score] = dataclasses.field(default_factory=dict)
+    """Final score on each split."""
+    best: dict[str, float] | None = None
+    """Best validation: its `value` and its `step`."""
+    tokens: int = 0
+    """Tokens read in training, up to the last line of the log."""
+    tokens_per_second: float | None = None
     """Mean speed of training."""
-    memory_gib: float | None
-    """The most memory that the first process has had: of its GPU, or of itself on a CPU."""
-    parameters: int
-    """Numbers that were learned."""
-    source: str
-    """What it was trained on."""
-    data: str
-    """Digest of the set; empty for one that is made as it is needed."""
+    memory_gib: float | None = None
+    """Peak memory of the main process: of its GPU, or of the process itself on a CPU."""
+    parameters: int = 0
+    """Number of learned parameters."""
+    source: str = ""
+    """Data set."""
+    data: str = ""
+    """Digest of the data set; empty if it is generated on the fly."""
 
 
-def report_of(run: Run, result: Result) -> Report:
-    """The numbers of a run that is done, with what its log knows of all its parts."""
-    lines = read_log(run.folder)
-    best = best_of(lines, higher_is_better=run.task.higher_is_better)
-    return Report(
-        step=result.step,
-        seconds=result.seconds,
-        stopped=result.stopped,
-        scores=result.scores,
-        best=None if best is None else {"step": best[0], "score": best[1]},
-        tokens=round(sum(line.get("tokens", 0) for line in lines)),
-        tokens_per_second=mean_speed(lines),
-        memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
-        parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        source=run.recipe.data.source,
-        data=run.progress.data,
-    )
+def write_result(folder: Path, result: Result) -> None:
+    """Write `result.json`."""
+    atomic_write(folder / RESULT, to_json(dataclasses.asdict(result), indent=1) + "\n")
 
 
-def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per second of training, over all lines of a log."""
-    read = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens")]
-    return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
-
-
-def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write numbers of a run as JSON, whole or not at all."""
-    write_whole(path, json.dumps(plain(values), indent=1) + "\n")
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """The numbers of a run that is done; None while it is not."""
+def read_result(folder: Path) -> Result | None:
+    """Read the result of a run; None if the run is not finished."""
     path = folder / RESULT
     if not path.is_file():
         return None
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{path}: cannot be read ({error}); remove it, and --resume makes it again") from error
-    return values
+        # NaN is stored as null.
+        scores = {
+            split: Score(**{**score, "value": np.nan if score["value"] is None else score["value"]})
+            for split, score in values.pop("scores").items()
+        }
+        return Result(**values, scores=scores)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TrainingError(f"{path}: cannot be read ({error}); remove it, and --resume writes it again") from error
 
 
-def write_report(folder: Path, report: Report) -> None:
-    """Write the page of a run into its folder: its scores, what it took, its curves, and how to make it again."""
-    parts = read_record(folder)
-    text = [f"# {parts[0].recipe if parts else folder.name}", ""]
+def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the tokens per second of training over all lines of a log."""
+    read = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens")]
+    return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
+
+
+def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> tuple[int, float] | None:
+    """Return the step of the best validation and its value; the first of equal ones."""
+    found = [(line["step"], line["value"]) for line in lines if line.get("split") == "validation"]
+    found = [(step, value) for step, value in found if value is not None]
+    if not found:
+        return None
+    return max(found, key=lambda each: (each[1] if higher_is_better else -each[1], -each[0]))
+
+
+def write_report(folder: Path, result: Result) -> None:
+    """Write `report.md`: scores, cost, curves, and how to repeat the run."""
+    launches = read_launches(folder)
+    text = [f"# {launches[0].recipe if launches else folder.name}", ""]
     text += ["| split | metric | value | answers |", "| --- | --- | ---: | ---: |"]
-    text += [f"| {' | '.join(row)} |" for row in score_rows(report)]
+    text += [f"| {' | '.join(row)} |" for row in score_rows(result)]
     text += ["", "| | |", "| --- | --- |"]
-    text += [f"| {name} | {value} |" for name, value in [*cost_rows(report), *_made_with(report, parts)]]
+    text += [f"| {name} | {value} |" for name, value in [*cost_rows(result), *_provenance_rows(result, launches)]]
     if (folder / CURVES).is_file():
-        text += ["", f"![Loss, validation, learning rate and speed over the updates]({CURVES})"]
-    if parts:
-        text += ["", "Made again with", "", "```sh", parts[0].command, "```"]
-    write_whole(folder / REPORT, "\n".join(text) + "\n")
+        text += ["", f"![Loss, validation, learning rate and speed over the steps]({CURVES})"]
+    if launches:
+        text += ["", "Repeat with", "", "```sh", launches[0].command, "```"]
+    atomic_write(folder / REPORT, "\n".join(text) + "\n")
 
 
-def score_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """For each split its metric, value and number of answers, for people."""
-    return [(split, each.metric, f"{each.value:.4f}", f"{each.count:,}") for split, each in report.scores.items()]
+def score_rows(result: Result) -> list[tuple[str, str, str, str]]:
+    """Return split, metric, value and number of answers of each final score, as text."""
+    return [(split, each.metric, f"{each.value:.4f}", f"{each.count:,}") for split, each in result.scores.items()]
 
 
-def cost_rows(report: Report) -> list[tuple[str, str]]:
-    """What a run was and took, for people."""
+def cost_rows(result: Result) -> list[tuple[str, str]]:
+    """Return what a run took, as names and texts."""
     rows = []
-    if report.best is not None:
-        rows.append(("best validation", f"{report.best['score']:.4f} at update {report.best['step']:,}"))
-    rows += [("max_steps", f"{report.step:,}"), ("tokens", f"{report.tokens:,}"), ("time", duration(report.seconds))]
-    if report.tokens_per_second is not None:
-        rows.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
-    if report.memory_gib is not None:
-        rows.append(("peak memory", f"{report.memory_gib:.2f} GiB"))
-    return [*rows, ("parameters", f"{report.parameters:,}")]
+    if result.best is not None:
+        rows.append(("best validation", f"{result.best['value']:.4f} at step {result.best['step']:,}"))
+    rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
+    if result.tokens_per_second is not None:
+        rows.append(("tokens/s", f"{result.tokens_per_second:,.0f}"))
+    if result.memory_gib is not None:
+        rows.append(("peak memory", f"{result.memory_gib:.2f} GiB"))
+    return [*rows, ("parameters", f"{result.parameters:,}")]
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 9.3 s, or 1:02:03."""
+    """Return a time as text: 9.3 s, or 1:02:03."""
     return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _made_with(report: Report, parts: Sequence[Part]) -> list[tuple[str, str]]:
-    rows = [("data", f"{report.source}, {f'digest {report.data}' if report.data else 'made as it is needed'}")]
-    if not parts:
+def _provenance_rows(result: Result, launches: Sequence[Launch]) -> list[tuple[str, str]]:
+    rows = [("data", f"{result.source}, {f'digest {result.data}' if result.data else 'generated on the fly'}")]
+    if not launches:
         return rows
-    first = parts[0]
+    first = launches[0]
     rows += [("seed", f"{first.seed}")]
     if first.budget is not None:
         rows += [("budget", duration(first.budget))]
-    # A run may have gone on somewhere else.
-    rows += [("hardware", "; ".join(dict.fromkeys(_hardware(part) for part in parts)))]
-    rows += [("versions", "; ".join(dict.fromkeys(_versions(part) for part in parts)))]
-    commits = dict.fromkeys(part.commit or "none, an installed library" for part in parts)
-    rows += [("commit", ", ".join(commits)), ("begun", first.begun)]
-    resumed = [f"update {part.step:,}" for part in parts[1:]]
-    return [*rows, *([("gone on from", ", ".join(resumed))] if resumed else [])]
+    # A run may have been resumed on another machine.
+    rows += [("hardware", "; ".join(dict.fromkeys(_hardware(launch) for launch in launches)))]
+    rows += [("versions", "; ".join(dict.fromkeys(_versions(launch) for launch in launches)))]
+    commits = dict.fromkeys(launch.commit or "none, an installed library" for launch in launches)
+    rows += [("commit", ", ".join(commits)), ("started", first.started)]
+    resumed = [f"step {launch.step:,}" for launch in launches[1:]]
+    return [*rows, *([("resumed from", ", ".join(resumed))] if resumed else [])]
 
 
-def _hardware(part: Part) -> str:
-    facts = part.hardware
-    several = f", {part.processes} processes" if part.processes > 1 else ""
+def _hardware(launch: Launch) -> str:
+    facts = launch.hardware
+    several = f", {launch.processes} processes" if launch.processes > 1 else ""
     if "memory_gib" in facts:
         return f"{facts['count']} × {facts['name']}, {facts['memory_gib']} GiB{several}"
     return f"{facts['name']}, {facts['cores']} cores{several}"
 
 
-def _versions(part: Part) -> str:
-    return ", ".join(f"{name} {version}" for name, version in part.versions.items()) + f"; {part.platform}"
+def _versions(launch: Launch) -> str:
+    return ", ".join(f"{name} {version}" for name, version in launch.versions.items()) + f"; {launch.platform}"
+
+
+def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | None:
+    """Draw the log of a run into `curves.png`; None if nothing was logged yet."""
+    lines = read_log(folder)
+    if not lines:
+        return None
+    # Slow to import, and needed only here.
+    import matplotlib.style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    # Not with the user's own settings of matplotlib.
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=(7.2, 4.8), dpi=200, layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06))
+        figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+        axes = figure.subplots(2, 2, sharex=True)
+        _draw_loss(axes[0, 0], lines)
+        _draw_validation(axes[0, 1], lines, higher_is_better)
+        _draw_line(axes[1, 0], lines, "lr", "learning rate")
+        _draw_line(axes[1, 1], lines, "tokens_per_second", "tokens per second")
+        for axis in axes.flat:
+            format_ticks(axis)
+        for axis in axes[1]:
+            axis.set_xlim(0, 1.02 * lines[-1]["step"])
+            axis.set_xlabel("step", color=GRAY)
+        with atomic_path(folder / CURVES) as temporary:
+            FigureCanvasAgg(figure).print_png(temporary)
+    return folder / CURVES
+
+
+def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the steps at which a value was logged, and the values; NaN where it was not finite.
+
+    `value` is the score of a split; all other names are of training.
+    """
+    found = [(line["step"], line[name]) for line in lines if name in line and ("split" in line) == (name == "value")]
+    steps, values = zip(*found, strict=True) if found else ((), ())
+    return np.array(steps, np.float64), np.array(values, np.float64)
+
+
+def smooth(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """Return means over up to `width` neighbors on each side, leaving out NaN."""
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    place = np.arange(len(values))
+    # Symmetric at the start: a loss that falls steeply would be drawn too low.
+    low, high = np.maximum(place - width, 0), np.minimum(place + np.minimum(width, place) + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def _draw_loss(axis: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
+    steps, losses = series(lines, "loss")
+    axis.set_title("training loss", loc="left", fontsize=9)
+    known = losses[np.isfinite(losses)]
+    logarithmic = len(known) > 0 and known.min() > 0 and known.max() > _LOG_SCALE_RATIO * known.min()
+    if logarithmic:
+        axis.set_yscale("log")
+    if len(steps) < _LINES_TO_SMOOTH:
+        axis.plot(steps, losses, color=_DARK, linewidth=1.2)
+        return
+    axis.plot(steps, losses, color=_LIGHT, linewidth=0.7)
+    # Smoothed on the scale of the axis: on a logarithmic one the mean of losses would turn every peak into a plateau.
+    means = smooth(np.log(losses) if logarithmic else losses, max(len(steps) // 50, 1))
+    axis.plot(steps, np.exp(means) if logarithmic else means, color=_DARK, linewidth=1.4)
+
+
+def _draw_validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_better: bool) -> None:
+    lines = [line for line in lines if line.get("split") == "validation"]
+    steps, values = series(lines, "value")
+    best = best_validation(lines, higher_is_better=higher_is_better)
+    axis.set_title(f"validation {lines[0]['metric']}" if lines else "validation", loc="left", fontsize=9)
+    if best is None:
+        axis.text(0.5, 0.5, "none yet", color=GRAY, ha="center", va="center", transform=axis.transAxes)
+        axis.set_yticks([])
+        return
+    axis.plot(steps, values, color=_DARK, linewidth=1.2, marker="o", markersize=1.8)
+    axis.margins(y=0.18)
+    final = (int(steps[-1]), float(values[-1]))
+    marks = [(*best, "best and final")] if best == final else [(*best, "best"), (*final, "final")]
+    for step, value, name in marks:
+        color = _DARK if name == "final" else _ACCENT
+        axis.plot([step], [value], "o", color=color, markersize=4, clip_on=False)
+        late = step > (steps[0] + steps[-1]) / 2 or len(steps) == 1
+        above = higher_is_better == (name != "final")
+        axis.annotate(
+            f"{name} {value:.4f}",
+            (step, value),
+            xytext=(0, 6 if above else -6),
+            textcoords="offset points",
+            ha="right" if late else "left",
+            va="bottom" if above else "top",
+            color=color,
+            fontsize=8,
+        )
+
+
+def _draw_line(axis: Axes, lines: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
+    axis.set_title(title, loc="left", fontsize=9)
+    steps, values = series(lines, name)
+    axis.plot(steps, values, color=_DARK, linewidth=1.2)
+    if np.any(values > 0):
+        axis.set_ylim(0, 1.08 * np.nanmax(values))
+
+
+def format_ticks(axis: Axes) -> None:
+    """Put few and short numbers at an axis."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axis.xaxis.set_major_formatter(FuncFormatter(_short))
+    if len(axis.get_yticks()) and axis.get_yscale() == "linear":
+        axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axis.yaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def _short(value: float, _: int) -> str:
+    """Return a number as 0.003, 1e-05, 250, 40k or 1.5M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"

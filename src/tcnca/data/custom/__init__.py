@@ -1,6 +1,116 @@
-"""The user's own data: files of text, tables or arrays, read without a line of code."""
+"""The user's own data: text, tables or arrays, read without code."""
 
-from tcnca.data.custom.options import CustomOptions
-from tcnca.data.custom.read import read_own
+from __future__ import annotations
 
-__all__ = ["CustomOptions", "read_own"]
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from tcnca.data.custom.arrays import ARRAY_SUFFIXES, read_arrays
+from tcnca.data.custom.options import CustomOptions, with_recipe_keys
+from tcnca.data.custom.streams import list_files, read_bytes, read_errors, split_files, unassigned_file
+from tcnca.data.custom.tables import TABLE_SUFFIXES, read_tables
+from tcnca.data.schema import Content, Kind
+from tcnca.errors import DataError
+
+__all__ = ["CustomOptions", "read_custom"]
+
+_Form = Literal["tables", "arrays"]
+_SUFFIXES: Mapping[_Form, Collection[str]] = {"tables": TABLE_SUFFIXES, "arrays": ARRAY_SUFFIXES}
+_KINDS: Mapping[_Form, Collection[Kind]] = {
+    "tables": ("classification", "pairs"),
+    "arrays": ("classification", "regression", "forecast"),
+}
+_COMPRESSED = (".gz", ".xz", ".bz2", ".zip", ".zst", ".7z")
+_MAGIC = (
+    b"\x1f\x8b\x08",  # gzip
+    b"\xfd7zXZ\x00",
+    b"PK\x03\x04",  # zip
+    b"\x28\xb5\x2f\xfd",  # Zstandard
+    b"7z\xbc\xaf\x27\x1c",
+    # A text can start with "BZh", so include the marker of the first block of bzip2, or of the end of an empty file.
+    *(b"BZh%d" % level + mark for level in range(1, 10) for mark in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")),
+)
+
+
+def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
+    """Read the user's own data.
+
+    - Tables (.csv with commas or semicolons, .tsv, .jsonl, .ndjson) hold texts to classify, or pairs of texts.
+    - Arrays (.npy, .npz) hold real-valued sequences to classify, to predict targets from, or to forecast.
+    - Every other file is bytes for a language model, and so is any file with kind language. Compressed files and JSON
+      that is not one object per line are refused without that kind, since hardly anyone wants to model their bytes.
+
+    A folder of tables or arrays holds files named train*, valid*, val* or dev*, and test*. `tcnca.data.custom.options`
+    describes what happens with splits that are not given.
+
+    Args:
+        origin: a file or a folder.
+        options: what the files do not say themselves.
+
+    Raises:
+        DataError: the data is missing, damaged, or of no known format. The message names the place and what to do.
+    """
+    try:
+        return _read(origin, options or CustomOptions())
+    except DataError as error:
+        raise with_recipe_keys(error) from error
+
+
+def _read(origin: Path, options: CustomOptions) -> Content:
+    if not origin.exists():
+        raise DataError(f"{origin}: no such file or folder; check the path")
+    files = list_files(origin)
+    if not files:
+        raise DataError(f"{origin}: expected visible files, got none; add data")
+    form = None if options.kind == "language" else _form(origin, files, options)
+    if form is None:
+        return read_bytes(origin, options)
+    given = {"train": [origin]}
+    if origin.is_dir():
+        given, others = split_files(origin, _SUFFIXES[form])
+        if others:
+            raise unassigned_file(others[0], f"or give --kind language to model the bytes of all {form}")
+    return read_tables(origin, given, options) if form == "tables" else read_arrays(origin, given, options)
+
+
+def _form(origin: Path, files: Sequence[Path], options: CustomOptions) -> _Form | None:
+    """Return the format of the data; None for bytes."""
+    suffixes = [file.suffix.lower() for file in files]
+    if options.kind is None:
+        _refuse_unsuitable(files)
+        return next((form for form, known in _SUFFIXES.items() if all(suffix in known for suffix in suffixes)), None)
+    present = [form for form, known in _SUFFIXES.items() if any(suffix in known for suffix in suffixes)]
+    fitting = [form for form in present if options.kind in _KINDS[form]]
+    if len(fitting) == 1:
+        _refuse_unsuitable([file for file in files if file.suffix.lower() in _SUFFIXES[fitting[0]]])
+        return fitting[0]
+    if fitting:
+        raise DataError(f"{origin}: expected either tables or arrays, got both; move one of them away")
+    if not present:
+        _refuse_unsuitable(files)
+    possible = ", ".join([*dict.fromkeys(kind for form in present for kind in _KINDS[form]), "language"])
+    needed = " or ".join(f"{form} ({', '.join(_SUFFIXES[form])})" for form in _SUFFIXES if options.kind in _KINDS[form])
+    raise DataError(f"{origin}: --kind {options.kind} needs {needed}, got other files; for these, use {possible}")
+
+
+def _refuse_unsuitable(files: Sequence[Path]) -> None:
+    """Raise a DataError for compressed files, and for data that consists of JSON files."""
+    for file in files:
+        if _is_compressed(file):
+            raise DataError(f"{file}: is compressed; unpack it, or give --kind language to model the compressed bytes")
+    # Among other files, for example source code, JSON is text like them.
+    if all(file.suffix.lower() == ".json" for file in files):
+        raise DataError(
+            f"{files[0]}: expected one JSON object per line in a .jsonl file, got .json; convert it, or give "
+            "--kind language to model its bytes"
+        )
+
+
+def _is_compressed(file: Path) -> bool:
+    suffix = file.suffix.lower()
+    # An .npz is an archive, but it is read as arrays.
+    if suffix in ARRAY_SUFFIXES or suffix in _COMPRESSED:
+        return suffix in _COMPRESSED
+    with read_errors(file), file.open("rb") as opened:
+        return opened.read(max(map(len, _MAGIC))).startswith(_MAGIC)

@@ -1,138 +1,328 @@
-"""Sequences of real values, from NumPy's files."""
+"""Real-valued sequences from .npy and .npz files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.columns import Column, Columns, Ragged
-from tcnca.data.custom.labels import classes_of, numbered
-from tcnca.data.custom.npz import Arrays, Named, Picked, check_left, pick, splits_of
-from tcnca.data.custom.options import OF_TABLES, CustomOptions, refuse
-from tcnca.data.custom.splits import complete, cut, in_order, missing
-from tcnca.data.schema import Content
+from tcnca.data.custom.options import (
+    SPLIT_NAMES,
+    TABLE_OPTIONS,
+    CustomOptions,
+    complete_splits,
+    cut_stream,
+    encode_labels,
+    find_classes,
+    in_order,
+    list_names,
+    missing_splits,
+    refuse_options,
+)
+from tcnca.data.custom.tables import unknown_name
+from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError
 
-ARRAYS = (".npy", ".npz")
-"""Endings of the files that are read as arrays."""
+ARRAY_SUFFIXES = (".npy", ".npz")
+"""Suffixes of the files that are read as arrays."""
 
+_VALUE_NAMES = ("values", "x", "X", "data", "sequences", "inputs")
 _REAL = "fiub"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of a file or of one of its splits: maps the name within the split to the name in the file."""
+
+    path: Path
+    names: Mapping[str, str]
+
+    @classmethod
+    def open(cls, path: Path) -> Arrays:
+        """List the arrays of an .npz; an .npy holds only values."""
+        if path.suffix.lower() == ".npy":
+            return cls(path, {"values": "values"})
+        # NumPy does not close a damaged file that it opened itself.
+        with _array_errors(path), path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("its content is an .npy")
+            return cls(path, {name: name for name in loaded.files})
+
+    def read(self, name: str) -> NamedArray:
+        """Read one of the arrays."""
+        if name not in self.names:
+            raise unknown_name(name, "array", list(self.names), self.path)
+        stored = self.names[name]
+        with _array_errors(self.path, f", array {stored!r}"), self.path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            array = loaded if self.path.suffix.lower() == ".npy" else loaded[stored]
+            return NamedArray(self.path, stored, np.asarray(array))
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedArray:
+    """An array with its name for messages."""
+
+    path: Path
+    name: str
+    array: NDArray[Any]
+
+    def __str__(self) -> str:
+        return f"{self.path}: array {self.name!r}"
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, for messages."""
+        return f"{self.array.dtype} of shape {self.array.shape}"
+
+    def place(self, *index: int) -> str:
+        """Return the location of an element."""
+        return f"{self.path}: {self.name}[{', '.join(str(i) for i in index)}]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The arrays that are used."""
+
+    kind: Kind
+    values: NamedArray
+    lengths: NamedArray | None
+    target: NamedArray | None
+    """Labels or targets."""
+
+    @property
+    def arrays(self) -> list[NamedArray]:
+        """All of them."""
+        return [array for array in (self.values, self.lengths, self.target) if array is not None]
+
+    @property
+    def is_series(self) -> bool:
+        """Whether the values are one long series."""
+        return self.values.path.suffix.lower() == ".npy" and self.values.array.ndim in (1, 2)
+
+
+@contextlib.contextmanager
+def _array_errors(path: Path, which: str = "") -> Iterator[None]:
+    """Convert the errors of NumPy and zipfile into a DataError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(
+            f"{path}{which}: cannot be read ({error}); save it again with np.save or np.savez, as arrays of numbers or "
+            "strings, not of objects"
+        ) from error
 
 
 def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
     """Read the arrays of each split; a single .npz may hold all of them, with names such as `train_values`.
 
-    A .npy of one or two dimensions is one long series, `[time]` or `[time, features]`.
+    An .npy of one or two dimensions is one long series, `[time]` or `[time, features]`.
     """
-    refuse(options, OF_TABLES, origin, "arrays")
+    refuse_options(options, TABLE_OPTIONS, origin, "arrays")
     for split, paths in files.items():
         if len(paths) > 1:
-            raise DataError(f"{origin}: has {len(paths)} files for {split}; join their arrays in one")
-    groups = {split: Arrays.of(paths[0]) for split, paths in files.items()}
+            raise DataError(f"{origin}: expected one file for {split}, got {len(paths)}; join their arrays")
+    groups = {split: Arrays.open(paths[0]) for split, paths in files.items()}
     sources = list(groups.values())
     if list(groups) == ["train"]:
-        groups = splits_of(groups["train"], options)
-    missing(groups, options, origin)
-    picked = {split: pick(arrays, options) for split, arrays in groups.items()}
-    _check_alike(origin, picked)
-    check_left(sources, picked, options)
-    parts: dict[str, dict[str, Column]] = {split: {"values": _inputs(one)} for split, one in picked.items()}
+        groups = _split_names(groups["train"], options)
+    missing_splits(groups, options, origin)
+    selected = {split: _select(arrays, options) for split, arrays in groups.items()}
+    _check_splits(origin, selected)
+    _check_unused(sources, selected, options)
+    parts: dict[str, dict[str, Column]] = {split: {"values": _inputs(one)} for split, one in selected.items()}
     _check_features(origin, parts)
-    facts = _add_aims(origin, parts, picked)
-    whole = _cut_in_time(parts, options, origin) if picked["train"].series else complete(parts, options, origin)
+    metadata = _add_targets(origin, parts, selected)
+    series = selected["train"].is_series
+    splits = _cut_series(parts, options, origin) if series else complete_splits(parts, options, origin)
     return Content(
-        kind=picked["train"].kind,
-        splits={split: [columns] for split, columns in whole.items()},
+        kind=selected["train"].kind,
+        splits={split: [columns] for split, columns in splits.items()},
         origin=origin.resolve().name,
         verified=False,
-        facts={**facts, **_spread(whole["train"]["values"])},
+        metadata={**metadata, **_statistics(splits["train"]["values"])},
     )
 
 
-def _check_alike(origin: Path, picked: Mapping[str, Picked]) -> None:
+def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
+    """Group arrays by split if they have names such as `train_values` or `values_test`; else all are training."""
+    groups: dict[str, dict[str, str]] = {}
+    for stored in arrays.names:
+        split, name = _parse_name(stored)
+        group = groups.setdefault(split, {})
+        if split and name in group:
+            raise DataError(f"{arrays.path}: arrays {group[name]!r} and {stored!r} mean the same; remove one of them")
+        group[name] = stored
+    known = _VALUE_NAMES if options.values is None else (options.values,)
+    if not any(name in groups.get("train", {}) for name in known):
+        return {"train": arrays}
+    return {split: Arrays(arrays.path, names) for split, names in groups.items() if split}
+
+
+def _parse_name(name: str) -> tuple[str, str]:
+    """Return the split in an array's name, or an empty text, and the rest of the name."""
+    head, _, tail = name.partition("_")
+    if tail and head.lower() in SPLIT_NAMES:
+        return SPLIT_NAMES[head.lower()], tail
+    head, _, tail = name.rpartition("_")
+    if head and tail.lower() in SPLIT_NAMES:
+        return SPLIT_NAMES[tail.lower()], head
+    return "", name
+
+
+def _select(arrays: Arrays, options: CustomOptions) -> Selection:
+    """Select arrays by the options, or else by their names."""
+    kind, target = _select_target(arrays, options)
+    lengths = options.lengths or ("lengths" if "lengths" in arrays.names else None)
+    return Selection(
+        kind=kind,
+        values=arrays.read(options.values or _select_values(arrays)),
+        lengths=None if lengths is None else arrays.read(lengths),
+        target=target,
+    )
+
+
+def _select_values(arrays: Arrays) -> str:
+    found = [name for name in _VALUE_NAMES if name in arrays.names]
+    if len(found) == 1:
+        return found[0]
+    state = f"arrays {list_names(found)} could each be" if found else "no array is obviously"
+    raise DataError(f"{arrays.path}: {state} the values; choose one of {list_names(list(arrays.names))} with --values")
+
+
+def _select_target(arrays: Arrays, options: CustomOptions) -> tuple[Kind, NamedArray | None]:
+    """Return the kind of task and the array of labels or targets."""
+    if options.labels is not None and options.targets is not None:
+        raise DataError(f"{arrays.path}: expected --labels or --targets, got both; remove one of them")
+    kind: Kind | None = options.kind
+    for option, implied in (("labels", "classification"), ("targets", "regression")):
+        value = getattr(options, option)
+        if value is not None and kind not in (None, implied):
+            raise DataError(
+                f"{arrays.path}: --{option} {value!r} means {implied} and contradicts --kind {kind}; remove one of them"
+            )
+    labels, targets, y = (name if name in arrays.names else None for name in ("labels", "targets", "y"))
+    if options.labels is not None or kind == "classification":
+        return "classification", _require(arrays, options.labels or labels or y, "labels")
+    if options.targets is not None or kind == "regression":
+        return "regression", _require(arrays, options.targets or targets or y, "targets")
+    if kind == "forecast" or not (labels or targets or y):
+        return "forecast", None
+    if labels and targets:
+        raise DataError(f"{arrays.path}: has labels and targets; give --kind classification or --kind regression")
+    target = arrays.read(labels or targets or "y")
+    real = targets is not None or (labels is None and target.array.dtype.kind == "f")
+    return "regression" if real else "classification", target
+
+
+def _require(arrays: Arrays, name: str | None, option: str) -> NamedArray:
+    if name is None:
+        raise DataError(
+            f"{arrays.path}: no array is obviously the {option}; choose one of {list_names(list(arrays.names))} with "
+            f"--{option}, or remove --kind"
+        )
+    return arrays.read(name)
+
+
+def _check_unused(files: Collection[Arrays], selected: Mapping[str, Selection], options: CustomOptions) -> None:
+    """Refuse arrays that are not used, unless the options determine what to predict."""
+    if any(option is not None for option in (options.kind, options.labels, options.targets)):
+        return
+    used = {(array.path, array.name) for one in selected.values() for array in one.arrays}
+    for arrays in files:
+        unused = [name for name in arrays.names.values() if (arrays.path, name) not in used]
+        if unused:
+            raise DataError(
+                f"{arrays.path}: the role of {list_names(unused)} is unknown; name the class of each sequence with "
+                "--labels, the values to predict from each with --targets, or the length of each with --lengths, or "
+                f"give --kind {selected['train'].kind} to ignore them"
+            )
+
+
+def _check_splits(origin: Path, selected: Mapping[str, Selection]) -> None:
     """Refuse splits that hold different things."""
-    states: dict[str, Callable[[Picked], object]] = {
-        "what is to be predicted": lambda one: one.kind,
-        "whether there are lengths": lambda one: one.lengths is not None,
-        "whether they are one long series": lambda one: one.series,
+    properties: dict[str, Callable[[Selection], object]] = {
+        "task": lambda one: one.kind,
+        "presence of lengths": lambda one: one.lengths is not None,
+        "form, one series or many": lambda one: one.is_series,
     }
-    for what, state in states.items():
-        if len({state(one) for one in picked.values()}) > 1:
-            found = ", ".join(f"{split}: {state(one)}" for split, one in picked.items())
-            raise DataError(f"{origin}: the splits differ in {what} ({found}); give all the same arrays")
+    for what, get in properties.items():
+        if len({get(one) for one in selected.values()}) > 1:
+            found = ", ".join(f"{split}: {get(one)}" for split, one in selected.items())
+            raise DataError(f"{origin}: expected the same {what} in all splits, got {found}; use the same arrays")
 
 
 def _check_features(origin: Path, parts: Mapping[str, Columns]) -> None:
-    features = {split: _steps(columns["values"]).shape[-1] for split, columns in parts.items()}
+    features = {split: _flat(columns["values"]).shape[-1] for split, columns in parts.items()}
     if len(set(features.values())) > 1:
         found = ", ".join(f"{split}: {number}" for split, number in features.items())
-        raise DataError(f"{origin}: the splits differ in their number of features ({found}); give all the same")
+        raise DataError(f"{origin}: expected the same number of features in all splits, got {found}")
 
 
-def _add_aims(
-    origin: Path, parts: Mapping[str, dict[str, Column]], picked: Mapping[str, Picked]
+def _add_targets(
+    origin: Path, parts: Mapping[str, dict[str, Column]], selected: Mapping[str, Selection]
 ) -> dict[str, list[str]]:
-    """Give each split its labels or targets; what there is to remember of them."""
-    aims = {split: one.aim for split, one in picked.items() if one.aim is not None}
-    for split, aim in aims.items():
-        _check_count(aim, picked[split].values)
-    if picked["train"].kind == "regression":
-        for split, aim in aims.items():
-            parts[split]["targets"] = _targets(aim)
-    if picked["train"].kind != "classification":
+    """Add labels or targets to each split, and return the class names."""
+    targets = {split: one.target for split, one in selected.items() if one.target is not None}
+    for split, target in targets.items():
+        _check_count(target, selected[split].values)
+    if selected["train"].kind == "regression":
+        for split, target in targets.items():
+            parts[split]["targets"] = _targets(target)
+    if selected["train"].kind != "classification":
         return {}
-    labels = {split: _names(aim) for split, aim in aims.items()}
-    classes = classes_of(labels["train"], origin)
-    for split, aim in aims.items():
-        parts[split]["labels"] = numbered(labels[split], classes, aim.place)
+    labels = {split: _labels(target) for split, target in targets.items()}
+    classes = find_classes(labels["train"], origin)
+    for split, target in targets.items():
+        parts[split]["labels"] = encode_labels(labels[split], classes, target.place)
     return {"class_names": classes}
 
 
-def _inputs(one: Picked) -> Column:
-    """The values as float32 `[examples, time, features]`, or cut to their lengths."""
+def _inputs(one: Selection) -> Column:
+    """Return the values as float32 `[examples, time, features]`, or without their padding."""
     values = one.values
     shape = values.array.shape
     if values.array.dtype.kind not in _REAL:
-        raise DataError(f"{values} has dtype {values.array.dtype}; it must hold real numbers")
-    if not one.series and len(shape) not in (2, 3):
+        raise DataError(f"{values}: expected real numbers, got {values.array.dtype}")
+    if not one.is_series and len(shape) not in (2, 3):
         raise DataError(
-            f"{values} has shape {shape}; it must be [examples, time] or [examples, time, features], "
-            "and one long series goes into a .npy of its own"
+            f"{values}: expected shape [examples, time] or [examples, time, features], got {shape}; save one long "
+            "series as .npy"
         )
     if not values.array.size:
-        raise DataError(f"{values} has shape {shape}, it is empty; put values there")
-    if one.series:
+        raise DataError(f"{values}: expected values, got an empty array of shape {shape}")
+    if one.is_series:
         return _finite(values).reshape(1, shape[0], -1)
     if one.lengths is None:
         return _finite(values).reshape(*shape[:2], -1)
     lengths = _lengths(one.lengths, values)
     inside = np.arange(shape[1]) < lengths[:, None]
-    kept = _finite(values, inside).reshape(*shape[:2], -1)[inside]
-    return Ragged(kept, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+    return Ragged.from_lengths(_finite(values, inside).reshape(*shape[:2], -1)[inside], lengths)
 
 
-def _lengths(lengths: Named, values: Named) -> NDArray[np.int64]:
+def _lengths(lengths: NamedArray, values: NamedArray) -> NDArray[np.int64]:
     _check_count(lengths, values)
     array, time = lengths.array, values.array.shape[1]
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise DataError(
-            f"{lengths} has dtype {array.dtype} and shape {array.shape}; lengths are whole numbers [examples]"
-        )
+        raise DataError(f"{lengths}: expected integers of shape [examples], got {lengths.form}")
     wrong = np.flatnonzero((array < 1) | (array > time))
     if len(wrong):
         raise DataError(
-            f"{lengths.place(wrong[0])} is {array[wrong[0]]}, allowed is 1 to {time}, the time of {values.name!r}; "
-            "correct it"
+            f"{lengths.place(wrong[0])}: expected 1 to {time}, the time steps of {values.name!r}, got {array[wrong[0]]}"
         )
     return array.astype(np.int64)
 
 
-def _finite(named: Named, inside: NDArray[np.bool_] | None = None) -> NDArray[np.float32]:
-    """The array as float32; what is not `inside` is padding and may be anything."""
+def _finite(named: NamedArray, inside: NDArray[np.bool_] | None = None) -> NDArray[np.float32]:
+    """Return the array as float32; values that are not `inside` are padding and are not checked."""
     with np.errstate(over="ignore"):
         real = named.array.astype(np.float32)
     wrong = ~np.isfinite(real)
@@ -141,56 +331,55 @@ def _finite(named: Named, inside: NDArray[np.bool_] | None = None) -> NDArray[np
     if wrong.any():
         index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
         raise DataError(
-            f"{named.place(*map(int, index))} is {named.array[index]}, not a number that float32 can hold; "
-            "put one in its place, or leave the example out"
+            f"{named.place(*map(int, index))}: expected a finite float32 number, got {named.array[index]}; replace it, "
+            "or remove the example"
         )
     return real
 
 
-def _check_count(named: Named, values: Named) -> None:
+def _check_count(named: NamedArray, values: NamedArray) -> None:
     found = len(named.array) if named.array.ndim else 0
-    wanted = len(values.array) if values.array.ndim else 0
-    if found != wanted:
-        raise DataError(f"{named} is for {found:,} examples, {values.name!r} has {wanted:,}; give one for each example")
+    expected = len(values.array) if values.array.ndim else 0
+    if found != expected:
+        raise DataError(f"{named}: expected {expected:,} examples, as in {values.name!r}, got {found:,}")
 
 
-def _names(labels: Named) -> list[str]:
-    """Labels as strings."""
+def _labels(labels: NamedArray) -> list[str]:
+    """Return labels as text."""
     array = labels.array
     if array.ndim != 1 or array.dtype.kind not in "iubUS":
         raise DataError(
-            f"{labels} has dtype {array.dtype} and shape {array.shape}; labels are whole numbers, truth values or "
-            "strings [examples], name real numbers with --targets"
+            f"{labels}: expected integers, booleans or strings of shape [examples] as labels, got {labels.form}; name "
+            "real numbers with --targets"
         )
     if array.dtype.kind == "S":
         return [label.decode("utf-8", "backslashreplace") for label in array.tolist()]
     return [str(label).lower() if array.dtype.kind == "b" else str(label) for label in array.tolist()]
 
 
-def _targets(targets: Named) -> NDArray[np.float32]:
+def _targets(targets: NamedArray) -> NDArray[np.float32]:
     array = targets.array
     if array.ndim not in (1, 2) or array.dtype.kind not in _REAL or not array.size:
         raise DataError(
-            f"{targets} has dtype {array.dtype} and shape {array.shape}; targets are real numbers [examples] or "
-            "[examples, outputs]"
+            f"{targets}: expected targets of shape [examples] or [examples, outputs], real numbers, got {targets.form}"
         )
     return _finite(targets).reshape(len(array), -1)
 
 
-def _cut_in_time(parts: Mapping[str, Columns], options: CustomOptions, origin: Path) -> dict[str, Columns]:
-    whole = np.asarray(parts["train"]["values"])
-    ranges = cut(whole.shape[1], missing(parts, options, origin), origin, "steps")
-    return in_order({**parts, **{split: {"values": whole[:, begin:end]} for split, (begin, end) in ranges.items()}})
+def _cut_series(parts: Mapping[str, Columns], options: CustomOptions, origin: Path) -> dict[str, Columns]:
+    train = np.asarray(parts["train"]["values"])
+    ranges = cut_stream(train.shape[1], missing_splits(parts, options, origin), origin, "time steps")
+    return in_order({**parts, **{split: {"values": train[:, begin:end]} for split, (begin, end) in ranges.items()}})
 
 
-def _steps(column: Column) -> NDArray[Any]:
-    """All steps of all sequences, `[steps, features]`."""
+def _flat(column: Column) -> NDArray[Any]:
+    """Return the time steps of all sequences, `[steps, features]`."""
     return column.values if isinstance(column, Ragged) else column.reshape(-1, column.shape[-1])
 
 
-def _spread(column: Column) -> dict[str, list[float]]:
-    """Mean and standard deviation of each feature."""
-    steps = _steps(column)
-    deviation = steps.std(0, dtype=np.float64)
-    deviation[deviation == 0] = 1.0
-    return {"mean": steps.mean(0, dtype=np.float64).tolist(), "deviation": deviation.tolist()}
+def _statistics(column: Column) -> dict[str, list[float]]:
+    """Return mean and standard deviation of each feature."""
+    steps = _flat(column)
+    std = steps.std(0, dtype=np.float64)
+    std[std == 0] = 1.0
+    return {"mean": steps.mean(0, dtype=np.float64).tolist(), "std": std.tolist()}

@@ -1,31 +1,77 @@
-"""Bytes for a language model: any file, or a folder of them."""
+"""Find the user's files, and read any file, or a folder of them, as bytes for a language model."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tcnca.data.columns import Columns
-from tcnca.data.custom.folders import explained, files_under, split_files, stray
-from tcnca.data.custom.options import OF_ARRAYS, OF_TABLES, CustomOptions, refuse
-from tcnca.data.custom.splits import cut, fill, in_order, missing
+from tcnca.data.custom.options import (
+    ARRAY_OPTIONS,
+    TABLE_OPTIONS,
+    CustomOptions,
+    assign_items,
+    cut_stream,
+    in_order,
+    missing_splits,
+    refuse_options,
+)
 from tcnca.data.rng import CounterRNG
-from tcnca.data.schema import Content
+from tcnca.data.schema import SPLITS, Columns, Content
 from tcnca.errors import DataError
 
 PART = 16 * 2**20
-"""Most bytes of a part."""
+"""Maximum number of bytes of a part."""
 
-# Fewer files are too coarse to make up splits of about the right size.
-_MANY_FILES = 10
+_PREFIXES = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
+# Fewer files are too coarse for splits of about the right size.
+_MIN_FILES = 10
+
+
+def list_files(path: Path, suffixes: Collection[str] | None = None) -> list[Path]:
+    """List the visible files of a folder and its subfolders by name, only those with one of `suffixes`."""
+    if path.is_file():
+        return [path] if suffixes is None or path.suffix.lower() in suffixes else []
+    found = (file for file in path.rglob("*") if file.is_file())
+    visible = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    chosen = [file for file in visible if suffixes is None or file.suffix.lower() in suffixes]
+    return sorted(chosen, key=lambda file: file.relative_to(path).as_posix())
+
+
+def split_files(folder: Path, suffixes: Collection[str] | None = None) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Return the files of each split, from the names of the entries of a folder, and the other entries."""
+    found: dict[str, list[Path]] = {}
+    others = []
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        files = [] if entry.name.startswith(".") else list_files(entry, suffixes)
+        split = next((split for prefix, split in _PREFIXES.items() if entry.name.lower().startswith(prefix)), None)
+        if files and split is None:
+            others.append(entry)
+        elif files and split is not None:
+            found.setdefault(split, []).extend(files)
+    return in_order(found), others
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError into a DataError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def unassigned_file(entry: Path, advice: str) -> DataError:
+    """Return the error of an entry that belongs to no split, next to others that do."""
+    return DataError(f"{entry}: expected a name that starts with train, valid or test; rename or move it, {advice}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A stretch of a file."""
+    """A range of bytes of a file."""
 
     path: Path
     begin: int
@@ -38,20 +84,20 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """Pieces of files one after the other, handed over in parts, and read only then."""
+    """Concatenated pieces of files, read lazily in parts."""
 
     pieces: Sequence[_Piece]
 
     def __iter__(self) -> Iterator[Columns]:
         part = bytearray()
         for piece in self.pieces:
-            with explained(piece.path), piece.path.open("rb") as file:
+            with read_errors(piece.path), piece.path.open("rb") as file:
                 file.seek(piece.begin)
                 left = piece.size
                 while left:
                     read = file.read(min(left, PART - len(part)))
                     if not read:
-                        raise DataError(f"{piece.path}: has become shorter while it was read; read it again")
+                        raise DataError(f"{piece.path}: became shorter while it was read; run the command again")
                     part += read
                     left -= len(read)
                     if len(part) == PART:
@@ -61,7 +107,7 @@ class _Stream:
             yield {"bytes": np.frombuffer(part, np.uint8)}
 
     def between(self, begin: int, end: int) -> _Stream:
-        """The bytes from `begin` up to, not including, `end`."""
+        """Return the bytes from `begin` (inclusive) to `end` (exclusive)."""
         pieces, start = [], 0
         for piece in self.pieces:
             low, high = max(begin - start, 0), min(end - start, piece.size)
@@ -79,48 +125,48 @@ class _Stream:
 def read_bytes(origin: Path, options: CustomOptions) -> Content:
     """Read a file, or the visible files of a folder, as bytes.
 
-    A folder with entries named train*, and valid*, val*, dev* or test*, has its splits given. In any other, whole files
-    are drawn for validation and test; but if there are fewer than ten, they are joined in the order of their names and
-    cut as if they were a single file. Nothing is put between files, and archives are not unpacked.
+    A folder with entries named train*, and valid*, val*, dev* or test*, has its splits given. In any other folder,
+    whole files are drawn for validation and test; fewer than ten files are concatenated in the order of their names and
+    cut like a single file. Nothing is inserted between files, and archives are not unpacked.
     """
-    refuse(options, (*OF_TABLES, *OF_ARRAYS), origin, "bytes of a language model")
+    refuse_options(options, (*TABLE_OPTIONS, *ARRAY_OPTIONS), origin, "bytes of a language model")
     given, others = split_files(origin) if origin.is_dir() else ({}, [])
     if others and "train" in given and len(given) > 1:
-        raise stray(others[0], "if the files are tables or arrays, say which with --kind")
+        raise unassigned_file(others[0], "or give --kind if the files are tables or arrays")
     if others or not given:
-        files = _stream(files_under(origin)).pieces
-        if len(files) >= _MANY_FILES:
-            return _content(origin, _drawn(origin, files, options))
+        files = _stream(list_files(origin)).pieces
+        if len(files) >= _MIN_FILES:
+            return _content(origin, _draw_files(origin, files, options))
         given = {"train": [piece.path for piece in files]}
     streams = {split: _stream(files) for split, files in given.items()}
     for split, stream in streams.items():
         if not stream.size:
             where = f" for {split}" if len(streams) > 1 else ""
-            raise DataError(f"{origin}: holds no bytes{where}; a language model needs some to learn from")
-    shares = missing(streams, options, origin)
-    whole = streams["train"]
-    ranges = cut(whole.size, shares, origin, "bytes")
-    return _content(origin, {**streams, **{split: whole.between(*ends) for split, ends in ranges.items()}})
+            raise DataError(f"{origin}: expected files that are not empty{where}; add text")
+    fractions = missing_splits(streams, options, origin)
+    train = streams["train"]
+    ranges = cut_stream(train.size, fractions, origin, "bytes")
+    return _content(origin, {**streams, **{split: train.between(*ends) for split, ends in ranges.items()}})
 
 
 def _stream(files: Sequence[Path]) -> _Stream:
-    """Whole files; empty ones are left out."""
+    """Return the stream of whole files without the empty ones."""
     pieces = [_Piece(file, 0, file.stat().st_size) for file in files]
     return _Stream([piece for piece in pieces if piece.size])
 
 
-def _drawn(folder: Path, files: Sequence[_Piece], options: CustomOptions) -> dict[str, _Stream]:
-    """Whole files for each split, so that none is torn apart."""
+def _draw_files(folder: Path, files: Sequence[_Piece], options: CustomOptions) -> dict[str, _Stream]:
+    """Draw whole files for each split."""
 
-    def place(piece: _Piece) -> tuple[int, str]:
+    def order(piece: _Piece) -> tuple[int, str]:
         name = piece.path.relative_to(folder).as_posix()
-        return int(CounterRNG(options.seed, "custom", name).raw(1)[0]), name
+        return int(CounterRNG(options.seed, "own", name).raw(1)[0]), name
 
-    files = sorted(files, key=place)
-    shares = {"validation": options.validation, "test": options.test}
-    splits = fill([piece.size for piece in files], shares)
+    files = sorted(files, key=order)
+    fractions = {"validation": options.validation, "test": options.test}
+    splits = assign_items([piece.size for piece in files], fractions)
     assert splits is not None  # there are at least ten
-    chosen: dict[str, list[Path]] = {split: [] for split in ("train", *shares)}
+    chosen: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for split, piece in zip(splits, files, strict=True):
         chosen[split].append(piece.path)
     return {split: _stream(sorted(paths)) for split, paths in chosen.items()}

@@ -1,91 +1,282 @@
-"""Tables of texts and their classes."""
+"""Tables of texts and their classes: separated by commas, semicolons or tabs, or JSON Lines."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import difflib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from tcnca.data.columns import Column, Ragged
-from tcnca.data.custom.columns import Roles, roles_of
-from tcnca.data.custom.labels import classes_of, numbered
-from tcnca.data.custom.options import OF_ARRAYS, CustomOptions, refuse
-from tcnca.data.custom.rows import rows_of
-from tcnca.data.custom.splits import WORDS, complete, missing
-from tcnca.data.schema import Content
+from tcnca.data.custom.options import (
+    ARRAY_OPTIONS,
+    SPLIT_NAMES,
+    CustomOptions,
+    complete_splits,
+    encode_labels,
+    find_classes,
+    list_names,
+    missing_splits,
+    refuse_options,
+)
+from tcnca.data.custom.streams import read_errors
+from tcnca.data.schema import Column, Content, Ragged
 from tcnca.errors import DataError
+
+JSON_LINES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".csv", ".tsv", *JSON_LINES)
+"""Suffixes of the files that are read as tables."""
+
+Row = tuple[int, Mapping[str, Any]]
+"""The line on which a row begins, and its fields by column."""
+
+_TEXT_NAMES = ("text", "sentence", "content", "review", "document", "input")
+_LABEL_NAMES = ("label", "class", "target", "category", "y")
+_PAIR_NAMES = (
+    ("text1", "text2"),
+    ("first", "second"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("query", "document"),
+    ("question", "answer"),
+)
+# A field can hold a whole document; this is the largest limit that csv accepts on every machine.
+_MAX_FIELD = 2**31 - 1
+_QUOTED = re.compile(r'"[^"]*("|$)')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The names of the columns that are used."""
+
+    text: str
+    second: str | None
+    label: str
+    split: str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Examples:
-    """The examples of a split, column by column, and where each was found."""
+    """The examples of a split, column by column, and their locations."""
 
     texts: list[bytes] = dataclasses.field(default_factory=list)
     seconds: list[bytes] = dataclasses.field(default_factory=list)
     labels: list[str] = dataclasses.field(default_factory=list)
-    places: list[tuple[Path, int]] = dataclasses.field(default_factory=list)
-
-    def place(self, index: int) -> str:
-        """For people."""
-        path, line = self.places[index]
-        return f"{path}, line {line}"
+    places: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
-    """Read the tables of each split; a single table may hold all of them, with a column that says which.
+    """Read the tables of each split; a single table may hold all of them, with a column for the split.
 
-    The columns are found in the first file of training, and all others must have the same.
+    The columns are determined in the first file of training, and all others must have the same.
     """
-    refuse(options, OF_ARRAYS, origin, "tables")
+    refuse_options(options, ARRAY_OPTIONS, origin, "tables")
     if options.split is not None and len(files) > 1:
-        raise DataError(
-            f"{origin}: the files are splits already, --split {options.split!r} would be others; leave it out"
-        )
-    missing(files, options, origin)
+        raise DataError(f"{origin}: the files already are splits, so --split {options.split!r} has no use; remove it")
+    missing_splits(files, options, origin)
     roles, found = None, {split: _Examples() for split in files if options.split is None}
     for split, paths in files.items():
         for path in paths:
-            for line, row in rows_of(path):
-                roles = roles or roles_of(list(row), options, path)
-                into = split if roles.split is None else _split(row, roles.split, f"{path}, line {line}")
-                _add(found.setdefault(into, _Examples()), roles, row, path, line)
+            for line, row in read_rows(path):
+                roles = roles or find_roles(list(row), options, path)
+                place = f"{path}, line {line}"
+                into = split if roles.split is None else _split(row, roles.split, place)
+                _add(found.setdefault(into, _Examples()), roles, row, place)
     if roles is None:
-        raise DataError(f"{origin}: has no rows; add some")
+        raise DataError(f"{origin}: expected rows, got none; add some")
     for split, examples in found.items():
         if not examples.labels:
-            raise DataError(f"{origin}: has no rows for {split}; add some, or leave the file out")
-    missing(found, options, origin)
+            raise DataError(f"{origin}: expected rows for {split}, got none; add some, or remove the file")
+    missing_splits(found, options, origin)
     _check_texts(origin, roles, found)
     return _content(origin, roles, found, options)
 
 
-def _add(examples: _Examples, roles: Roles, row: Mapping[str, Any], path: Path, line: int) -> None:
-    place = f"{path}, line {line}"
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table; blank lines are skipped.
+
+    The fields of a .tsv are separated by tabs. Those of a .csv are separated by commas, or by semicolons if its header
+    has semicolons and no comma outside quotes, as spreadsheets write it where the comma is the decimal separator.
+    """
+    read = _json_rows if path.suffix.lower() in JSON_LINES else _csv_rows
+    try:
+        with read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+            yield from read(path, file)
+    except UnicodeDecodeError as error:
+        raise _encoding_error(path) from error
+
+
+def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
+    opening = [file.readline()]
+    while opening[-1] and not opening[-1].strip("\r\n"):
+        opening.append(file.readline())
+    # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
+    reader = csv.reader(itertools.chain(opening, file), delimiter=_delimiter(path, opening[-1]), strict=True)
+    header: list[str] = []
+    line = 1
+    limit = csv.field_size_limit(_MAX_FIELD)
+    try:
+        for fields in reader:
+            if fields and not header:
+                header = fields
+                if twice := next((name for name in header if header.count(name) > 1), None):
+                    raise DataError(f"{path}, line {line}: expected different column names, got {twice!r} twice")
+            elif fields:
+                _check_fields(path, line, fields, header)
+                yield line, dict(zip(header, fields, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {line}: cannot be read ({error}); put fields that contain quotes in quotes, and double them"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _delimiter(path: Path, header: str) -> str:
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    bare = _QUOTED.sub("", header)
+    return ";" if ";" in bare and "," not in bare else ","
+
+
+def _check_fields(path: Path, line: int, fields: list[str], header: list[str]) -> None:
+    if len(fields) == len(header):
+        return
+    advice = (
+        f"field {header[len(fields)]!r} is missing, add it"
+        if len(fields) < len(header)
+        else "put a field that contains the delimiter in quotes"
+    )
+    raise DataError(f"{path}, line {line}: expected {len(header)} fields, got {len(fields)}; {advice}")
+
+
+def _json_rows(path: Path, file: TextIO) -> Iterator[Row]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {line}: expected one JSON object per line, got no JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(
+                f'{path}, line {line}: expected a JSON object such as {{"text": "...", "label": "..."}}, got a '
+                f"JSON {type(row).__name__}"
+            )
+        yield line, row
+
+
+def _encoding_error(path: Path) -> DataError:
+    """Return the error of a file that is not UTF-8; the decoder itself knows only its current block."""
+    offset, place, found = 0, "", "other bytes"
+    with path.open("rb") as file:
+        for line, text in enumerate(file, 1):
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                place = f", line {line}"
+                found = f"byte 0x{text[error.start]:02x} at offset {offset + error.start}"
+                break
+            offset += len(text)
+    return DataError(
+        f"{path}{place}: expected UTF-8, got {found}; convert the file, for example with `iconv -f latin-1 -t utf-8`, "
+        "or give --kind language to model its bytes"
+    )
+
+
+def find_roles(columns: Sequence[str], options: CustomOptions, path: Path) -> Roles:
+    """Determine the columns from the options, or else from their names."""
+    for name in (options.text, options.second, options.label, options.split):
+        if name is not None and name not in columns:
+            raise unknown_name(name, "column", columns, path)
+    text, second = _find_texts(columns, options, path)
+    others = [name for name in columns if name not in (text, second, options.split)]
+    label = options.label or _find_column(others, _LABEL_NAMES, "label", columns, path)
+    roles = Roles(text=text, second=second, label=label, split=options.split)
+    names = [name for name in dataclasses.astuple(roles) if name is not None]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"{path}: column {twice!r} has two roles; choose another column for one of them")
+    return roles
+
+
+def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> tuple[str, str | None]:
+    """Return the column of the text, and of the second text if there are pairs."""
+    if options.kind == "classification" and options.second is not None:
+        raise DataError(f"{path}: --second {options.second!r} contradicts --kind classification; remove one of them")
+    names = {name.lower(): name for name in columns}
+    pairs = [(names[first], names[second]) for first, second in _PAIR_NAMES if first in names and second in names]
+    if options.second is not None:
+        partners = [first for first, second in pairs if second == options.second]
+        others = [name for name in columns if name != options.second]
+        return options.text or next(iter(partners), None) or _find_text(others, options, columns, path), options.second
+    if options.text is not None and options.kind != "pairs":
+        return options.text, None
+    if options.text is not None:
+        pairs = [pair for pair in pairs if pair[0] == options.text]
+    if options.kind != "classification" and len(pairs) == 1:
+        return pairs[0]
+    if options.kind == "pairs" or (options.kind is None and pairs):
+        state = "several columns could be" if pairs else "no columns are obviously"
+        raise DataError(
+            f"{path}: {state} the two texts of a pair; choose two of {list_names(columns)} with --text and --second"
+        )
+    return _find_text(columns, options, columns, path), None
+
+
+def _find_text(candidates: Sequence[str], options: CustomOptions, columns: Sequence[str], path: Path) -> str:
+    others = [name for name in candidates if name not in (options.label, options.split)]
+    return _find_column(others, _TEXT_NAMES, "text", columns, path)
+
+
+def _find_column(
+    candidates: Sequence[str], known: Collection[str], option: str, columns: Sequence[str], path: Path
+) -> str:
+    found = [name for name in candidates if name.lower() in known]
+    if len(found) == 1:
+        return found[0]
+    state = f"columns {list_names(found)} could each be" if found else "no column is obviously"
+    origin = "" if path.suffix.lower() in JSON_LINES else " (named in the first line)"
+    raise DataError(
+        f"{path}: {state} the {option}; choose one of {list_names(columns)}{origin} with --{option}, or give "
+        "--kind language to model the bytes of the file"
+    )
+
+
+def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
+    """Return the error of a column or array that does not exist."""
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {name!r}")
+
+
+def _add(examples: _Examples, roles: Roles, row: Mapping[str, Any], place: str) -> None:
     examples.texts.append(_text(row, roles.text, place))
     if roles.second is not None:
         examples.seconds.append(_text(row, roles.second, place))
     examples.labels.append(_label(row, roles.label, place))
-    examples.places.append((path, line))
+    examples.places.append(place)
 
 
 def _field(row: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in row:
-        there = ", ".join(repr(column) for column in row)
-        raise DataError(f"{place}: field {name!r} is missing, there are {there}; add it")
+        raise DataError(f"{place}: expected a field {name!r}, got {list_names(list(row))}; add it")
     return row[name]
 
 
 def _text(row: Mapping[str, Any], name: str, place: str) -> bytes:
     value = _field(row, name, place)
     if not isinstance(value, str):
-        raise DataError(f"{place}: field {name!r} holds {json.dumps(value)[:40]}, it must be text; put it in quotes")
+        raise DataError(f"{place}, column {name!r}: expected text, got {json.dumps(value)[:40]}; put it in quotes")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: field {name!r} holds half a character, {value[error.start]!a}, which UTF-8 cannot write; "
+            f"{place}, column {name!r}: expected valid Unicode, got the unpaired surrogate {value[error.start]!a}; "
             "remove it"
         ) from error
 
@@ -93,20 +284,20 @@ def _text(row: Mapping[str, Any], name: str, place: str) -> bytes:
 def _label(row: Mapping[str, Any], name: str, place: str) -> str:
     value = _field(row, name, place)
     if isinstance(value, dict | list):
-        raise DataError(f"{place}: label {name!r} holds {json.dumps(value)[:40]}, it must be one name or number")
-    # Spaces about a name are a slip of whoever wrote it, not another class.
+        raise DataError(f"{place}, column {name!r}: expected one name or number, got {json.dumps(value)[:40]}")
+    # Surrounding spaces are typing errors, not another class.
     label = value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
     if not label:
-        raise DataError(f"{place}: label {name!r} is empty; fill it in, or remove the row")
+        raise DataError(f"{place}, column {name!r}: expected a label, got an empty field; add it, or remove the row")
     return label
 
 
 def _split(row: Mapping[str, Any], name: str, place: str) -> str:
     value = _field(row, name, place)
     word = value.strip().lower() if isinstance(value, str) else ""
-    if word not in WORDS:
-        raise DataError(f"{place}: {name!r} says {value!r}, allowed are {', '.join(WORDS)}; correct it")
-    return WORDS[word]
+    if word not in SPLIT_NAMES:
+        raise DataError(f"{place}, column {name!r}: expected one of {', '.join(SPLIT_NAMES)}, got {value!r}")
+    return SPLIT_NAMES[word]
 
 
 def _check_texts(origin: Path, roles: Roles, found: Mapping[str, _Examples]) -> None:
@@ -116,22 +307,22 @@ def _check_texts(origin: Path, roles: Roles, found: Mapping[str, _Examples]) -> 
     for option, (name, texts) in columns.items():
         if not any(text for split in texts for text in split):
             raise DataError(
-                f"{origin}: column {name!r} is empty in every row; say with --{option} which column holds the text"
+                f"{origin}: expected text in column {name!r}, got empty fields only; choose the column with --{option}"
             )
 
 
 def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options: CustomOptions) -> Content:
-    classes = classes_of(found["train"].labels, origin)
+    classes = find_classes(found["train"].labels, origin)
     parts: dict[str, dict[str, Column]] = {}
     for split, examples in found.items():
-        texts = Ragged.of_bytes(examples.texts)
-        both = {"first": texts, "second": Ragged.of_bytes(examples.seconds)}
+        texts = Ragged.from_bytes(examples.texts)
+        both = {"first": texts, "second": Ragged.from_bytes(examples.seconds)}
         inputs: Mapping[str, Column] = {"tokens": texts} if roles.second is None else both
-        parts[split] = {**inputs, "labels": numbered(examples.labels, classes, examples.place)}
+        parts[split] = {**inputs, "labels": encode_labels(examples.labels, classes, examples.places.__getitem__)}
     return Content(
         kind="classification" if roles.second is None else "pairs",
-        splits={split: [columns] for split, columns in complete(parts, options, origin).items()},
+        splits={split: [columns] for split, columns in complete_splits(parts, options, origin).items()},
         origin=origin.resolve().name,
         verified=False,
-        facts={"class_names": classes},
+        metadata={"class_names": classes},
     )

@@ -1,4 +1,7 @@
-"""The sets that are known by name, each in a file of its own, in one registry."""
+"""The registry of data sets. A new data set is a file in this folder and a line in `_SPECS`.
+
+Data sets defined elsewhere are added with `register_dataset`.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,69 @@ import difflib
 import re
 
 from tcnca.data.datasets.acl_citations import ACL_CITATIONS
-from tcnca.data.datasets.definition import Entry
 from tcnca.data.datasets.enwik8 import ENWIK8
 from tcnca.data.datasets.image import IMAGE
 from tcnca.data.datasets.listops import LISTOPS
 from tcnca.data.datasets.pathfinder import PATHFINDER, PATHX
-from tcnca.data.datasets.recall import LENGTHS, VOCABULARIES, recall
+from tcnca.data.datasets.recall import RECALL_DATASETS, recall_dataset
 from tcnca.data.datasets.retrieval import RETRIEVAL
+from tcnca.data.datasets.spec import DatasetSpec, Download
 from tcnca.data.datasets.text import TEXT
 from tcnca.errors import ConfigError
 
-__all__ = ["Entry", "canonical", "entries", "entry", "known"]
+__all__ = [
+    "DatasetSpec",
+    "Download",
+    "canonical_name",
+    "get_dataset",
+    "is_dataset",
+    "list_datasets",
+    "register_dataset",
+]
 
-_ENTRIES = {
-    entry.name: entry
-    for entry in (
-        ENWIK8,
-        LISTOPS,
-        TEXT,
-        RETRIEVAL,
-        IMAGE,
-        PATHFINDER,
-        PATHX,
-        *(recall(length, vocabulary) for vocabulary in VOCABULARIES for length in LENGTHS),
-        ACL_CITATIONS,
-    )
-}
+_SPECS = (
+    ENWIK8,
+    LISTOPS,
+    TEXT,
+    RETRIEVAL,
+    IMAGE,
+    PATHFINDER,
+    PATHX,
+    *RECALL_DATASETS,
+    ACL_CITATIONS,
+)
+_BY_NAME = {spec.name: spec for spec in _SPECS}
 _RECALL = re.compile(r"recall(?:-(\d+))?(?:-(\d+))?")
 
 
-def entries() -> tuple[Entry, ...]:
-    """All sets, in the order in which the paper has them."""
-    return tuple(_ENTRIES.values())
+def list_datasets() -> tuple[DatasetSpec, ...]:
+    """Return all data sets in the order of the paper."""
+    return tuple(_BY_NAME.values())
 
 
-def known(name: str) -> bool:
-    """Whether a set is known by this name."""
-    return name in _ENTRIES or _RECALL.fullmatch(name) is not None
+def register_dataset(spec: DatasetSpec) -> None:
+    """Add a data set to the registry."""
+    if is_dataset(spec.name):
+        raise ConfigError(f"name: expected one that is not registered, got {spec.name!r}")
+    _BY_NAME[spec.name] = spec
 
 
-def entry(name: str) -> Entry:
-    """The set called `name`; `recall-LENGTH-VOCABULARY` for any length and vocabulary, `recall` for 64 and 10."""
-    if name in _ENTRIES:
-        return _ENTRIES[name]
+def is_dataset(name: str) -> bool:
+    """Return whether the registry has a data set of this name."""
+    return name in _BY_NAME or _RECALL.fullmatch(name) is not None
+
+
+def get_dataset(name: str) -> DatasetSpec:
+    """Return the data set `name`; `recall-LENGTH-VOCAB_SIZE` for any length and vocabulary, `recall` for 64 and 10."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     if match := _RECALL.fullmatch(name):
-        return recall(*(int(number) for number in match.groups() if number is not None))
-    close = difflib.get_close_matches(name, _ENTRIES, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"set: got {name!r}, allowed are {', '.join(_ENTRIES)}{hint}")
+        return recall_dataset(*(int(number) for number in match.groups() if number is not None))
+    close = difflib.get_close_matches(name, _BY_NAME, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"dataset: {hint}expected one of {', '.join(_BY_NAME)}, got {name!r}")
 
 
-def canonical(name: str) -> str:
-    """The name under which a set is stored: `recall` is `recall-64-10`."""
-    return entry(name).name if known(name) else name
+def canonical_name(name: str) -> str:
+    """Return the name under which a data set is stored: `recall` is `recall-64-10`."""
+    return get_dataset(name).name if is_dataset(name) else name

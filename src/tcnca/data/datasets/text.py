@@ -1,20 +1,145 @@
-"""Text of Long-Range Arena: is a film review, read byte by byte, negative or positive?"""
+"""Text of Long-Range Arena: classify a movie review of IMDB, read byte by byte, as negative or positive."""
 
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
-from tcnca.data.datasets.definition import Entry
-from tcnca.data.sources import imdb
+import numpy as np
+
+from tcnca.data.archives import (
+    RETRY,
+    check_exists,
+    find_file,
+    iter_members,
+    open_decompressed,
+    parse_binary_label,
+    read_limited,
+    read_tsv,
+    unescape,
+)
+from tcnca.data.datasets.spec import DatasetSpec, Download
+from tcnca.data.schema import Columns, Content, Ragged
 from tcnca.data.tasks import ClassificationTask
+from tcnca.errors import DataError
 
-TEXT = Entry(
+COUNT = 25_000
+# sha256 of the sorted sha256 digests of the reviews, each of the label as a byte followed by the text.
+DIGESTS = {
+    "train": "3097e9b024e8f5ed8fae1ab619539b572ac826527a1384a733184ae9004bf2e3",
+    "test": "5a189b02b1226af78699c996af3035ae9bad804aa86f8fae65cbe2e8b3d94543",
+}
+
+_ARCHIVE = "aclImdb_v1.tar.gz"
+_FOLDER = "aclImdb"
+_CLASSES = {"neg": 0, "pos": 1}
+_MEMBER = re.compile(r"(?:.*/)?(train|test)/(neg|pos)/[^/]+\.txt")
+_MAX_REVIEW = 1 << 24
+
+
+def read(origin: Path, *, unverified: bool = False) -> Content:
+    """Read the archive, its folder, or a folder with `imdb_train.tsv` and `imdb_test.tsv`, plain or compressed.
+
+    The order of the reviews is the same for all of them and mixes the classes. Reviews are stored completely, as UTF-8
+    with `\\n` as line ending. There is no validation split.
+    """
+    check_exists(origin)
+    reviews: dict[str, list[tuple[int, bytes]]] = {"train": [], "test": []}
+    for split, label, text in _reviews(origin):
+        reviews[split].append((label, text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")))
+    splits: dict[str, list[Columns]] = {}
+    verified = True
+    for split, examples in reviews.items():
+        keyed = sorted((hashlib.sha256(bytes([label]) + text).digest(), label, text) for label, text in examples)
+        verified &= _check(origin, split, [key for key, _, _ in keyed], unverified)
+        labels = np.array([label for _, label, _ in keyed], np.int64)
+        splits[split] = [{"tokens": Ragged.from_bytes(text for _, _, text in keyed), "labels": labels}]
+    return Content(
+        kind="classification",
+        splits=splits,
+        origin=origin.resolve().name,
+        verified=verified,
+        metadata={"class_names": ["negative", "positive"]},
+    )
+
+
+def _reviews(origin: Path) -> Iterator[tuple[str, int, bytes]]:
+    """Yield split, label and text of each review, in the order of the files."""
+    if origin.is_file():
+        return _from_archive(origin)
+    if any(find_file(origin, f"imdb_{split}.tsv") for split in DIGESTS):
+        return _from_tables(origin)
+    folder = origin / _FOLDER if (origin / _FOLDER).is_dir() else origin
+    if (folder / "train").is_dir() or (folder / "test").is_dir():
+        return _from_folder(folder)
+    if (origin / _ARCHIVE).is_file():
+        return _from_archive(origin / _ARCHIVE)
+    raise DataError(
+        f"{origin}: expected the folders train and test, or imdb_train.tsv and imdb_test.tsv, or {_ARCHIVE}, got none "
+        f"of them; give the archive, or the folder {_FOLDER} in it"
+    )
+
+
+def _from_archive(archive: Path) -> Iterator[tuple[str, int, bytes]]:
+    for name, reader in iter_members(archive):
+        if match := _MEMBER.fullmatch(name):
+            yield match[1], _CLASSES[match[2]], read_limited(reader, f"{archive}: {name}", _MAX_REVIEW)
+
+
+def _from_folder(folder: Path) -> Iterator[tuple[str, int, bytes]]:
+    for split in DIGESTS:
+        for name, label in _CLASSES.items():
+            reviews = folder / split / name
+            if not reviews.is_dir():
+                raise DataError(f"{reviews}: no such folder; {folder.name} is incomplete, unpack it again")
+            for file, reader in iter_members(reviews):
+                if file.endswith(".txt"):
+                    yield split, label, read_limited(reader, reviews / file, _MAX_REVIEW)
+
+
+def _from_tables(folder: Path) -> Iterator[tuple[str, int, bytes]]:
+    for split in DIGESTS:
+        path = find_file(folder, f"imdb_{split}.tsv")
+        if path is None:
+            raise DataError(f"{folder / f'imdb_{split}.tsv'}: no such file, plain or compressed; add it to the folder")
+        with open_decompressed(path) as reader:
+            for where, (label, text) in read_tsv(reader, path, 2):
+                yield split, parse_binary_label(label, where), unescape(text, where)
+
+
+def _check(origin: Path, split: str, keys: list[bytes], unverified: bool) -> bool:
+    """Return whether the reviews, given by their sorted digests, are the published ones."""
+    if not keys:
+        raise DataError(f"{origin}: no reviews in {split}; give the archive, or the folder {_FOLDER} in it")
+    found = hashlib.sha256(b"".join(keys)).hexdigest()
+    if found == DIGESTS[split]:
+        return True
+    if not unverified:
+        if len(keys) != COUNT:
+            raise DataError(f"{origin}: expected {COUNT:,} reviews in {split}, got {len(keys):,}; {RETRY}")
+        raise DataError(f"{origin}: expected the checksum {DIGESTS[split]} of {split}, got {found}; {RETRY}")
+    return False
+
+
+TEXT = DatasetSpec(
     name="text",
     title="Text (Long-Range Arena)",
-    about="tell negative from positive film reviews (IMDB), at most 4000 bytes",
+    description="classify movie reviews (IMDB) as negative or positive, at most 4000 bytes",
     source="ai.stanford.edu, 84 MB",
-    sizes={"train": 25_000, "test": 25_000},
-    disk=66_000_000,
+    sizes={"train": COUNT, "test": COUNT},
+    disk_bytes=66_000_000,
     task=partial(ClassificationTask, max_length=4000),
-    read=imdb.read,
-    forms="aclImdb_v1.tar.gz, its folder, or a folder with imdb_train.tsv and imdb_test.tsv, plain or packed",
-    downloads=imdb.DOWNLOADS,
+    read=read,
+    accepted_files=f"{_ARCHIVE}, its folder, or a folder with imdb_train.tsv and imdb_test.tsv, plain or compressed",
+    downloads=(
+        Download(
+            url=f"https://ai.stanford.edu/~amaas/data/sentiment/{_ARCHIVE}",
+            filename=_ARCHIVE,
+            checksum="md5:7c2ac02c03563afcf9b574c7e56c153a",
+            size=84_125_825,
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Tasks of separate examples: a class of a sequence, a class of a pair, or numbers."""
+"""Tasks of separate examples: a class of a sequence or of a pair, real-valued targets, or associative recall."""
 
 from __future__ import annotations
 
@@ -13,214 +13,228 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnca.data.batch import IGNORE, Batch, padded, tensor
-from tcnca.data.columns import Columns, Ragged, count
-from tcnca.data.generators.generator import Stream
+from tcnca.data.batch import IGNORE, Batch, optional_tensor, pad_sequences
+from tcnca.data.generate import Stream
 from tcnca.data.rng import CounterRNG
-from tcnca.data.sampler import alike, groups, part, places, training_part
-from tcnca.data.schema import Kind
+from tcnca.data.sampler import batch_starts, bucketed_indices, rank_range, shuffled_indices, training_rank_range
+from tcnca.data.schema import Columns, Kind, Ragged, num_examples
 from tcnca.data.store import Dataset
-from tcnca.data.tasks.task import Task, class_loss, class_metric_sums, number_loss, precise
+from tcnca.data.tasks.base import SquaredError, Task, class_loss, class_metric_sums
 from tcnca.errors import ConfigError
-from tcnca.models.heads import ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig
+from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
 from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
+from tcnca.models.preprocessing import Preprocessing
 
 
 class ExampleTask(Task):
-    """A task whose batches are made of examples: in training drawn without replacement, or from an endless stream."""
+    """A task whose training batches are drawn from examples without replacement, or from an endless stream."""
 
     def __init__(
         self, data: Dataset, *, max_length: int | None = None, by_length: bool = False, stream: Stream | None = None
     ) -> None:
         super().__init__(data)
         if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length: got {max_length}, allowed is at least 1")
+            raise ConfigError(f"max_length: expected at least 1, got {max_length}")
         if by_length and stream is not None:
-            raise ConfigError("by_length: got True, but the examples of a stream have no lengths until they are made")
+            raise ConfigError(
+                "by_length: expected False for a stream, whose lengths are not known in advance, got True"
+            )
         self.max_length, self.by_length = max_length, by_length
         self._stream = stream
+        self._column = next(iter(data.columns("train")))
+        if self._column == "pixels" and max_length is not None:
+            raise ConfigError(f"max_length: expected None, since images are not truncated, got {max_length}")
 
-    def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
-        """`size` examples; an epoch's end may lie inside a batch. With `by_length` they are of like lengths."""
-        first, last = training_part(size, rank, world_size)
-        begin, end = step * size + first, step * size + last
+    @property
+    def input(self) -> InputConfig:
+        """Tokens, or real values for pixels and signals."""
+        if self._column == "pixels":
+            return ValueInputConfig(features=1)
+        if self._column == "values":
+            column = self.data.columns("train")["values"]
+            return ValueInputConfig(features=(column.values if isinstance(column, Ragged) else column).shape[-1])
+        return TokenInputConfig(vocab_size=len(self.data.manifest.get("symbols", range(256))))
+
+    def preprocessing(self) -> Preprocessing:
+        """Return the normalization of real-valued inputs, or the meaning of the tokens, and the class names."""
+        metadata = self.data.manifest
+        found: dict[str, Any] = {"task": self.kind, "class_names": self.class_names or None}
+        if isinstance(self.input, ValueInputConfig):
+            features = self.input.features
+            for name in ("mean", "std") if "mean" in metadata else ():
+                found[f"input_{name}"] = np.broadcast_to(np.asarray(metadata[name], np.float64), (features,))
+        elif "symbols" in metadata:
+            found["symbols"] = tuple(metadata["symbols"])
+        else:
+            found["byte_map"] = tuple(range(256))
+        return Preprocessing(**found)
+
+    def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return `batch_size` examples, of similar lengths with `by_length`. A batch may span two epochs."""
+        first, last = training_rank_range(batch_size, rank, world_size)
+        begin, end = step * batch_size + first, step * batch_size + last
         columns = self.data.columns("train")
         if self._stream is not None:
             batch = self._collate(self._stream.take(seed, begin, end), np.arange(end - begin))
         elif self.by_length:
-            batch = self._collate(columns, alike(seed, self._lengths(columns), step, size)[first:last])
+            batch = self._collate(columns, bucketed_indices(seed, self._lengths(columns), step, batch_size)[first:last])
         else:
-            batch = self._collate(columns, places(seed, count(columns), begin, end))
-        return dataclasses.replace(batch, weight=(end - begin) * world_size / size)
+            batch = self._collate(columns, shuffled_indices(seed, num_examples(columns), begin, end))
+        return dataclasses.replace(batch, weight=(end - begin) * world_size / batch_size)
 
     def _lengths(self, columns: Columns) -> NDArray[np.int64]:
-        """The length of each example, for a pair that of the longer sequence; the same for all that have none."""
+        """Return the length of each example, that of the longer sequence for a pair; 0 if all are equally long."""
         found = [column.lengths for column in columns.values() if isinstance(column, Ragged)]
-        max_length = functools.reduce(np.maximum, found, np.zeros(count(columns), np.int64))
-        return max_length if self.max_length is None else np.minimum(max_length, self.max_length)
+        lengths = functools.reduce(np.maximum, found, np.zeros(num_examples(columns), np.int64))
+        return lengths if self.max_length is None else np.minimum(lengths, self.max_length)
 
-    def eval_batches(self, split: str, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """A split in batches of `size` examples, everything once; those of a batch are of like lengths."""
+    def eval_batches(self, split: str, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """Iterate over a split once in batches of `batch_size` examples of similar lengths."""
         columns = self.data.columns(self.eval_split(split))
-        column = next(iter(columns.values()))
-        order, begins = np.arange(count(columns)), np.array(groups(count(columns), size))
+        column, total = columns[self._column], num_examples(columns)
+        order, begins = np.arange(total), np.array(batch_starts(total, batch_size))
         if isinstance(column, Ragged):
             order = np.argsort(column.lengths, kind="stable")
-            # Who looks at some batches only is not to see the shortest sequences alone.
+            # Shuffle the batches, so that the first few of them are not all of short sequences.
             begins = begins[CounterRNG(0, "evaluation").permutation(len(begins))]
         for begin in begins:
-            together = order[begin : begin + size]
-            first, last = part(len(together), rank, world_size)
-            batch = self._collate(columns, together[first:last] if last > first else together[:1])
+            indices = order[begin : begin + batch_size]
+            first, last = rank_range(len(indices), rank, world_size)
+            batch = self._collate(columns, indices[first:last] if last > first else indices[:1])
             if last == first:
                 batch.targets.fill_(torch.nan if batch.targets.is_floating_point() else IGNORE)
             yield batch
 
-    @abc.abstractmethod
-    def _collate(self, columns: Columns, chosen: NDArray[np.int64]) -> Batch:
-        """The batch of the examples at `chosen`."""
-
-
-class _Sequences:
-    """Turns the sequences of a set into what a model takes in: tokens, pixels in a row, or numbers."""
-
-    def __init__(self, data: Dataset, max_length: int | None) -> None:
-        facts = data.manifest
-        self.max_length = max_length
-        column = next(iter(data.columns("train").values()))
-        self.shape = column.values.shape[1:] if isinstance(column, Ragged) else column.shape[1:]
-        self.column = next(iter(data.columns("train")))
-        if self.column == "pixels" and max_length is not None:
-            raise ConfigError(f"max_length: got {max_length}, but a picture is read whole; leave it out")
-        self.vocab_size = len(facts["symbols"]) if "symbols" in facts else 256
-        features = self.shape[-1] if self.column == "values" else 1
-        self.mean = np.broadcast_to(np.asarray(facts.get("mean", 0.0), np.float32), (features,))
-        self.deviation = np.broadcast_to(np.asarray(facts.get("deviation", 1.0), np.float32), (features,))
-
-    @property
-    def input(self) -> InputConfig:
-        if self.column in ("pixels", "values"):
-            return ValueInputConfig(features=len(self.mean))
-        return TokenInputConfig(vocab_size=self.vocab_size)
-
-    def __call__(
-        self, columns: Columns, name: str, chosen: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    def _sequences(self, columns: Columns, name: str, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor | None]:
+        """Return padded sequences and their lengths: tokens, pixels from 0 to 1, or values in their own units."""
         if name == "pixels":
-            pixels = np.asarray(columns[name][chosen], np.float32).reshape(len(chosen), -1, 1)  # type: ignore[index]
-            return (pixels / 255 - self.mean) / self.deviation, None
-        if name == "values":
-            values, lengths = padded(columns[name], chosen, self.max_length, np.float32)
-            standard = (values - self.mean) / self.deviation
-            if lengths is not None:
-                standard[np.arange(standard.shape[1]) >= lengths[:, None]] = 0
-            return standard, lengths
-        return padded(columns[name], chosen, self.max_length, np.int64)
+            pixels = np.asarray(columns[name][indices], np.float32)  # type: ignore[index]
+            return torch.from_numpy(pixels.reshape(len(indices), -1, 1) / 255), None
+        dtype = np.float32 if name == "values" else np.int64
+        sequences, lengths = pad_sequences(columns[name], indices, self.max_length, dtype)
+        return torch.from_numpy(sequences), optional_tensor(lengths)
+
+    @abc.abstractmethod
+    def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
+        """Return the batch of the examples at `indices`."""
 
 
 class ClassificationTask(ExampleTask):
-    """Name the class of a sequence."""
+    """Classify a sequence."""
 
     kind: ClassVar[Kind] = "classification"
     metric = "accuracy"
 
-    def __init__(
-        self, data: Dataset, *, max_length: int | None = None, by_length: bool = False, stream: Stream | None = None
-    ) -> None:
-        super().__init__(data, max_length=max_length, by_length=by_length, stream=stream)
-        self._sequences = _Sequences(data, max_length)
-
-    @property
-    def input(self) -> InputConfig:
-        """Tokens, or numbers for pixels and signals."""
-        return self._sequences.input
-
     @property
     def head(self) -> ClassifierHeadConfig | PairHeadConfig:
         """Logits of the classes."""
-        return ClassifierHeadConfig(num_classes=len(self.classes))
+        return ClassifierHeadConfig(num_classes=len(self.class_names))
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return class_loss(logits, batch.targets)
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Right answers and all answers."""
+        """Return the number of correct answers and of all answers."""
         return class_metric_sums(logits, batch.targets)
 
-    def _collate(self, columns: Columns, chosen: NDArray[np.int64]) -> Batch:
-        inputs, lengths = self._sequences(columns, self._sequences.column, chosen)
-        return Batch(
-            inputs=torch.from_numpy(inputs), lengths=tensor(lengths), targets=torch.from_numpy(_labels(columns, chosen))
-        )
+    def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
+        inputs, lengths = self._sequences(columns, self._column, indices)
+        return Batch(inputs=inputs, lengths=lengths, targets=_labels(columns, indices))
 
 
 class PairTask(ClassificationTask):
-    """Name the class of two documents."""
+    """Classify a pair of documents."""
 
     kind: ClassVar[Kind] = "pairs"
 
     @property
     def head(self) -> PairHeadConfig:
         """Logits of the classes of a pair."""
-        return PairHeadConfig(num_classes=len(self.classes))
+        return PairHeadConfig(num_classes=len(self.class_names))
 
-    def _collate(self, columns: Columns, chosen: NDArray[np.int64]) -> Batch:
-        first, first_lengths = self._sequences(columns, "first", chosen)
-        second, second_lengths = self._sequences(columns, "second", chosen)
+    def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
+        inputs, lengths = self._sequences(columns, "first", indices)
+        second, second_lengths = self._sequences(columns, "second", indices)
         return Batch(
-            inputs=torch.from_numpy(first),
-            lengths=tensor(first_lengths),
-            second=torch.from_numpy(second),
-            second_lengths=tensor(second_lengths),
-            targets=torch.from_numpy(_labels(columns, chosen)),
+            inputs=inputs,
+            lengths=lengths,
+            second=second,
+            second_lengths=second_lengths,
+            targets=_labels(columns, indices),
         )
 
 
-def _labels(columns: Columns, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.asarray(columns["labels"][chosen], np.int64)  # type: ignore[index]
+class RecallTask(ExampleTask):
+    """Associative recall: a language model of which only the last answer counts."""
+
+    kind = "classification"
+    metric = "accuracy"
+    causal = True
+
+    def __init__(self, data: Dataset, *, stream: Stream | None = None) -> None:
+        super().__init__(data, stream=stream)
+
+    @property
+    def head(self) -> LanguageModelHeadConfig:
+        """Logits of the next token; those at the last time step are the answer."""
+        return LanguageModelHeadConfig(tie_embeddings=False)
+
+    def preprocessing(self) -> Preprocessing:
+        """Return the symbols of the tokens, which are also the names of the answers."""
+        return dataclasses.replace(super().preprocessing(), task="recall")
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of the answers, which are at the last time step."""
+        return class_loss(logits[:, -1], batch.targets[:, -1])
+
+    def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the number of correct answers and of all answers."""
+        return class_metric_sums(logits[:, -1], batch.targets[:, -1])
+
+    def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
+        inputs, _ = self._sequences(columns, "tokens", indices)
+        targets = torch.full_like(inputs, IGNORE)
+        targets[:, -1] = _labels(columns, indices)
+        return Batch(inputs=inputs, targets=targets)
+
+
+def _labels(columns: Columns, indices: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.asarray(columns["labels"][indices], np.int64))  # type: ignore[index]
 
 
 class RegressionTask(ExampleTask):
-    """Predict numbers from a sequence. A model learns them standardized; the metric is in their own units."""
+    """Predict real values from a sequence. The loss is in standardized units, the metric in the units of the data."""
 
     kind = "regression"
     metric = "mean squared error"
 
     def __init__(self, data: Dataset, *, max_length: int | None = None, by_length: bool = False) -> None:
         super().__init__(data, max_length=max_length, by_length=by_length)
-        self._sequences = _Sequences(data, max_length)
         targets = np.asarray(data.columns("train")["targets"], np.float64)
-        deviation = targets.std(axis=0)
-        self.target_mean = targets.mean(axis=0).astype(np.float32)
-        self.target_deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
-
-    @property
-    def input(self) -> InputConfig:
-        """Numbers."""
-        return self._sequences.input
+        std = targets.std(axis=0)
+        self.target_mean = tuple(targets.mean(axis=0).tolist())
+        self.target_std = tuple(np.where(std > 0, std, 1).tolist())
+        self._error = SquaredError(self.target_std)
 
     @property
     def head(self) -> RegressionHeadConfig:
-        """The predicted numbers, standardized."""
+        """The predicted values."""
         return RegressionHeadConfig(outputs=len(self.target_mean))
 
+    def preprocessing(self) -> Preprocessing:
+        """Return the normalization of inputs and targets."""
+        return dataclasses.replace(super().preprocessing(), target_mean=self.target_mean, target_std=self.target_std)
+
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error of the standardized numbers."""
-        return number_loss(logits, batch.targets)
+        """Return the mean squared error in units of the standard deviation."""
+        return self._error.loss(logits, batch.targets)
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of squared errors in the numbers' own units, and how many there are."""
-        return squares_metric_sums(logits, batch.targets, self.target_deviation)
+        """Return the sum of squared errors in the units of the data, and the number of values."""
+        return self._error.metric_sums(logits, batch.targets)
 
-    def _collate(self, columns: Columns, chosen: NDArray[np.int64]) -> Batch:
-        inputs, lengths = self._sequences(columns, "values", chosen)
-        targets = (np.asarray(columns["targets"][chosen]) - self.target_mean) / self.target_deviation  # type: ignore[index]
-        return Batch(inputs=torch.from_numpy(inputs), lengths=tensor(lengths), targets=torch.from_numpy(targets))
-
-
-def squares_metric_sums(outputs: Tensor, targets: Tensor, deviation: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """Sum of squared errors in units of the data, and how many there are."""
-    counted = ~torch.isnan(targets)
-    errors = (outputs.float() - targets) * torch.as_tensor(deviation, device=targets.device)
-    return precise(torch.where(counted, errors, 0)).square().sum(), counted.sum()
+    def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
+        inputs, lengths = self._sequences(columns, "values", indices)
+        targets = torch.from_numpy(np.asarray(columns["targets"][indices], np.float32))  # type: ignore[index]
+        return Batch(inputs=inputs, lengths=lengths, targets=targets)

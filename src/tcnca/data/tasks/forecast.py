@@ -10,24 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcnca.data.batch import Batch, tensor
-from tcnca.data.columns import Ragged
+from tcnca.data.batch import Batch, optional_tensor
 from tcnca.data.rng import CounterRNG
-from tcnca.data.sampler import calls, groups, part, places, training_part
+from tcnca.data.sampler import batch_starts, eval_windows, rank_range, shuffled_indices, training_rank_range
+from tcnca.data.schema import Ragged
 from tcnca.data.store import Dataset
-from tcnca.data.tasks.examples import squares_metric_sums
-from tcnca.data.tasks.task import Task, number_loss
+from tcnca.data.tasks.base import SquaredError, Task
 from tcnca.errors import ConfigError, DataError
 from tcnca.models.heads import RegressionHeadConfig
 from tcnca.models.inputs import ValueInputConfig
+from tcnca.models.preprocessing import Preprocessing
 
 
 class ForecastTask(Task):
-    """Predict, at every time, the values of the next.
+    """Predict the values of the next time step at every time step.
 
-    Sequences are cut into windows of `window` time steps to train on; each time a window is drawn, it is moved by up to
-    half its width, as far as the sequence reaches. In evaluation each sequence is read from its beginning, `window`
-    steps a call, with the state carry_state on. Values are standardized; the metric is in their own units.
+    For training, sequences are divided into windows of `window` time steps; each time a window is drawn, it is shifted
+    by up to half its width within the sequence. In evaluation each sequence is read from its beginning, `window` steps
+    at a time, and the state is carried. The loss is in standardized units, the metric in the units of the data.
     """
 
     kind = "forecast"
@@ -37,71 +37,73 @@ class ForecastTask(Task):
     def __init__(self, data: Dataset, *, window: int = 1024) -> None:
         super().__init__(data)
         if window < 1:
-            raise ConfigError(f"window: got {window}, allowed is at least 1")
+            raise ConfigError(f"window: expected at least 1, got {window}")
         self.window = window
-        self._mean = np.asarray(data.manifest["mean"], np.float32)
-        self._deviation = np.asarray(data.manifest["deviation"], np.float32)
+        self._mean, self._std = tuple(data.manifest["mean"]), tuple(data.manifest["std"])
+        self._error = SquaredError(self._std)
         steps = self._steps("train")
         if not (steps > 0).any():
-            raise DataError(f"{data.name}: no training sequence has the two time steps that forecasting needs")
-        # The sequence of each window, and its place among that sequence's windows.
+            raise DataError(f"{data.name}: expected a training sequence of at least two time steps, got none")
+        # The sequence of each window, and its position in that sequence.
         windows = -(-steps // window)
         self._sequence = np.repeat(np.arange(len(steps)), windows)
-        self._place = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+        self._position = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
 
     @property
     def input(self) -> ValueInputConfig:
-        """The values of a time."""
+        """The values of a time step."""
         return ValueInputConfig(features=len(self._mean))
 
     @property
     def head(self) -> RegressionHeadConfig:
-        """The values of the next time, standardized."""
+        """The values of the next time step."""
         return RegressionHeadConfig(outputs=len(self._mean), pooling="none")
 
-    def batch(self, step: int, size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
-        """`size` windows."""
-        mine = slice(*training_part(size, rank, world_size))
-        # All of the batch is placed: how much of it counts elsewhere decides what this part weighs.
-        begin, end = step * size, (step + 1) * size
-        chosen = places(seed, len(self._sequence), begin, end)
+    def preprocessing(self) -> Preprocessing:
+        """Return the normalization, which is the same for inputs and targets."""
+        mean, std = self._mean, self._std
+        return Preprocessing(task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std)
+
+    def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
+        """Return `batch_size` windows."""
+        rows = slice(*training_rank_range(batch_size, rank, world_size))
+        # Place the whole batch: the weight of this part depends on the number of valid steps in the other parts.
+        begin, end = step * batch_size, (step + 1) * batch_size
+        chosen = shuffled_indices(seed, len(self._sequence), begin, end)
         sequence = self._sequence[chosen]
         half = self.window // 2
         shift = np.array(
-            [
-                CounterRNG(seed, "shift", number).integers(-half, self.window - half, 1)[0]
-                for number in range(begin, end)
-            ],
+            [CounterRNG(seed, "shift", index).integers(-half, self.window - half, 1)[0] for index in range(begin, end)],
             np.int64,
         )
         steps = self._steps("train")[sequence]
-        begins = np.clip(self._place[chosen] * self.window + shift, 0, np.maximum(steps - self.window, 0))
-        real = np.minimum(steps - begins, self.window)
-        batch = self._windows("train", sequence[mine], begins[mine], int(real[mine].max()), real[mine])
-        return dataclasses.replace(batch, weight=float(real[mine].sum() * world_size / real.sum()))
+        begins = np.clip(self._position[chosen] * self.window + shift, 0, np.maximum(steps - self.window, 0))
+        valid = np.minimum(steps - begins, self.window)
+        batch = self._windows("train", sequence[rows], begins[rows], int(valid[rows].max()), valid[rows])
+        return dataclasses.replace(batch, weight=float(valid[rows].sum() * world_size / valid.sum()))
 
-    def eval_batches(self, split: str, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """Whole sequences, `size` at once, call by call; every value but the first of a sequence is predicted once."""
+    def eval_batches(self, split: str, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """Read whole sequences, `batch_size` at once, window by window; every value but the first is predicted once."""
         split = self.eval_split(split)
         steps = self._steps(split)
-        for group in groups(len(steps), size):
-            together = np.arange(group, min(group + size, len(steps)))
-            first, last = part(len(together), rank, world_size)
-            rows = together[first:last] if last > first else together[:1]
-            length = steps[rows] if last > first else 0 * steps[rows]
-            for offset, width, real in calls(length, int(steps[together].max()), self.window):
-                yield self._windows(split, rows, np.full(len(rows), offset), width, real, continues=offset > 0)
+        for begin in batch_starts(len(steps), batch_size):
+            group = np.arange(begin, min(begin + batch_size, len(steps)))
+            first, last = rank_range(len(group), rank, world_size)
+            rows = group[first:last] if last > first else group[:1]
+            lengths = steps[rows] if last > first else 0 * steps[rows]
+            for offset, width, valid in eval_windows(lengths, int(steps[group].max()), self.window):
+                yield self._windows(split, rows, np.full(len(rows), offset), width, valid, continues=offset > 0)
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error of the standardized values."""
-        return number_loss(logits, batch.targets)
+        """Return the mean squared error in units of the standard deviation."""
+        return self._error.loss(logits, batch.targets)
 
     def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of squared errors in the values' own units, and how many there are."""
-        return squares_metric_sums(logits, batch.targets, self._deviation)
+        """Return the sum of squared errors in the units of the data, and the number of values."""
+        return self._error.metric_sums(logits, batch.targets)
 
     def _steps(self, split: str) -> NDArray[np.int64]:
-        """Number of predictions in each sequence: one less than its values."""
+        """Return the number of predictions in each sequence, one less than its time steps."""
         values = self.data.columns(split)["values"]
         lengths = values.lengths if isinstance(values, Ragged) else np.full(len(values), values.shape[1])
         return np.maximum(lengths - 1, 0)
@@ -111,24 +113,21 @@ class ForecastTask(Task):
         split: str,
         rows: NDArray[np.int64],
         begins: NDArray[np.int64],
-        d_model: int,
-        real: NDArray[np.int64],
+        width: int,
+        valid: NDArray[np.int64],
         continues: bool = False,
     ) -> Batch:
-        """From each of `rows` the values from `begins` and, as targets, those one later; of both `real` count."""
+        """Return windows of the sequences `rows` from `begins`, and the values one step later as targets."""
         values = self.data.columns(split)["values"]
-        out = np.full((len(rows), d_model + 1, len(self._mean)), np.nan, np.float32)
-        for place, (row, begin, count) in enumerate(zip(rows, begins, real, strict=True)):
-            if count:
-                out[place, : count + 1] = values[row][begin : begin + count + 1]
-        out = (out - self._mean) / self._deviation
-        inputs, targets = np.nan_to_num(out[:, :-1]), out[:, 1:].copy()
-        # The last value of a row that ends here is an input of nothing.
-        inputs[np.arange(d_model) >= real[:, None]] = 0
-        lengths = np.maximum(real, 1) if (real < d_model).any() else None
+        inputs = np.zeros((len(rows), width, len(self._mean)), np.float32)
+        targets = np.full_like(inputs, np.nan)
+        for index, (row, begin, count) in enumerate(zip(rows, begins, valid, strict=True)):
+            inputs[index, :count] = values[row][begin : begin + count]
+            targets[index, :count] = values[row][begin + 1 : begin + 1 + count]
+        lengths = np.maximum(valid, 1) if (valid < width).any() else None
         return Batch(
             inputs=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
-            lengths=tensor(lengths),
+            lengths=optional_tensor(lengths),
             continues=continues,
         )

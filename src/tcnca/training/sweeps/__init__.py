@@ -1,11 +1,9 @@
-"""Sweeps: a recipe at every combination of some values and variants, each a run, and a table of what came out."""
+"""Sweeps: a recipe at every combination of some values and variants, each a run, with tables and figures of all."""
 
-from tcnca.training.sweeps.curves import save_curves
-from tcnca.training.sweeps.picture import save_picture
-from tcnca.training.sweeps.plan import Point, Sweep, plan
-from tcnca.training.sweeps.running import outcome, run_sweep
-from tcnca.training.sweeps.table import best_group, best_row, read_rows, write_tables
-from tcnca.training.sweeps.variants import Variants, load_variants
+from tcnca.training.sweeps.plan import Point, Sweep, Variants, load_variants, plan
+from tcnca.training.sweeps.plots import save_curves, save_scores
+from tcnca.training.sweeps.runner import point_state, run_sweep
+from tcnca.training.sweeps.tables import best_group, best_row, read_rows, write_tables
 
 __all__ = [
     "Point",
@@ -14,11 +12,11 @@ __all__ = [
     "best_group",
     "best_row",
     "load_variants",
-    "outcome",
     "plan",
+    "point_state",
     "read_rows",
     "run_sweep",
     "save_curves",
-    "save_picture",
+    "save_scores",
     "write_tables",
 ]

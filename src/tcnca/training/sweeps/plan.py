@@ -1,6 +1,6 @@
-"""What a sweep is to run: every combination of some values of a recipe's keys, checked before anything runs.
+"""The plan of a sweep: every combination of some values and variants of a recipe, checked before anything runs.
 
-Variants are values of a key of their own, `variant`, which comes first.
+Variants are named sets of changes. In the grid they are the values of the key `variant`, which comes first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,94 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcnca.config import parse_value, resolve
+import torch
+
+from tcnca.config import closest, parse_value, resolve
 from tcnca.data import Task
 from tcnca.errors import ConfigError
-from tcnca.training.processes import check_device
+from tcnca.recipes import find, read_yaml
+from tcnca.training.distributed import check_device
+from tcnca.training.provenance import RECIPE, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
-from tcnca.training.record import read_record
-from tcnca.training.run import RECIPE
-from tcnca.training.sweeps.variants import VARIANT, Variants
 
-_LONGEST = 120
-"""Letters of a folder's name; file systems allow 255 bytes."""
+VARIANT = "variant"
+"""The key whose values are names of variants."""
+_VARIANT_KEYS = ("about", "recipe", "variants")
+_VARIANT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]*")
+_MAX_NAME = 120
+"""Characters of the name of a run directory; file systems allow 255 bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variants:
+    """Named sets of changes to a recipe."""
+
+    name: str
+    """Name or file, as given."""
+    about: str = ""
+    """What is compared."""
+    recipe: str = ""
+    """Recipe that the variants are meant for; they may fit others."""
+    only: tuple[str, ...] = ()
+    """Variants that were selected; empty for all."""
+    changes: dict[str, list[str]]
+    """Changes of each selected variant."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """The options that select them on the command line."""
+        return ["--variants", self.name, *(["--only", ",".join(self.only)] if self.only else [])]
+
+    def advice(self, recipe: str) -> str:
+        """Return a note for errors if the variants are meant for another recipe."""
+        return "" if self.recipe in ("", recipe) else f" (the variants of {self.name} are for {self.recipe})"
+
+
+def load_variants(name: str, only: Sequence[str] = ()) -> Variants:
+    """Load variants.
+
+    Args:
+        name: name of a file of the library, or path of a YAML file.
+        only: the variants to select; empty for all.
+    """
+    values = read_yaml(find(name, "variants"), name)
+    try:
+        for key in values:
+            if key not in _VARIANT_KEYS:
+                raise ConfigError(f"{key}: expected a key of a variants file ({', '.join(_VARIANT_KEYS)})")
+        found = values.get("variants")
+        if not isinstance(found, dict) or not found:
+            raise ConfigError(f"variants: expected names with lists of changes, got {found!r}")
+        changes = {_variant_name(each): _change_list(each, texts) for each, texts in found.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    for each in only:
+        if each not in changes:
+            close = closest(each, changes)
+            hint = f"did you mean {close}? " if close else ""
+            raise ConfigError(f"--only: {hint}Expected variants of {name} ({', '.join(changes)}), got {each!r}")
+    selected = {each: texts for each, texts in changes.items() if each in only or not only}
+    about, recipe = (str(values.get(key) or "") for key in ("about", "recipe"))
+    return Variants(name=name, about=about, recipe=recipe, only=tuple(selected) if only else (), changes=selected)
+
+
+def _variant_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"variants: expected a name, got {name!r}, which YAML does not read as text; put it in quotes")
+    if not _VARIANT_NAME.fullmatch(name):
+        raise ConfigError(f"variants: expected a name of a letter, then letters, digits and _.+-, got {name!r}")
+    return name
+
+
+def _change_list(name: str, texts: Any) -> list[str]:
+    if not isinstance(texts, list):
+        raise ConfigError(
+            f"variant {name}: expected a list such as [num_layers=4], or [] for no change, got {texts!r}"
+        )
+    for text in texts:
+        if not isinstance(text, str) or "=" not in text:
+            raise ConfigError(f"variant {name}: expected key=value, in quotes if it has a comma, got {text!r}")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,60 +109,61 @@ class Point:
     """One combination of values: a run."""
 
     values: dict[str, str]
-    """Keys, and the value of each as it was given."""
+    """Keys and their values, as given."""
     changes: list[str]
-    """What it changes of the recipe: these values, with the changes of a variant in place of its name."""
+    """Changes to the recipe: the values, with the changes of a variant in place of its name."""
     recipe: Recipe
-    """What it trains."""
+    """The recipe with these changes."""
     folder: Path
-    """Where it does."""
+    """Run directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A recipe, and the points at which it is to be run."""
+    """A recipe, and the points at which it is trained."""
 
     recipe: str
     """Name or file of the recipe."""
     grid: dict[str, list[str]]
     """Keys and their values, in the order given."""
     folder: Path
-    """Where the runs and the table of them are."""
+    """Directory of the runs and the tables."""
     points: list[Point]
     """Every combination of values; the last key changes fastest."""
     metric: str
-    """What all its runs measure."""
+    """Metric of all runs."""
     higher_is_better: bool
-    """Whether the metric grows as a model gets better."""
+    """Whether a greater metric is better."""
     split: str
-    """The split whose score chooses a point: validation, or test where there is no other."""
+    """Split whose score selects a point: validation, or test if there is no other."""
     budget: float | None = None
-    """Seconds of each run; None where the number of updates says when to end."""
+    """Seconds of each run; None if the number of steps ends it."""
     device: str | None = None
-    """`cpu` or `cuda`; None for GPUs where there are some."""
+    """`cpu` or `cuda`; None for GPUs if there are any."""
     jobs: int = 1
-    """Runs side by side."""
+    """Runs at a time."""
     variants: Variants | None = None
-    """What the names of variants stand for; None where none are compared."""
+    """Variants that are compared, if any."""
 
     @property
     def varied(self) -> list[str]:
-        """Keys with several values, and `variant`; all of them if there are none of these."""
+        """Keys with several values, and `variant`; all keys if there are none of these."""
         return _varied(self.grid)
 
     @property
     def seed(self) -> str | None:
-        """The key that only repeats runs, if it has several values."""
-        return next((key for key in self.varied if len(self.grid[key]) > 1 and _is_seed(key)), None)
+        """The seed's key, if it has several values and so repeats runs."""
+        seeds = (key for key in self.varied if key != VARIANT and resolve(Recipe, key) == "batch.seed")
+        return next((key for key in seeds if len(self.grid[key]) > 1), None)
 
     @property
     def compared(self) -> list[str]:
-        """The keys that vary, without the seed."""
+        """Keys that vary, without the seed."""
         return [key for key in self.varied if key != self.seed]
 
     @property
     def command(self) -> str:
-        """What a user types for this sweep."""
+        """The command of this sweep."""
         changes = [f"{key}={','.join(texts)}" for key, texts in self.grid.items() if key != VARIANT]
         variants = self.variants.arguments if self.variants else []
         jobs = ["--jobs", str(self.jobs)] if self.jobs > 1 else []
@@ -93,16 +171,16 @@ class Sweep:
         return shlex.join(["tcnca", "sweep", self.recipe, *changes, *options])
 
     def train_command(self, point: Point, *more: str) -> list[str]:
-        """The arguments of `tcnca` that run a point."""
+        """Return the arguments of `tcnca` that run a point."""
         return ["train", self.recipe, *point.changes, *more, *self._options()]
 
-    def others(self) -> int:
-        """How many runs of other sweeps are in the folder."""
+    def count_others(self) -> int:
+        """Return the number of runs in the directory that are not of this sweep."""
         mine = {point.folder for point in self.points}
         return sum(path.parent not in mine for path in self.folder.glob(f"*/{RECIPE}"))
 
     def _options(self) -> list[str]:
-        budget = [] if self.budget is None else ["--budget", _time(self.budget)]
+        budget = [] if self.budget is None else ["--budget", _duration(self.budget)]
         return budget + (["--device", self.device] if self.device else [])
 
 
@@ -116,16 +194,16 @@ def plan(
     device: str | None = None,
     jobs: int = 1,
 ) -> Sweep:
-    """Work out the points of a sweep, and check each before anything runs.
+    """Work out the points of a sweep, and check each of them before anything runs.
 
     Args:
         recipe: name or file of a recipe.
         changes: keys with their values, such as `lr=1e-4,1e-3`.
-        folder: where the runs go; None for `sweeps/` and the name of the recipe.
+        folder: directory of the runs; None for `sweeps/` and the names of the recipe and the variants.
         variants: sets of changes, each of which is combined with all values.
-        budget: seconds of each run; None where the number of updates says when to end.
-        device: `cpu` or `cuda`; None for GPUs where there are some.
-        jobs: runs side by side.
+        budget: seconds of each run; None if the number of steps ends it.
+        device: `cpu` or `cuda`; None for GPUs if there are any.
+        jobs: runs at a time.
     """
     check_device(device)
     grid = parse_grid(changes)
@@ -136,23 +214,24 @@ def plan(
         _check_variants(variants, grid, advice)
         grid = {VARIANT: list(variants.changes), **grid}
     if not grid:
-        raise ConfigError("got no key to sweep over, allowed is key=value,value, such as lr=1e-4,1e-3")
+        raise ConfigError("expected keys to sweep over, key=value,value, such as lr=1e-4,1e-3, got none")
     combinations = [dict(zip(grid, texts, strict=True)) for texts in itertools.product(*grid.values())]
-    wanted = [_blamed(base, values, variants, advice) for values in combinations]
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    recipes = [_recipe_of_point(base, values, variants, advice).for_device(kind) for values in combinations]
     _check_different(base, grid, variants)
-    tasks = _tasks(combinations, wanted, advice)
+    tasks = _build_tasks(combinations, recipes, advice)
     metrics = sorted({task.metric for task in tasks})
     if len(metrics) > 1:
-        raise ConfigError(f"data: its sets are measured by {' and '.join(metrics)}; sweep over them one by one")
+        raise ConfigError(f"data: its data sets have different metrics, {' and '.join(metrics)}; sweep over each alone")
     names = [folder_name({key: values[key] for key in _varied(grid)}) for values in combinations]
-    places = _places(folder, names, wanted, budget)
+    folders = _run_folders(folder, names, recipes, budget)
     return Sweep(
         recipe=recipe,
         grid=grid,
         folder=folder,
         points=[
             Point(values=values, changes=_changes(values, variants), recipe=each, folder=place)
-            for values, each, place in zip(combinations, wanted, places, strict=True)
+            for values, each, place in zip(combinations, recipes, folders, strict=True)
         ],
         metric=metrics[0],
         higher_is_better=tasks[0].higher_is_better,
@@ -165,21 +244,21 @@ def plan(
 
 
 def parse_grid(changes: Iterable[str]) -> dict[str, list[str]]:
-    """Keys and their values: `a=1,2` and `b=[3,4],[5,6]` have two each."""
+    """Return keys and their values: `a=1,2` and `b=[3,4],[5,6]` have two each."""
     grid: dict[str, list[str]] = {}
     for change in changes:
         key, equals, text = change.partition("=")
         key = key.strip()
         if not equals:
-            raise ConfigError(f"{change}: got no value, allowed is key=value, for example {change}=1,2")
+            raise ConfigError(f"{change}: expected key=value, for example {change}=1,2")
         if key in grid:
             raise ConfigError(f"{key}: is given twice; give all its values at once: {key}={','.join(grid[key])},{text}")
-        grid[key] = _pieces(key, text)
+        grid[key] = _split_values(key, text)
     return grid
 
 
-def _pieces(key: str, text: str) -> list[str]:
-    """A text cut at the commas that are in no brackets and no quotes."""
+def _split_values(key: str, text: str) -> list[str]:
+    """Split a text at the commas outside brackets and quotes."""
     pieces, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -193,37 +272,33 @@ def _pieces(key: str, text: str) -> list[str]:
         else:
             pieces[-1] += letter
     if depth or quote:
-        raise ConfigError(f"{key}: got {text}, in which a bracket or a quote has no partner")
+        raise ConfigError(f"{key}: a bracket or quote is not closed in {text}")
     if len(pieces) > 1 and not all(piece.strip() for piece in pieces):
-        raise ConfigError(f"{key}: got {text}, in which a value is empty; write null for no value")
+        raise ConfigError(f"{key}: a value is empty in {text}; write null for no value")
     return [piece.strip() for piece in pieces]
 
 
 def folder_name(values: dict[str, str]) -> str:
-    """A readable name for a run that any file system takes."""
+    """Return a readable name for a run directory that any file system accepts."""
     numbers = {key: parse_value(text) for key, text in values.items()}
-    # 1e-3 and 0.001 are one number, and get one name.
+    # 1e-3 and 0.001 are the same number and get the same name.
     texts = {key: str(numbers[key]) if is_number(numbers[key]) else text for key, text in values.items()}
     label = ",".join(f"{key}={text.replace(' ', '')}" for key, text in texts.items())
     safe = re.sub(r"[^\w.=,+\[\]-]", "-", label, flags=re.ASCII)
-    if safe == label and len(safe) <= _LONGEST:
+    if safe == label and len(safe) <= _MAX_NAME:
         return safe
-    # Two that differ only in what was taken out must not meet in one folder.
-    return f"{safe[: _LONGEST - 9]}-{zlib.crc32(label.encode()):08x}"
-
-
-def _varied(grid: dict[str, list[str]]) -> list[str]:
-    # A variant is named also where it is the only one, so that others may come into the same folder.
-    return [key for key, texts in grid.items() if key == VARIANT or len(texts) > 1] or list(grid)
-
-
-def _is_seed(key: str) -> bool:
-    return key != VARIANT and resolve(Recipe, key) == "batch.seed"
+    # Values that differ only in what was replaced must not share a directory.
+    return f"{safe[: _MAX_NAME - 9]}-{zlib.crc32(label.encode()):08x}"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one that can be drawn along an axis."""
+    """Return whether a value can be drawn along an axis."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _varied(grid: dict[str, list[str]]) -> list[str]:
+    # A single variant is named too, so that others can be added to the same directory.
+    return [key for key, texts in grid.items() if key == VARIANT or len(texts) > 1] or list(grid)
 
 
 def _label(values: dict[str, str]) -> str:
@@ -231,117 +306,108 @@ def _label(values: dict[str, str]) -> str:
 
 
 def _changes(values: dict[str, str], variants: Variants | None) -> list[str]:
-    """What some values change of a recipe."""
-    own = variants.changes[values[VARIANT]] if variants else []
-    return [*own, *(f"{key}={text}" for key, text in values.items() if key != VARIANT or not variants)]
-
-
-def _check_variants(variants: Variants, grid: dict[str, list[str]], advice: str) -> None:
-    """A ConfigError if a variant changes what has values of its own."""
-    if VARIANT in grid:
-        raise ConfigError(
-            f"{VARIANT}: got {','.join(grid[VARIANT])}, allowed are keys of a recipe; --only picks variants"
-        )
-    for key in grid:
-        # One that does not exist is no mistake of a variant.
-        resolve(Recipe, key)
-    for variant, changes in variants.changes.items():
-        try:
-            twice = [(own, key) for own in _keys(changes) for key in grid if resolve(Recipe, own) == resolve(Recipe, key)]
-        except ConfigError as error:
-            raise ConfigError(f"variant {variant}: {error}{advice}") from error
-        for own, key in twice:
-            raise ConfigError(f"variant {variant}: changes {own}, and {key} is given as well; leave one of them out")
+    of_variant = variants.changes[values[VARIANT]] if variants else []
+    return [*of_variant, *(f"{key}={text}" for key, text in values.items() if key != VARIANT or not variants)]
 
 
 def _keys(changes: Iterable[str]) -> list[str]:
     return [change.partition("=")[0].strip() for change in changes]
 
 
-def _checked(base: Recipe, values: dict[str, str], variants: Variants | None) -> Recipe:
-    changes = _changes(values, variants)
-    recipe = base.override(changes)
-    for place, key in enumerate(_keys(changes)):
-        # A change that has another effect when it comes last is overwritten by a later one.
-        if base.override([*changes[:place], *changes[place + 1 :], changes[place]]) != recipe:
-            raise ConfigError(f"{key}: is given again under another name, in {' '.join(changes)}; give it once")
-    return recipe
+def _check_variants(variants: Variants, grid: dict[str, list[str]], advice: str) -> None:
+    """Raise a ConfigError if a variant changes a key that has values in the grid."""
+    if VARIANT in grid:
+        raise ConfigError(f"{VARIANT}: expected keys of a recipe, got {','.join(grid[VARIANT])}; --only selects variants")
+    for key in grid:
+        # An unknown key of the grid is not the fault of a variant.
+        resolve(Recipe, key)
+    for variant, changes in variants.changes.items():
+        try:
+            found = {key: resolve(Recipe, key) for key in (*_keys(changes), *grid)}
+            twice = [(changed, key) for changed in _keys(changes) for key in grid if found[changed] == found[key]]
+        except ConfigError as error:
+            raise ConfigError(f"variant {variant}: {error}{advice}") from error
+        for changed, key in twice:
+            raise ConfigError(f"variant {variant}: changes {changed}, but {key} is given as well; leave one of them out")
 
 
-def _blamed(base: Recipe, values: dict[str, str], variants: Variants | None, advice: str) -> Recipe:
-    """A recipe that is checked; if it is a variant that is wrong, with the name of it."""
+def _recipe_of_point(base: Recipe, values: dict[str, str], variants: Variants | None, advice: str) -> Recipe:
+    """Return the recipe of a point. An error that a variant causes names the variant."""
     try:
-        return _checked(base, values, variants)
+        return base.override(_changes(values, variants))
     except ConfigError as error:
         if variants is None:
             raise
-        # What is wrong without the variant as well is no mistake of it.
-        _checked(base, {key: text for key, text in values.items() if key != VARIANT}, None)
+        # Raises first if the values alone are wrong.
+        base.override(f"{key}={text}" for key, text in values.items() if key != VARIANT)
         raise ConfigError(f"variant {values[VARIANT]}: {error}{advice}") from error
 
 
 def _check_different(base: Recipe, grid: dict[str, list[str]], variants: Variants | None) -> None:
-    """A ConfigError if two values of a key are one."""
+    """Raise a ConfigError if two values of a key are the same."""
     first = {key: texts[0] for key, texts in grid.items()}
     for key, texts in grid.items():
-        found = [(text, _checked(base, {**first, key: text}, variants)) for text in texts]
+        found = [(text, base.override(_changes({**first, key: text}, variants))) for text in texts]
         for (one, recipe), (other, same) in itertools.combinations(found, 2):
             if recipe == same:
-                raise ConfigError(f"{key}: got {one} and {other}, which are the same; give each value once")
+                raise ConfigError(f"{key}: {one} and {other} are the same; give each value once")
 
 
-def _tasks(combinations: Sequence[dict[str, str]], wanted: Sequence[Recipe], advice: str) -> list[Task]:
-    """The tasks of all points, each made once, and the models checked against them."""
-    made: dict[str, Task] = {}
+def _build_tasks(combinations: Sequence[dict[str, str]], recipes: Sequence[Recipe], advice: str) -> list[Task]:
+    """Build the task of each point, each data set once, and check the models against them."""
+    built: dict[str, Task] = {}
     seen: dict[str, str] = {}
     tasks = []
-    for values, recipe in zip(combinations, wanted, strict=True):
-        # Here and not in each run: data of one's own is read once, and a mistake is told before hours of training.
+    for values, recipe in zip(combinations, recipes, strict=True):
+        # Here and not in each run: data is read once, and mistakes show before hours of training.
         key = repr(recipe.data)
-        made[key] = made[key] if key in made else recipe.build_task()
+        built[key] = built[key] if key in built else recipe.build_task()
         try:
-            model = recipe.model_config(made[key])
+            model = recipe.model_config(built[key])
         except ConfigError as error:
             raise ConfigError(f"{_label(values)}: {error}{advice}") from error
-        # Recipes that say it otherwise may mean one model, such as by a value that the preset has anyway.
+        # Different recipes may mean one model, for example if a value is that of the preset anyway.
         whole = repr((model, dataclasses.replace(recipe, model={}, about="")))
         if whole in seen:
             raise ConfigError(f"{_label(values)}: is the same as {seen[whole]}; give each once")
         seen[whole] = _label(values)
-        tasks.append(made[key])
+        tasks.append(built[key])
     return tasks
 
 
-def _places(folder: Path, names: Sequence[str], wanted: Sequence[Recipe], budget: float | None) -> list[Path]:
-    """The folder of each point: one that holds this very run, whatever its name, or else a new one."""
-    there = {path.parent: _readable(path) for path in sorted(folder.glob(f"*/{RECIPE}"))}
-    cure = "choose another folder with --out, or remove this one to run it anew"
-    places = []
-    for name, recipe in zip(names, wanted, strict=True):
+def _run_folders(
+    folder: Path, names: Sequence[str], recipes: Sequence[Recipe], budget: float | None
+) -> list[Path]:
+    """Return the directory of each point: one that holds the same run, whatever its name, or else a new one."""
+    present = {path.parent: _try_load(path) for path in sorted(folder.glob(f"*/{RECIPE}"))}
+    remedy = "choose another directory with --out, or remove this one to run it again"
+    folders = []
+    for name, recipe in zip(names, recipes, strict=True):
         place = folder / name
-        found = next((path for path in (place, *there) if there.get(path) == recipe), place)
-        before = there.get(found, recipe)
+        found = next((path for path in (place, *present) if present.get(path) == recipe), place)
+        before = present.get(found, recipe)
         if isinstance(before, ConfigError):
-            raise ConfigError(f"{before}; {cure}") from before
+            raise ConfigError(f"{before}; {remedy}") from before
         if before != recipe:
-            changed = differences(before, recipe)
-            raise ConfigError(f"{place}: holds a run of another recipe, which differs in {changed}; {cure}")
-        parts = read_record(found)
-        if parts and parts[0].budget != budget:
-            was, now = ("none" if time is None else _time(time) for time in (parts[0].budget, budget))
-            raise ConfigError(f"{found}: holds a run of another budget, {was}, now {now}; {cure}")
-        places.append(found)
-    return places
+            raise ConfigError(
+                f"{place}: holds a run of another recipe, which differs in {differences(before, recipe)}; {remedy}"
+            )
+        launches = read_launches(found)
+        if launches and launches[0].budget != budget:
+            was, now = ("none" if time is None else _duration(time) for time in (launches[0].budget, budget))
+            raise ConfigError(f"{found}: holds a run with another budget, {was}, now {now}; {remedy}")
+        folders.append(found)
+    return folders
 
 
-def _readable(path: Path) -> Recipe | ConfigError:
-    """The recipe of a run; or what is wrong with it, which is of no interest where the run is not of this sweep."""
+def _try_load(path: Path) -> Recipe | ConfigError:
+    """Return the recipe of a run, or its error, which matters only if the run is of this sweep."""
     try:
         return load_recipe(str(path))
     except ConfigError as error:
         return error
 
 
-def _time(seconds: float) -> str:
-    """A time as `--budget` takes it."""
+def _duration(seconds: float) -> str:
+    """Return a time as `--budget` takes it."""
     return f"{seconds:.10g}s" if seconds % 60 else f"{seconds / 60:.0f}m"

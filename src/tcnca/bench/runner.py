@@ -1,0 +1,180 @@
+"""A benchmark from start to end: every candidate is built, checked, timed and freed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tcnca.bench.case import BenchCase, Settings
+from tcnca.bench.models import layer_cases, lra_cases, model_cases
+from tcnca.bench.operators import ops_cases
+from tcnca.bench.oracle import check_errors
+from tcnca.bench.report import EAGER, GRAPH, Report, Result, compute_ratios
+from tcnca.bench.roofline import Roofline, measure_roofline
+from tcnca.bench.timing import Timer, Timing
+from tcnca.errors import ConfigError, TcncaError
+from tcnca.training.provenance import commit, hardware, versions
+
+SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
+    "ops": ops_cases,
+    "layer": layer_cases,
+    "model": model_cases,
+    "lra": lra_cases,
+}
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_MAX_REASON = 300
+"""Characters of an error that are kept: compiler errors can fill pages."""
+
+
+def bench_cases(suite: str, settings: Settings) -> list[BenchCase]:
+    """Return the cases of a suite that `settings.only` selects.
+
+    A full name selects that candidate alone, a part of a name all candidates that contain it.
+    """
+    cases = SUITES[suite](settings)
+    names = list(dict.fromkeys(case.name for case in cases))
+    selected = set(names) if not settings.only else set()
+    for part in settings.only:
+        matches = {part} if part in names else {name for name in names if part in name}
+        if not matches:
+            close = difflib.get_close_matches(part, names, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"--only: {hint}expected candidates or parts of their names, got {part!r}; candidates: "
+                              f"{', '.join(sorted(names))}")  # fmt: skip
+        selected |= matches
+    return [case for case in cases if case.name in selected]
+
+
+def run_suite(
+    suite: str,
+    settings: Settings,
+    command: str,
+    *,
+    roofline: Roofline | None = None,
+    on_start: Callable[[BenchCase, int, int], None] | None = None,
+    on_result: Callable[[Report], None] | None = None,
+) -> Report:
+    """Measure every case of a suite. Ctrl-C ends it and keeps what was measured.
+
+    Args:
+        suite: one of `SUITES`.
+        settings: what to measure, on which device and for how long.
+        command: the command line, for the report.
+        roofline: peak rates of the machine; measured by default.
+        on_start: called with each case, its index and the number of cases before it is measured.
+        on_result: called with the report so far after each case.
+    """
+    cases = bench_cases(suite, settings)
+    timer = Timer(settings.device, settings.seconds, settings.repeat)
+    report = Report(
+        suite=suite,
+        hardware=hardware(settings.device),
+        versions=versions(),
+        commit=commit(),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        settings=_settings_dict(settings),
+        interrupted=True,
+    )
+    # Keep existing objects out of the garbage collection after each candidate.
+    gc.freeze()
+    try:
+        roofline = roofline or measure_roofline(timer, settings.dtype)
+        report = dataclasses.replace(report, roofline=dataclasses.asdict(roofline))
+        for index, case in enumerate(cases):
+            if on_start is not None:
+                on_start(case, index, len(cases))
+            results = [*report.results, measure(case, timer, roofline)]
+            ratios = compute_ratios(results, goals=timer.on_gpu)
+            report = dataclasses.replace(report, results=results, ratios=ratios)
+            if on_result is not None:
+                on_result(report)
+        report = dataclasses.replace(report, interrupted=False)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        gc.unfreeze()
+    return report
+
+
+def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
+    """Check a case and, if it is correct, time it. A failure becomes part of the result."""
+    blank = Result(
+        suite=case.suite,
+        name=case.name,
+        label=case.label,
+        description=case.description,
+        sizes=dict(case.sizes),
+        tokens=case.tokens,
+        status="failed",
+        tolerance=case.tolerance,
+    )
+    try:
+        return _measure(case, timer, roofline, blank)
+    except TcncaError as error:
+        return dataclasses.replace(blank, status="not available", reason=_shorten(error))
+    except Exception as error:
+        # Any failure of one candidate must not stop the others.
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        full = full or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
+        return dataclasses.replace(blank, status="out of memory" if full else "failed", reason=_shorten(error))
+    finally:
+        timer.free_memory()
+
+
+def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -> Result:
+    torch.manual_seed(0)
+    errors = check_errors(*case.build_check(), joint_gradients=case.joint_gradients)
+    timer.free_memory()
+    worst = max(errors.values())
+    # Negated so that NaN counts as wrong.
+    if not worst <= case.tolerance:
+        reason = f"expected a relative error of at most {case.tolerance:.0e}, got {worst:.1e}; not timed"
+        return dataclasses.replace(blank, status="wrong", reason=reason, errors=errors)
+    before = timer.allocated()
+    groups = case.build().phases()
+    times: dict[str, dict[str, Timing]] = {}
+    peak, reason = None, ""
+    for phases in groups:
+        for phase, timing in timer.eager(phases, case.isolated).items():
+            times[phase] = {EAGER: timing}
+        peak = timer.peak_memory(phases, before)
+    for phases in groups if timer.on_gpu else ():
+        try:
+            for phase, timing in timer.graph(phases, case.isolated).items():
+                times[phase][GRAPH] = timing
+        except Exception as error:
+            # The eager times stay valid.
+            reason = f"not captured as a graph: {_shorten(error)}"
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize()
+    bounds = {phase: roofline.seconds(case.cost[phase]) for phase in times if phase in case.cost}
+    return dataclasses.replace(
+        blank, status="timed", reason=reason, errors=errors, times=times, roofline=bounds, peak_bytes=peak
+    )
+
+
+def _shorten(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
+
+
+def _settings_dict(settings: Settings) -> dict[str, Any]:
+    """Return the settings as JSON values, with the facts of the process that affect times."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    on_gpu = settings.device.type == "cuda"
+    flushed = "flushed before every phase of ops and layer; training steps follow one another"
+    return {
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+        "device": settings.device.type,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "caches": flushed if on_gpu else "as a loop leaves them",
+    }

@@ -1,1 +1,0 @@
-"""Sets that are made, not found: ListOps, Pathfinder, Path-X and associative recall."""

@@ -1,0 +1,158 @@
+"""One process or several: the process group, and the model wrapped for it. The model itself knows nothing of either."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tcnca.errors import ConfigError
+from tcnca.models import SequenceModel
+from tcnca.training.config import RuntimeConfig
+
+_MAX_COMPILED_SHAPES = 64
+"""Shapes for which a layer is compiled; it runs eagerly for any others."""
+_CHEAP_MEMORY_BUDGET = 0.9
+"""Share of the activations that PyTorch may keep, so that only cheap ones are recomputed."""
+_LAST_BARRIER: list[dist.Work] = []
+"""Keeps the last collective alive. If the thread of the process group were the last to hold it, releasing it would need
+Python's lock, for which a DDP model that is being freed while it holds the lock waits forever."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistContext:
+    """The rank of this process, the number of processes, and the device of this one."""
+
+    rank: int = 0
+    """Rank of this process."""
+    world_size: int = 1
+    """Number of processes."""
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    """Device of this process."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """Return the maximum over all processes."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, condition: bool) -> bool:
+        """Return whether the condition holds on any process, so that all processes act alike."""
+        return bool(self.all_reduce_max(torch.tensor(float(condition))))
+
+    def broadcast(self, values: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of the main process."""
+        if self.world_size > 1:
+            for value in values:
+                dist.broadcast(value, 0)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(values, op)
+        return values
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_device(device: str | None) -> None:
+    """Raise a ConfigError unless `device` is None or available here."""
+    available = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if device is not None and device not in available:
+        reason = "" if len(available) > 1 else " (no GPU was found)"
+        raise ConfigError(f"--device: expected {' or '.join(available)}, got {device}{reason}")
+
+
+@contextlib.contextmanager
+def dist_context(device: str | None = None) -> Iterator[DistContext]:
+    """Join the process group if `torchrun` started this process, and leave it at the end.
+
+    Args:
+        device: `cpu` or `cuda`; None for a GPU if there is one.
+    """
+    check_device(device)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world_size == 1:
+        yield DistContext(device=place)
+        return
+    # Host tensors are reduced by gloo, without waiting for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield DistContext(rank=rank, world_size=world_size, device=place)
+        # Leave together: a process that leaves while another still communicates may block forever.
+        last = dist.barrier(async_op=True)
+        if last is not None:
+            last.wait()
+            _LAST_BARRIER.append(last)
+    finally:
+        dist.destroy_process_group()
+
+
+def should_compile(runtime: RuntimeConfig, device: torch.device) -> bool:
+    """Return whether layers are compiled on a device."""
+    return runtime.compile is True or (runtime.compile == "gpu" and device.type == "cuda")
+
+
+def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistContext) -> nn.Module:
+    """Apply activation checkpointing, compilation and DDP or FSDP2. Returns the module to call in training."""
+    if runtime.activation_checkpointing is True:
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if should_compile(runtime, context.device):
+        torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES
+        # Global settings, which an earlier run in this process may have changed.
+        torch._functorch.config.activation_memory_budget = (
+            _CHEAP_MEMORY_BUDGET if runtime.activation_checkpointing == "cheap" else 1.0
+        )
+        # Per layer: equal layers share the code. Per shape: code for dynamic shapes is slower, and some of it cannot
+        # be generated at all.
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+    if context.world_size > 1 and runtime.parallel == "fsdp":
+        mesh = init_device_mesh(context.device.type, (context.world_size,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if context.world_size > 1 and runtime.parallel == "ddp":
+        return DistributedDataParallel(model)
+    return model
+
+
+@contextlib.contextmanager
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Exchange gradients in the backward pass only if `enabled`, which is the last micro-batch of a step."""
+    if isinstance(module, DistributedDataParallel) and not enabled:
+        with module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(enabled)
+    yield

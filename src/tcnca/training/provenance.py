@@ -1,0 +1,166 @@
+"""Where a run comes from: enough to repeat it, and to compare its speed with that of others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tcnca.errors import TrainingError
+from tcnca.training.distributed import DistContext, available_cores
+from tcnca.training.files import atomic_write, to_json
+from tcnca.version import __version__
+
+RECIPE = "recipe.yaml"
+PROVENANCE = "provenance.json"
+_PACKAGE = Path(__file__).parent.parent
+_GIT_SECONDS = 3.0
+"""Time limit of a git command."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of a run: the first, or one that resumes it."""
+
+    recipe: str
+    """Name of the recipe."""
+    command: str
+    """Command that repeats the run from its start."""
+    step: int
+    """Steps done before this launch."""
+    seed: int
+    """Seed of the order of examples, the weights and dropout."""
+    budget: float | None
+    """Seconds to train; None if the number of steps ends the run."""
+    started: str
+    """Time of the launch, in UTC."""
+    processes: int
+    """Number of processes."""
+    hardware: dict[str, Any]
+    """Devices of the run."""
+    versions: dict[str, str]
+    """Versions of Python and of the libraries that compute."""
+    platform: str
+    """Operating system."""
+    commit: str | None
+    """Commit of the library's source, with `+changes` if it was changed since; None for an installed library."""
+
+    @classmethod
+    def now(cls, recipe: str, command: str, *, step: int, seed: int, budget: float | None, dist: DistContext) -> Launch:
+        """Describe a launch here and now."""
+        return cls(
+            recipe=recipe,
+            command=command,
+            step=step,
+            seed=seed,
+            budget=budget,
+            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            processes=dist.world_size,
+            hardware=hardware(dist.device, dist.world_size),
+            versions=versions(),
+            platform=platform.platform(),
+            commit=commit(),
+        )
+
+
+def add_launch(folder: Path, launch: Launch, *, resumed: bool) -> None:
+    """Add a launch to the provenance of a run; one that does not resume replaces it.
+
+    Raises:
+        DataError: the directory cannot be written.
+        TrainingError: the present provenance cannot be read.
+    """
+    launches = [*(read_launches(folder) if resumed else []), launch]
+    text = to_json({"launches": [dataclasses.asdict(each) for each in launches]}, indent=1)
+    atomic_write(folder / PROVENANCE, text + "\n")
+
+
+def read_launches(folder: Path) -> list[Launch]:
+    """Read the launches of a run, the first one first."""
+    path = folder / PROVENANCE
+    if not path.is_file():
+        return []
+    try:
+        return [Launch(**values) for values in json.loads(path.read_text(encoding="utf-8"))["launches"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TrainingError(f"{path}: cannot be read ({error!r}); remove it, the run can be resumed without") from error
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return a `tcnca` command as it is typed, with `torchrun` if that has started this process."""
+    start = ["tcnca"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        several = [] if nodes == "1" else ["--nnodes", nodes]
+        start = ["torchrun", *several, "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], "-m", "tcnca"]
+    return shlex.join([*start, *arguments])
+
+
+def hardware(device: torch.device, count: int = 1) -> dict[str, Any]:
+    """Describe a device, of which `count` are used."""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        memory = round(facts.total_memory / 2**30, 1)
+        return {"device": "cuda", "name": facts.name, "count": count, "memory_gib": memory}
+    threads = torch.get_num_threads()
+    return {"device": device.type, "name": _processor(), "cores": available_cores(), "threads": threads}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute, as far as they are installed."""
+    found = {"tcnca": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
+    return {**found, "numpy": np.__version__}
+
+
+def commit(package: Path = _PACKAGE) -> str | None:
+    """Return the commit of a package's source, with `+changes` if it was changed; None if it is not a checkout."""
+    # An installed package may lie inside the checkout of something else, which ignores it or does not know it.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    found = _git(package, "rev-parse", "--verify", "HEAD")
+    changed = _git(package, "status", "--porcelain", "--", ".")
+    if found is None or changed is None:
+        return None
+    return found.strip() + ("+changes" if changed.strip() else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Git sets GIT_* variables for hooks and aliases, which point to their repository instead of this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_GIT_SECONDS,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

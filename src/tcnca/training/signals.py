@@ -1,0 +1,35 @@
+"""Signals that ask a run to stop. The run reacts between two steps, after it has saved."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+_DUPLICATE_SECONDS = 1.0
+"""A second SIGINT within this time is ignored: `torchrun` forwards the one that the terminal has already sent."""
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[str]]:
+    """Collect the names of SIGINT and SIGTERM instead of ending the process. A second Ctrl-C interrupts at once."""
+    caught: list[str] = []
+    first = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if not caught:
+            first = now
+        elif number == signal.SIGINT and now - first > _DUPLICATE_SECONDS:
+            raise KeyboardInterrupt
+        caught.append(signal.Signals(number).name)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

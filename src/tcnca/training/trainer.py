@@ -1,0 +1,489 @@
+"""The trainer: the whole life of a run, from a recipe to a directory with a trained model and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from tcnca.data import Batch
+from tcnca.data.rng import CounterRNG
+from tcnca.errors import CheckpointError, ConfigError, TrainingError
+from tcnca.models import SequenceModel
+from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
+from tcnca.training.distributed import (
+    DistContext,
+    check_device,
+    dist_context,
+    gradient_sync,
+    parallelize,
+    should_compile,
+)
+from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
+from tcnca.training.files import atomic_path, atomic_write, file_lock
+from tcnca.training.logger import Logger, Meter, StepOutput, read_log
+from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
+from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, read_launches
+from tcnca.training.recipe import Recipe, differences, load_recipe
+from tcnca.training.report import (
+    REPORT,
+    Result,
+    best_validation,
+    draw_curves,
+    mean_speed,
+    read_result,
+    write_report,
+    write_result,
+)
+from tcnca.training.signals import catch_signals
+
+_COMPILING_STEPS = 3
+"""First steps that compile code: a language model has rows of three lengths."""
+_FEW_STEPS = 100
+"""Fewer steps than this teach a model next to nothing."""
+
+
+class Trainer:
+    """Trains a model by a recipe, and keeps everything about the run in a directory.
+
+    `fit` locks the directory, records the provenance, resumes if asked to, trains, saves checkpoints, and leaves the
+    model, its scores, curves and a report. `tcnca train` does exactly this.
+
+    Args:
+        recipe: a recipe, or the name or file of one.
+        out: the run directory; None for `runs/` and the name of the recipe.
+        budget: seconds to train, in place of a number of steps. A resumed run keeps the budget it was started with.
+        resume: continue from the last checkpoint in `out`.
+        device: `cpu` or `cuda`; None for a GPU if there is one.
+        name: name of the recipe, for the report.
+        command: command that repeats the run, for the report.
+        verbose: print progress.
+    """
+
+    dist: DistContext
+    logger: Logger
+
+    def __init__(
+        self,
+        recipe: Recipe | str,
+        out: str | Path | None = None,
+        *,
+        budget: float | None = None,
+        resume: bool = False,
+        device: str | None = None,
+        name: str = "",
+        command: str = "",
+        verbose: bool = True,
+    ) -> None:
+        check_device(device)
+        self.recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+        self.name = name or Path(recipe if isinstance(recipe, str) else out or self.recipe.data.source).stem
+        self.out = Path(out or Path("runs") / self.name)
+        self.budget, self.resume, self.device, self.verbose = budget, resume, device, verbose
+        self.command = command or command_line(["train", str(self.out / RECIPE)])
+        self._check_out()
+
+    def fit(self) -> Result:
+        """Train to the end, or until a signal or the budget stops the run."""
+        with (
+            dist_context(self.device) as self.dist,
+            Logger(self.out, self._console(), enabled=self.dist.is_main) as self.logger,
+        ):
+            self._resolve_recipe()
+            if self.resume:
+                self._adopt_budget()
+                if (finished := self._finished()) is not None:
+                    return finished
+            self.setup()
+            with file_lock(self.out, "run") if self.dist.is_main else contextlib.nullcontext():
+                if self.dist.is_main:
+                    # Another run may have started, and ended, since the first check.
+                    self._check_out()
+                if self.resume:
+                    self._restore()
+                self._record_launch()
+                self._warn_if_short()
+                try:
+                    stopped = self._train()
+                except TrainingError:
+                    self._draw_curves()
+                    raise
+                result = self._stop(stopped) if stopped else self._finish()
+            self._release()
+        return result
+
+    def setup(self) -> None:
+        """Build the task, the model and the optimizers."""
+        recipe = self.recipe
+        if recipe.runtime.threads:
+            torch.set_num_threads(recipe.runtime.threads)
+        self.task = recipe.build_task()
+        torch.manual_seed(recipe.batch.seed)
+        self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
+        self.compiled = should_compile(recipe.runtime, self.dist.device)
+        self.train_model = parallelize(self.model, recipe.runtime, self.dist)
+        self.optimizers = build_optimizers(self.model, recipe.optimizer)
+        self.checkpoints = CheckpointManager(self.out / "checkpoints", recipe.checkpoint.keep, self.dist)
+        self.state = TrainState(data=self.task.data.digest)
+
+    # The loop.
+
+    def _train(self) -> str:
+        """Train until the run is finished. Returns the name of the signal that stopped it before, if one did."""
+        if self.dist.is_main:
+            atomic_write(self.out / RECIPE, self.recipe.to_yaml())
+        self.logger.preload()
+        self.dist.barrier()
+        self.logger.print(self._introduction())
+        # A thread starts on the first GPU, not on the one that its process uses.
+        on_gpu = self.dist.device.type == "cuda"
+        initializer = (torch.cuda.set_device, (self.dist.device,)) if on_gpu else (None, ())
+        with catch_signals() as caught, ThreadPoolExecutor(1, "batches", *initializer) as pool:
+            return self._loop(caught, pool)
+
+    def _loop(self, caught: list[str], pool: ThreadPoolExecutor) -> str:
+        recipe, state, meter = self.recipe, self.state, Meter(self.dist, self.state.meter)
+        started = saved = time.monotonic()
+        earlier, first_step = state.seconds, state.step
+        upcoming = pool.submit(self._load_batches, state.step)
+        while True:
+            # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
+            now = time.monotonic()
+            local = torch.tensor([earlier + now - started, float(bool(caught)), now - saved], dtype=torch.float64)
+            state.seconds, interrupted, unsaved = self.dist.all_reduce_max(local).tolist()
+            progress = self._progress()
+            finished = progress >= 1.0
+            self.logger.progress(state.step, progress)
+
+            # Checkpoint, and stop.
+            if interrupted:
+                self.logger.print("stopping: saving a checkpoint (press Ctrl-C again to stop without)")
+            if finished or interrupted or self._checkpoint_due(unsaved):
+                self._check_finite(meter)
+                with meter.pause():
+                    self._save(meter)
+                saved = time.monotonic()
+            if finished:
+                self._log(progress, meter)
+                return ""
+            if interrupted:
+                return caught[0] if caught else "another process"
+
+            # One step; the batches of the next one are loaded meanwhile.
+            batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
+            meter.add(state.step, self._step(self._lr(progress), batches))
+            state.step += 1
+            if self.compiled and state.step - first_step <= _COMPILING_STEPS:
+                spent = torch.tensor(earlier + time.monotonic() - started, dtype=torch.float64)
+                state.compile_seconds += float(self.dist.all_reduce_max(spent)) - state.seconds
+
+            # Log, and validate.
+            if state.step % recipe.runtime.log_every == 0:
+                self._check_finite(meter)
+                self._log(progress, meter)
+            if self._validation_due():
+                # The validated model may be saved as the best so far.
+                self._check_finite(meter)
+                with meter.pause():
+                    self._validate(meter)
+
+    def _step(self, lr: float, batches: Future[list[Batch]]) -> StepOutput:
+        """Take one optimizer step: forward and backward passes, clipping, and the update of the weights."""
+        recipe, device = self.recipe, self.dist.device
+        started = time.monotonic()
+        micro_batches = batches.result()
+        data_wait = time.monotonic() - started
+        skip_nonfinite = recipe.optimizer.nonfinite == "skip"
+        buffers = [buffer.clone() for buffer in self.model.buffers()] if skip_nonfinite else []
+
+        total, tokens = torch.zeros((), device=device), 0
+        for index, host in enumerate(micro_batches):
+            batch = host.to(device, non_blocking=True)
+            # Dropout is a function of seed and step, so that a resumed run drops the same.
+            torch.manual_seed(
+                int(CounterRNG(recipe.batch.seed, "dropout", self.state.step, self.dist.rank, index).raw(1)[0] >> 1)
+            )
+            last = index == len(micro_batches) - 1
+            with gradient_sync(self.train_model, last), autocast(device, recipe.runtime.precision):
+                logits = self.train_model(**batch.model_inputs(), return_state=False).logits
+                loss = self.task.loss(logits, batch) * batch.weight / len(micro_batches)
+            loss.backward()
+            total, tokens = total + loss.detach(), tokens + host.tokens
+
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm or math.inf)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        # Synchronize only when non-finite steps are skipped; `stop` is reported with the next log line.
+        skipped = skip_nonfinite and self.dist.any(not bool(torch.isfinite(grad_norm) & torch.isfinite(total)))
+        if skipped:
+            # The running means of batch norms have already seen the batch.
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        else:
+            set_lr(self.optimizers, lr)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return StepOutput(total, grad_norm, tokens, data_wait, skipped)
+
+    def _load_batches(self, step: int) -> list[Batch]:
+        """Return the micro-batches of this process for a step."""
+        config, parts = self.recipe.batch, self.recipe.batch.grad_accum_steps
+        batches = []
+        for index in range(parts):
+            rank = self.dist.rank * parts + index
+            batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
+            if self.compiled and self.task.kind not in ("language", "forecast"):
+                batch = batch.pad_to_bucket()
+            batches.append(batch.pin_memory() if self.dist.device.type == "cuda" else batch)
+        return batches
+
+    def _progress(self) -> float:
+        """Return the share of the run that is done: of its steps, or of its time budget."""
+        if self.budget is None:
+            return self.state.step / self.recipe.schedule.max_steps
+        seconds, compiling = self.state.seconds, self.state.compile_seconds
+        return (seconds - compiling) / (self.budget - compiling) if seconds < self.budget else 1.0
+
+    def _lr(self, progress: float) -> float:
+        return scheduled_lr(progress, self.recipe.optimizer.lr, self.recipe.schedule)
+
+    def _log(self, progress: float, meter: Meter) -> None:
+        if not meter.steps:
+            return
+        values = {"step": self.state.step, "lr": self._lr(progress), "seconds": self.state.seconds}
+        self.logger.log({**values, "progress": progress, **meter.read()})
+
+    def _check_finite(self, meter: Meter) -> None:
+        step = meter.first_nonfinite()
+        if step is None or self.recipe.optimizer.nonfinite == "skip":
+            return
+        latest = self.checkpoints.latest()
+        good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+        raise TrainingError(
+            f"step {step}: the loss or the gradient is not finite (batch of seed {self.recipe.batch.seed}, "
+            f"step {step}); {good}. Lower lr or max_grad_norm, or skip such steps with nonfinite=skip"
+        )
+
+    # Checkpoints and evaluation.
+
+    def _checkpoint_due(self, unsaved: float) -> bool:
+        """Return whether to save a checkpoint, the last one being `unsaved` seconds old."""
+        config, step = self.recipe.checkpoint, self.state.step
+        by_step = bool(config.every) and step > 0 and step % config.every == 0
+        return by_step or bool(config.minutes and unsaved > 60 * config.minutes)
+
+    def _save(self, meter: Meter) -> Path:
+        self.state.meter = meter.state()
+        latest = self.checkpoints.latest()
+        if latest is not None and read_state(latest).step == self.state.step:
+            return latest
+        return self.checkpoints.save(self.model, self.optimizers, self.state)
+
+    def _validation_due(self) -> bool:
+        """Return whether the model is validated after this step. The final evaluation does not count."""
+        every, step = self.recipe.eval.every, self.state.step
+        last = self.budget is None and step >= self.recipe.schedule.max_steps
+        return bool(every) and step % every == 0 and not last
+
+    def _validate(self, meter: Meter) -> None:
+        score = self._evaluate("validation", self.recipe.eval.batches)
+        self.state.score = score.value
+        if self._is_best(score):
+            self.checkpoints.mark_best(self._save(meter), score.value)
+
+    def _evaluate(self, split: str, max_batches: int | None = None) -> Score:
+        """Measure the model on a split, and log the score."""
+        # Running means differ between processes; those of the main one are saved.
+        self.dist.broadcast(self.model.buffers())
+        # The shapes of evaluation are too rare to compile code for them.
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+        with eager, self.logger.evaluation(split) as progress:
+            score = evaluate(
+                self.model,
+                self.task,
+                split,
+                self.recipe.eval,
+                precision=self.recipe.runtime.precision,
+                max_batches=max_batches,
+                dist=self.dist,
+                progress=progress,
+            )
+        self.logger.log({"step": self.state.step, "split": split, "metric": score.metric, "value": score.value})
+        return score
+
+    def _is_best(self, score: Score) -> bool:
+        return self.dist.any(score.better_than(self.checkpoints.best_score()))
+
+    # The start of a run.
+
+    def _console(self) -> Console:
+        return Console(emoji=False, highlight=False, quiet=not self.verbose)
+
+    def _check_out(self) -> None:
+        if (self.out / RECIPE).exists() and not self.resume:
+            raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
+
+    def _resolve_recipe(self) -> None:
+        """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
+        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda")}
+        self.recipe = wanted[self.dist.device.type]
+        if self.resume and (self.out / RECIPE).is_file():
+            started = load_recipe(str(self.out / RECIPE))
+            self.recipe = started if started in wanted.values() else self.recipe
+
+    def _adopt_budget(self) -> None:
+        """Take over the budget of the run that is resumed: the learning rate follows it."""
+        launches = read_launches(self.out)
+        if not launches:
+            return
+        before = launches[0].budget
+        if self.budget is not None and self.budget != before:
+            text = "no budget" if before is None else f"a budget of {before:g}s"
+            raise ConfigError(
+                f"--budget: expected the budget that {self.out} was started with ({text}), which the learning rate "
+                f"follows, got {self.budget:g}s; leave it out"
+            )
+        self.budget = before
+
+    def _finished(self) -> Result | None:
+        """Return the result of a run that is resumed though it is finished."""
+        result = read_result(self.out)
+        # Another recipe is refused when the checkpoint is restored.
+        if result is None or not (self.out / RECIPE).is_file() or load_recipe(str(self.out / RECIPE)) != self.recipe:
+            return None
+        if self.budget is None and result.step < self.recipe.schedule.max_steps:
+            return None
+        self.logger.print(
+            f"{self.out}: the run is finished, after {result.step:,} steps; see {REPORT} in it, or choose another "
+            f"--out for another run"
+        )
+        return result
+
+    def _restore(self) -> None:
+        """Restore the last checkpoint, if there is one."""
+        place = self.checkpoints.latest()
+        if place is None:
+            self.logger.print(f"{self.out}: has no checkpoint to resume from; starting from the beginning")
+            return
+        before = load_recipe(str(self.out / RECIPE))
+        if before != self.recipe:
+            raise CheckpointError(
+                f"{self.out}: was started with another recipe, which differs in {differences(before, self.recipe)}; "
+                f"give the same changes again, or another --out"
+            )
+        data = self.state.data
+        self.state = self.checkpoints.load(place, self.model, self.optimizers)
+        if self.state.data != data:
+            raise CheckpointError(f"{self.out}: was started with other data than {self.recipe.data.source} has now")
+        self._mark_best_again(place)
+        self.checkpoints.clean_up()
+        self.logger.print(f"resuming from step {self.state.step:,}")
+
+    def _mark_best_again(self, place: Path) -> None:
+        """Mark the restored checkpoint as the best if the run was killed before it could."""
+        # The last validation is of this checkpoint only if it took place at this step.
+        if not self._validation_due() or self.state.score is None:
+            return
+        better = self.task.higher_is_better
+        score = Score(metric=self.task.metric, value=self.state.score, count=0, higher_is_better=better)
+        if self._is_best(score):
+            self.checkpoints.mark_best(place, score.value)
+
+    def _record_launch(self) -> None:
+        if self.dist.is_main:
+            seed = self.recipe.batch.seed
+            launch = Launch.now(
+                self.name, self.command, step=self.state.step, seed=seed, budget=self.budget, dist=self.dist
+            )
+            add_launch(self.out, launch, resumed=self.resume)
+
+    def _introduction(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        what = f"{parameters:,} parameters, {self.recipe.data.source}, on {self.dist.device.type}"
+        several = f" with {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
+        compiled = "; the first steps take longer while code is compiled" if self.compiled else ""
+        return f"training in {self.out}: {what}{several}{compiled}"
+
+    def _warn_if_short(self) -> None:
+        for note in self.recipe.notes():
+            self.logger.print(f"warning: {note}")
+        steps = self.recipe.schedule.max_steps
+        if self.budget is None and steps < _FEW_STEPS:
+            self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
+
+    # The end of a run.
+
+    def _stop(self, signal: str) -> Result:
+        self._draw_curves()
+        return self._result(signal, {})
+
+    def _finish(self) -> Result:
+        """Save the model, measure it, and write the report."""
+        self._export_model()
+        config = self.recipe.eval
+        if config.max_batches is not None:
+            self.logger.print(f"evaluating at most {config.max_batches} batches of each split (eval.max_batches)")
+        scores = {split: self._evaluate(split) for split in ("validation", "test") if split in self.task.data.splits}
+        latest = self.checkpoints.latest()
+        # A score on some batches is not comparable with one on the whole split.
+        comparable = eval_limit(config, config.batches) == eval_limit(config) or self.checkpoints.best() is None
+        if "validation" in scores and latest is not None and comparable and self._is_best(scores["validation"]):
+            self.checkpoints.mark_best(latest, scores["validation"].value)
+        self._draw_curves()
+        result = self._result("", scores)
+        if self.dist.is_main:
+            write_report(self.out, result)
+            # Last, as it marks the run as finished.
+            write_result(self.out, result)
+        if self.budget is not None and result.step < _FEW_STEPS:
+            self.logger.print(
+                f"warning: only {result.step} steps fitted into the budget of {self.budget:g}s, too few to learn much; "
+                f"give more time, a smaller batch.size or a smaller model"
+            )
+        return result
+
+    def _export_model(self) -> None:
+        """Copy the last model to the run directory, where `tcnca.load` finds it."""
+        latest = self.checkpoints.latest()
+        if self.dist.is_main and latest is not None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                with atomic_path(self.out / name) as temporary:
+                    shutil.copyfile(latest / name, temporary)
+            self.logger.print(f"saved the model after step {self.state.step:,} in {self.out}")
+
+    def _draw_curves(self) -> None:
+        if self.dist.is_main:
+            draw_curves(self.out, self.name, higher_is_better=self.task.higher_is_better)
+
+    def _result(self, stopped: str, scores: dict[str, Score]) -> Result:
+        lines = read_log(self.out) if self.dist.is_main else []
+        best = best_validation(lines, higher_is_better=self.task.higher_is_better)
+        return Result(
+            step=self.state.step,
+            seconds=self.state.seconds,
+            stopped=stopped,
+            scores=scores,
+            best=None if best is None else {"step": best[0], "value": best[1]},
+            tokens=round(sum(line.get("tokens", 0) for line in lines)),
+            tokens_per_second=mean_speed(lines),
+            memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            source=self.recipe.data.source,
+            data=self.state.data,
+        )
+
+    def _release(self) -> None:
+        """Free what holds on to the process group before the processes leave it."""
+        if self.dist.world_size > 1:
+            del self.model, self.train_model, self.optimizers
+            gc.collect()

@@ -1,0 +1,133 @@
+"""Files are read in whatever way they are packed; damaged files are named, and nothing is written to disk."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tcnca.data.archives import find_file, iter_members, open_decompressed, read_limited
+from tcnca.errors import DataError
+from tests.data.helpers import PACKINGS, TARS, packed, tarred, write, written, zipped
+
+TEXT = bytes(range(256)) * 700
+FILES = {"top.txt": b"top", "folder/one.txt": b"one", "folder/deep/two.bin": TEXT}
+
+
+def all_members(path: Path) -> dict[str, bytes]:
+    return {name: reader.read() for name, reader in iter_members(path)}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", ["named.txt", "named.gz", "named.zip"])
+def test_plain_is_found_by_content_not_by_name(tmp_path: Path, packing: str, name: str) -> None:
+    with open_decompressed(written(tmp_path / name, packed(TEXT, packing))) as reader:
+        assert reader.read() == TEXT
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9])
+@pytest.mark.parametrize("packing", PACKINGS[1:])
+def test_compressed_file_that_is_cut_short_is_refused(tmp_path: Path, packing: str, keep: float) -> None:
+    data = packed(os.urandom(5000), packing)
+    path = written(tmp_path / "short", data[: int(len(data) * keep)])
+    message = r"short: is truncated, damaged .*download it again"
+    with pytest.raises(DataError, match=message), open_decompressed(path) as reader:
+        reader.read()
+
+
+@pytest.mark.parametrize("files", [{}, {"one": b"1", "two": b"2"}], ids=["none", "two"])
+def test_zip_of_several_files_is_no_plain_file(tmp_path: Path, files: dict[str, bytes]) -> None:
+    path = written(tmp_path / "several.zip", zipped(files))
+    with pytest.raises(DataError, match=rf"several.zip: expected one file in the archive, got {len(files)}"):
+        open_decompressed(path)
+
+
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: cannot be opened \(No such file or directory\)"):
+        open_decompressed(tmp_path / "nowhere")
+
+
+def test_folder_gives_its_files(tmp_path: Path) -> None:
+    assert all_members(write(tmp_path, FILES)) == FILES
+
+
+@pytest.mark.parametrize("packing", TARS)
+def test_tar_gives_its_files(tmp_path: Path, packing: str) -> None:
+    path = written(tmp_path / "archive", tarred(FILES, packing.removeprefix(".tar")))
+    assert all_members(path) == FILES
+
+
+def test_zip_gives_its_files(tmp_path: Path) -> None:
+    assert all_members(written(tmp_path / "archive", zipped(FILES))) == FILES
+
+
+def test_damaged_member_of_a_zip_is_named(tmp_path: Path) -> None:
+    data = bytearray(zipped({"member": os.urandom(5000)}))
+    data[2000] ^= 0xFF
+    with pytest.raises(DataError, match="damaged: member: is truncated, damaged"):
+        all_members(written(tmp_path / "damaged", bytes(data)))
+
+
+def test_zip_with_a_password_is_refused(tmp_path: Path) -> None:
+    data = bytearray(zipped({"secret": b"text"}))
+    directory = data.index(b"PK\x01\x02")
+    # The lowest flag of both headers says that a member is encrypted.
+    data[6] |= 1
+    data[directory + 8] |= 1
+    with pytest.raises(DataError, match=r"locked: cannot be unpacked .*unpack it yourself"):
+        all_members(written(tmp_path / "locked", bytes(data)))
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "folder/../../outside"])
+def test_names_lead_nowhere(tmp_path: Path, name: str) -> None:
+    inner = tmp_path / "inner"
+    for data in (tarred({name: b"evil"}), zipped({name: b"evil"})):
+        path = written(inner / "archive", data)
+        before = sorted(tmp_path.rglob("*"))
+        assert list(all_members(path).values()) == [b"evil"]
+        assert sorted(tmp_path.rglob("*")) == before
+        assert not Path("/outside").exists()
+
+
+def test_links_and_devices_are_passed_over(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+            entry = tarfile.TarInfo(f"kind {kind!r}")
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            archive.addfile(entry)
+        archive.addfile(tarfile.TarInfo("plain"))
+    assert all_members(written(tmp_path / "tar", buffer.getvalue())) == {"plain": b""}
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as package:
+        info = zipfile.ZipInfo("link")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        package.writestr(info, "/etc/passwd")
+        package.writestr("plain", b"")
+    assert all_members(written(tmp_path / "zip", buffer.getvalue())) == {"plain": b""}
+
+    folder = write(tmp_path / "folder", {"plain": b""})
+    (folder / "link").symlink_to("/etc/passwd")
+    os.mkfifo(folder / "fifo")
+    assert all_members(folder) == {"plain": b""}
+
+
+def test_no_more_is_unpacked_than_allowed(tmp_path: Path) -> None:
+    path = written(tmp_path / "bomb.gz", packed(bytes(10_000_000), ".gz"))
+    with open_decompressed(path) as reader:
+        with pytest.raises(DataError, match=r"bomb: expected at most 100,000 bytes, got more"):
+            read_limited(reader, "bomb", 100_000)
+        assert len(reader.read()) > 9_000_000
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_file_is_found_with_any_ending(tmp_path: Path, packing: str) -> None:
+    assert find_file(tmp_path, "name.tsv") is None
+    path = written(tmp_path / f"name.tsv{packing}", b"")
+    assert find_file(tmp_path, "name.tsv") == path

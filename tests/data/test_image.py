@@ -1,0 +1,264 @@
+"""CIFAR-10 gives the same grayscale images from every format, and no pickle can execute code."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tcnca.data.datasets import image
+from tcnca.data.datasets.image import unpickle_batch
+from tcnca.errors import DataError
+from tests.data.helpers import (
+    TARS,
+    Files,
+    assert_same_content,
+    packed,
+    python2_batch,
+    split,
+    tarred,
+    write,
+    written,
+    zipped,
+)
+
+NAMES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+BATCH = 4
+TOTAL = BATCH * len(NAMES)
+COLOR = np.random.default_rng(0).integers(0, 256, (TOTAL, 32, 32, 3), dtype=np.uint8)
+LABELS = np.arange(TOTAL, dtype=np.uint8) % 10
+GRAY = np.stack([np.asarray(Image.fromarray(image).convert("L")) for image in COLOR])
+TRAIN = TOTAL - BATCH
+
+
+def batch(place: int) -> tuple[NDArray[np.uint8], list[int]]:
+    """Planes of red, green and blue as rows, and labels."""
+    part = slice(place * BATCH, (place + 1) * BATCH)
+    return np.moveaxis(COLOR[part], 3, 1).reshape(BATCH, 3072), LABELS[part].tolist()
+
+
+def pickled(prefix: str = "") -> Files:
+    files = {f"{prefix}{name}": python2_batch(*batch(place)) for place, name in enumerate(NAMES)}
+    return files | {f"{prefix}batches.meta": b"cos\nsystem\n(S'false'\ntR."}
+
+
+def binary(prefix: str = "") -> Files:
+    files = {}
+    for place, name in enumerate(NAMES):
+        pixels, labels = batch(place)
+        records = (bytes([label]) + row.tobytes() for label, row in zip(labels, pixels, strict=True))
+        files[f"{prefix}{name}.bin"] = b"".join(records)
+    return files
+
+
+def arrays(images: NDArray[Any], labels: NDArray[Any] = LABELS, **changes: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    named = {
+        "train_images": images[:TRAIN],
+        "train_labels": labels[:TRAIN],
+        "test_images": images[TRAIN:],
+        "test_labels": labels[TRAIN:],
+    }
+    np.savez_compressed(buffer, allow_pickle=True, **(named | changes))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tiny images be the published ones."""
+    parts = {"train_images": GRAY[:TRAIN], "train_labels": LABELS[:TRAIN]}
+    parts |= {"test_images": GRAY[TRAIN:], "test_labels": LABELS[TRAIN:]}
+    sums = {name: hashlib.sha256(part.tobytes()).hexdigest() for name, part in parts.items()}
+    monkeypatch.setattr(image, "DIGESTS", sums)
+    monkeypatch.setattr(image, "COUNTS", {"train": TRAIN, "test": BATCH})
+    md5 = {name: hashlib.md5(data).hexdigest() for name, data in pickled().items() if name in NAMES}
+    monkeypatch.setattr(image, "MD5", md5)
+
+
+def test_gray_is_pillows() -> None:
+    """On colors that include every rounding: all of red and green against a few of blue."""
+    red, green = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    for value in (0, 1, 37, 128, 254, 255):
+        blue = np.full_like(red, value)
+        expected = np.asarray(Image.fromarray(np.stack([red, green, blue], axis=-1)).convert("L"))
+        np.testing.assert_array_equal(image.gray(red, green, blue), expected)
+
+
+@pytest.mark.usefixtures("published")
+def test_splits(tmp_path: Path) -> None:
+    content = image.read(written(tmp_path / "cifar.npz", arrays(COLOR)))
+    assert (content.kind, content.verified, content.origin) == ("classification", True, "cifar.npz")
+    assert content.metadata["class_names"] == list(image.CLASS_NAMES)
+    places = {"train": slice(0, 18), "validation": slice(18, 20), "test": slice(20, 24)}
+    for name, place in places.items():
+        columns = split(content, name)
+        pixels, labels = np.asarray(columns["pixels"]), np.asarray(columns["labels"])
+        assert pixels.dtype == np.uint8
+        assert labels.dtype == np.int64
+        np.testing.assert_array_equal(pixels, GRAY[place])
+        np.testing.assert_array_equal(labels, LABELS[place])
+
+
+@pytest.mark.usefixtures("published")
+def test_every_form_gives_the_same(tmp_path: Path) -> None:
+    expected = image.read(written(tmp_path / "gray" / "cifar.npz", arrays(GRAY)))
+    forms = [
+        tmp_path / "gray",
+        written(tmp_path / "color.npz", arrays(COLOR, LABELS.astype(np.int64))),
+        write(tmp_path / "given", pickled()),
+        write(tmp_path / "given binary", binary()),
+        write(tmp_path / "parent", pickled("cifar-10-batches-py/")),
+        write(tmp_path / "parent binary", binary("cifar-10-batches-bin/")),
+        written(tmp_path / "fetched" / "cifar-10-python.tar.gz", tarred(pickled("cifar-10-batches-py/"), ".gz")).parent,
+        written(tmp_path / "one.zip", zipped(binary("cifar-10-batches-bin/"))),
+    ]
+    forms += [written(tmp_path / f"one.npz{packing}", packed(arrays(GRAY), packing)) for packing in (".xz", ".gz")]
+    for ending in TARS:
+        packing = ending.removeprefix(".tar")
+        forms.append(written(tmp_path / f"one{ending}", tarred(pickled("cifar-10-batches-py/"), packing)))
+        forms.append(written(tmp_path / f"binary{ending}", tarred(binary("cifar-10-batches-bin/"), packing)))
+    for form in forms:
+        content = image.read(form)
+        assert content.verified, form
+        assert_same_content(content, expected)
+
+
+class Evil:
+    """Writes a file on being unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("unverified", [False, True])
+def test_foreign_pickle_is_not_run(tmp_path: Path, unverified: bool) -> None:
+    trace = tmp_path / "trace"
+    folder = write(tmp_path / "evil", dict.fromkeys(NAMES, pickle.dumps({"data": Evil(trace)}, 2)))
+    pickle.loads((folder / "test_batch").read_bytes())
+    assert trace.exists(), "else it would prove nothing that it is not there below"
+    trace.unlink()
+    message = "may be malicious" if unverified else "md5 checksum"
+    with pytest.raises(DataError, match=message):
+        image.read(folder, unverified=unverified)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", r"calls os\.system"),
+        (b"cbuiltins\neval\n(S'1'\ntR.", r"calls builtins\.eval"),
+        (b"cnumpy.core.multiarray\nscalar\n(tR.", r"calls numpy\.core\.multiarray\.scalar"),
+        (b"\x80\x04\x8c\x05numpy\x8c\x07f2py.os\x93.", r"calls numpy\.f2py\.os"),
+        (b"cnumpy\ndtype\n(S'O8'\ntR.", r"expected an array of bytes, got b'O8'"),
+        (b"c_codecs\nencode\n(Vtext\nVrot13\ntR.", r"expected bytes as latin1, got 'rot13'"),
+        (b"\x80\x02]q\x00.", "expected a dictionary, got a list"),
+        (b"\x80\x02}.", "expected data of bytes"),
+        (b"", "cannot be unpickled"),
+        (b"\x80\x02}(", "cannot be unpickled"),
+    ],
+)
+def test_pickle_of_another_kind_is_refused(tmp_path: Path, call: bytes, message: str) -> None:
+    folder = write(tmp_path, dict.fromkeys(NAMES, call))
+    with pytest.raises(DataError, match=rf"data_batch_1: .*{message}"):
+        image.read(folder, unverified=True)
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("name", ["train_images", "train_labels", "test_images", "test_labels"])
+def test_any_change_is_noticed(tmp_path: Path, name: str) -> None:
+    whole = GRAY if name.endswith("images") else LABELS
+    part = (whole[:TRAIN] if name.startswith("train") else whole[TRAIN:]).copy()
+    part.flat[-1] = (int(part.flat[-1]) + 1) % 10
+    path = written(tmp_path / "changed.npz", arrays(GRAY, **{name: part}))
+    with pytest.raises(
+        DataError, match=rf"changed\.npz: expected the checksum .* of {name} in gray, got .*--unverified"
+    ):
+        image.read(path)
+    assert not image.read(path, unverified=True).verified
+
+
+def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
+    path = written(tmp_path / "few.npz", arrays(GRAY))
+    with pytest.raises(DataError, match="expected 50,000 images in train, got 20"):
+        image.read(path)
+    assert not image.read(path, unverified=True).verified
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_images": GRAY[:TRAIN].astype(np.float32)},
+            r"train_images: expected uint8 .*, got float32 of shape \(20, 32, 32\)",
+        ),
+        ({"train_images": GRAY[:TRAIN, 1:]}, r"train_images: expected uint8 .*, got uint8 of shape \(20, 31, 32\)"),
+        (
+            {"train_labels": LABELS[:TRAIN].astype(np.float64)},
+            r"train_labels: expected integers .*, got float64 of shape \(20,\)",
+        ),
+        ({"test_labels": np.array([0, 1, -1, 2])}, "test_labels: expected labels 0 to 9, got -1 for image 2"),
+        ({"test_labels": LABELS[:3]}, "expected 4 labels in test, got 3"),
+        ({"test_images": GRAY[:1], "test_labels": LABELS[:1]}, "expected at least 2 images in test, got 1"),
+        ({"train_labels": np.array([{}] * TRAIN)}, "train_labels: is not a plain array"),
+    ],
+    ids=["floats", "shape", "label kind", "label", "count", "few", "objects"],
+)
+def test_odd_arrays_are_refused(tmp_path: Path, changes: dict[str, NDArray[Any]], message: str) -> None:
+    path = written(tmp_path / "odd.npz", arrays(GRAY, LABELS, **changes))
+    with pytest.raises(DataError, match=rf"odd\.npz: {message}"):
+        image.read(path, unverified=True)
+
+
+def test_huge_arrays_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "_MAX_ARRAYS", 10_000)
+    with pytest.raises(DataError, match=r"bomb\.npz: expected at most 10,000 bytes, got [0-9,]+"):
+        image.read(written(tmp_path / "bomb.npz", arrays(GRAY)))
+    with pytest.raises(DataError, match="expected at most 10,000 bytes, got more"):
+        image.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GRAY), ".gz")))
+
+
+@pytest.mark.parametrize("data", [b"", bytes(3072), bytes(3074)])
+def test_binary_batch_of_odd_size_is_refused(tmp_path: Path, data: bytes) -> None:
+    folder = write(tmp_path, binary())
+    (folder / "data_batch_2.bin").write_bytes(data)
+    with pytest.raises(DataError, match=r"data_batch_2\.bin: expected a multiple of 3,073 bytes"):
+        image.read(folder, unverified=True)
+
+
+def test_folder_without_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"or one \.npz, got none of them"):
+        image.read(tmp_path)
+    written(tmp_path / "a.npz", arrays(GRAY))
+    written(tmp_path / "b.npz.xz", packed(arrays(GRAY), ".xz"))
+    with pytest.raises(DataError, match=r"or one \.npz, got a\.npz, b\.npz\.xz"):
+        image.read(tmp_path)
+
+
+def test_pickle_cannot_make_numpy_take_bytes_for_objects() -> None:
+    """The state of a type may say that it holds references, which NumPy would follow."""
+    dtype = b"cnumpy\ndtype\n(U\x02u1I0\nI1\ntR(I3\nU\x01|NNNI-1\nI-1\nI63\ntb"
+    start = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntU\x01btR"
+    state = b"(I1\n(I1\nI3072\nt" + dtype + b"I0\nT" + (3072).to_bytes(4, "little") + bytes(3072) + b"tb"
+    pixels, labels = unpickle_batch(b"\x80\x02}(U\x04data" + start + state + b"U\x06labels](K\x04eu.", "batch")
+    assert not pixels.dtype.hasobject
+    assert (pixels.shape, labels) == ((1, 3072), [4])
+
+
+@pytest.mark.usefixtures("published")
+def test_missing_batches_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, pickled())
+    (folder / "data_batch_3").unlink()
+    (folder / "test_batch").unlink()
+    with pytest.raises(DataError, match="is incomplete, data_batch_3, test_batch not found"):
+        image.read(folder)

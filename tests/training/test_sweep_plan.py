@@ -1,0 +1,210 @@
+"""The plan of a sweep: every combination once, and mistakes are named before anything runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tcnca.cli import app
+from tcnca.errors import ConfigError
+from tcnca.recipes import builtin
+from tcnca.training import load_recipe
+from tcnca.training.sweeps.plan import Sweep, folder_name, load_variants, parse_grid, plan
+from tests.training.tiny import write_every_set
+
+PAPER = ["recall-64-10-tcnca-simple", "lr=1e-5,1e-4,1e-3,1e-2,1e-1", "dropout=0,0.1"]
+FILE = """
+about: One line.
+recipe: recall-64-10-mega
+variants:
+  plain: []
+  wide: [d_model=48, 'betas=[0.9, 0.99]']
+  none: [model.mixer=null]
+"""
+
+
+def written(folder: Path, text: str = FILE) -> str:
+    path = folder / "some.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def planned(folder: Path, *changes: str, text: str = FILE, only: Sequence[str] = (), **more: Any) -> Sweep:
+    variants = load_variants(written(folder, text), only) if text else None
+    return plan("recall-small", changes, folder / "sweep", variants=variants, **more)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-5,1e-4", ["1e-5", "1e-4"]),
+        ("1", ["1"]),
+        ("", [""]),
+        ("[0.9,0.98],[0.9,0.999]", ["[0.9,0.98]", "[0.9,0.999]"]),
+        ("[2,3]", ["[2,3]"]),
+        ("[[1,2],[3]], {a: [4,5], b: 6} ,7", ["[[1,2],[3]]", "{a: [4,5], b: 6}", "7"]),
+        ("'a,b.txt',c.txt", ["'a,b.txt'", "c.txt"]),
+        ("it's,ours", ["it's", "ours"]),
+    ],
+)
+def test_values_are_split_at_outer_commas(text: str, values: list[str]) -> None:
+    assert parse_grid([f"key={text}"]) == {"key": values}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "expected keys to sweep over, key=value,value"),
+        (["num_layers"], r"num_layers: expected key=value, for example num_layers=1,2"),
+        (
+            ["num_layers=1,2", "num_layers=3"],
+            "give all its values at once: num_layers=1,2,3",
+        ),
+        (["betas=[0.9,0.98"], "betas: a bracket or quote is not closed"),
+        (["betas=0.9]"], "a bracket or quote is not closed"),
+        (["num_layers=1,,2"], "num_layers: a value is empty in 1,,2"),
+        (["leraning_rate=1,2"], "leraning_rate"),
+        (["lr=0.1,fast"], r"optimizer\.lr: .*fast"),
+        (["lr=1e-3,0.001"], "lr: 1e-3 and 0.001 are the same"),
+        (["lr=0.1,0.2", "optimizer.lr=0.3"], r"lr and optimizer\.lr: expected one of them"),
+        (["model.num_layers=1,two"], r"num_layers: .*two"),
+        (["model.num_lyers=1,2"], r"did you mean .*num_layers\?"),
+        (["data=recall-16,nothing-there"], "nothing-there"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(tmp_path: Path, changes: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan("recall-small", changes, tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_names_are_readable_and_fit_any_file_system() -> None:
+    assert folder_name({"lr": "1e-3", "dropout": "0.1"}) == "lr=0.001,dropout=0.1"
+    assert folder_name({"lr": "1e-5"}) == "lr=1e-05"
+    assert folder_name({"betas": "[0.9, 0.98]", "compile": "true"}) == "betas=[0.9,0.98],compile=true"
+    names = [folder_name({"data": text}) for text in ("a/b.txt", "a-b.txt", "a:b.txt", "ä.txt", "x" * 400, "x" * 401)]
+    assert len(set(names)) == len(names)
+    assert names[0].startswith("data=a-b.txt-")
+    assert all(re.fullmatch(r"[A-Za-z0-9_.=,+\[\]-]{1,120}", name) for name in names)
+
+
+def test_the_grid_of_the_paper_is_one_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["sweep", *PAPER, "--out", str(tmp_path / "sweep"), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    commands = [shlex.split(line) for line in done.output.splitlines()]
+    assert [line[0] for line in commands] == ["waiting"] * 10
+    found = [load_recipe(line[3]).override(line[4:6]) for line in commands]
+    expected = [(rate, dropout) for rate in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1) for dropout in (0, 0.1)]
+    assert [(each.optimizer.lr, each.model["dropout"]) for each in found] == expected
+    assert len({line[7] for line in commands}) == 10
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_help_shows_an_example() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["sweep", "--help"]).output.split())
+    assert f"tcnca sweep {' '.join(PAPER)}" in shown
+
+
+def test_each_variant_is_combined_with_all_values(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, "seed=0,1", "max_steps=200", jobs=2)
+    names = [f"variant={name},seed={seed}" for name in ("plain", "wide", "none") for seed in (0, 1)]
+    assert [point.folder.name for point in sweep.points] == names
+    wide = ["d_model=48", "betas=[0.9, 0.99]", "seed=1", "max_steps=200"]
+    assert sweep.points[3].changes == wide
+    assert sweep.train_command(sweep.points[3]) == ["train", "recall-small", *wide]
+    assert sweep.points[3].recipe == load_recipe("recall-small").override(wide)
+    assert sweep.points[0].recipe == load_recipe("recall-small").override(["seed=0", "max_steps=200"])
+    assert (sweep.varied, sweep.compared, sweep.seed) == (["variant", "seed"], ["variant"], "seed")
+    end = f"seed=0,1 max_steps=200 --variants {tmp_path}/some.yaml --out {tmp_path}/sweep --jobs 2"
+    assert sweep.command == f"tcnca sweep recall-small {end}"
+
+
+def test_selected_variants_keep_their_names(tmp_path: Path) -> None:
+    sweep = planned(tmp_path, only=["none", "plain"])
+    assert [point.folder.name for point in sweep.points] == ["variant=plain", "variant=none"]
+    assert f"--variants {tmp_path}/some.yaml --only plain,none" in sweep.command
+    # Also if there is only one, so that others can be added.
+    (alone,) = planned(tmp_path, only=["wide"]).points
+    assert alone.folder.name == "variant=wide"
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ("[a]", r"some\.yaml: variants: expected names with lists of changes, got \['a'\]"),
+        ("{}", "variants: expected names with lists of changes, got {}"),
+        ("{a: }", r"variant a: expected a list .*\[\] for no change, got None"),
+        ("{a: [layers]}", "variant a: expected key=value, .*got 'layers'"),
+        ("{a: [betas=[0.9]]}", "YAML"),
+        ("{a: [layers: 2]}", "variant a: expected key=value, .*got {'layers': 2}"),
+        ("{no: [], yes: []}", "expected a name, got False, .*quotes"),
+        ("{'a,b': []}", "expected a name of a letter, .*got 'a,b'"),
+        ("{a: [], a: [num_layers=1]}", "the key a is given twice in line 1"),
+        ("{a: [], b: [num_lyers=1]}", r"variant b: num_lyers: .*num_layers\?.* for recall-64-10-mega\)"),
+        ("{a: [lr=fast]}", r"variant a: optimizer\.lr: .*fast"),
+        ("{a: [d_model=1, model.d_model=2]}", r"variant a: d_model and model\.d_model: expected one of them"),
+        ("{a: [model.num_lyers=1]}", r"a.*: .*did you mean .*num_layers\?.* for recall-64-10-mega\)"),
+        ("{a: [num_layers=1], b: [model.num_layers=1]}", "variant: a and b are the same"),
+        ("{a: [], b: [model.mixer.convolutions=1]}", "variant=b seed=0: is the same as variant=a seed=0"),
+        ("{a: [], b: [batch.seed=1]}", r"variant b: changes batch\.seed, but seed is given as well"),
+    ],
+)
+def test_mistakes_name_the_variant_before_anything_runs(tmp_path: Path, variants: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, "seed=0", text=f"variants: {variants}\nrecipe: recall-64-10-mega\n")
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_other_mistakes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"variants: .*did you mean mixers\?"):
+        load_variants("mixer")
+    with pytest.raises(ConfigError, match=r"variants: .*nothing\.yaml"):
+        load_variants("nothing.yaml")
+    with pytest.raises(ConfigError, match=r"abuot: expected a key of a variants file \(about, recipe, variants\)"):
+        load_variants(written(tmp_path, "abuot: x\nvariants: {a: []}"))
+    with pytest.raises(ConfigError, match=r"--only: did you mean plain\? .*plain, wide, none"):
+        load_variants(written(tmp_path), ["plane"])
+    with pytest.raises(ConfigError, match=r"variant: .*got plain; --only selects"):
+        planned(tmp_path, "variant=plain")
+    with pytest.raises(ConfigError, match="lerning_rate"):
+        planned(tmp_path, "lerning_rate=1,2")
+    alone = CliRunner().invoke(app, ["sweep", "recall-small", "seed=1,2", "--only", "a"])
+    assert alone.exit_code == 1
+    assert "--only: expected --variants with it" in alone.output
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    write_every_set(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", builtin("variants"))
+def test_variants_of_the_library_fit_their_recipe(name: str, sets: Path, tmp_path: Path) -> None:
+    variants = load_variants(name)
+    assert variants.about
+    sweep = plan(variants.recipe, [f"data.folder={sets}", "seed=0,1"], tmp_path, variants=variants)
+    assert len(sweep.points) == 2 * len(variants.changes)
+
+
+def test_help_and_dry_run_show_variants(tmp_path: Path) -> None:
+    shown = " ".join(CliRunner().invoke(app, ["sweep", "--help"]).output.split())
+    assert "tcnca sweep enwik8-short seed=0,1 --variants mixers --only ema,tcn" in shown
+    arguments = ["sweep", "recall-small", "--variants", written(tmp_path), "--out", str(tmp_path / "sweep")]
+    done = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    # They are for another recipe.
+    note, *found = [shlex.split(line) for line in done.output.splitlines()]
+    assert (note[0], note[-1]) == ("note:", "recall-small")
+    start = ["waiting", "tcnca", "train", "recall-small"]
+    assert found == [
+        [*start, *changes, "--out", f"{tmp_path}/sweep/variant={name}"]
+        for name, changes in load_variants(written(tmp_path)).changes.items()
+    ]

@@ -1,0 +1,331 @@
+"""How a sweep runs its processes: in order, several at a time, and with nothing left behind; and a real sweep."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import tcnca
+from tcnca.cli import app
+from tcnca.errors import ConfigError, TrainingError
+from tcnca.training import load_recipe
+from tcnca.training.sweeps.plan import Point, Sweep, plan
+from tcnca.training.sweeps.runner import point_state, run_sweep
+from tests.training.tiny import MODEL, SMALL, assert_same, environment, fit, latest, log, recipe, weights
+
+STAND_IN = """#!{python}
+import json, os, signal, sys, time
+from pathlib import Path
+place = Path(sys.argv[sys.argv.index("--out") + 1])
+with (place.parent / "calls.jsonl").open("a") as file:
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    call = {{"arguments": sys.argv[1:], **{{name: os.environ.get(name) for name in names}}}}
+    file.write(json.dumps(call) + "\\n")
+def stop(*_):
+    print("stopped by the signal")
+    raise SystemExit(130)
+signal.signal(signal.SIGTERM, stop)
+{body}
+"""
+"""Started in place of a run, to see how it is treated."""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def make(body: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(STAND_IN.format(python=sys.executable, body=body))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return make
+
+
+def calls(sweep: Sweep) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (sweep.folder / "calls.jsonl").read_text().splitlines()]
+
+
+class Heard:
+    """Notes what it is told, and does something when a run starts."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.lines: list[str] = []
+        self.then = then
+
+    def started(self, point: Point, resumed: bool) -> None:
+        self.lines.append(f"{point.folder.name} {'resumes' if resumed else 'starts'}")
+        self.then()
+
+    def ended(self, point: Point) -> None:
+        self.lines.append(f"{point.folder.name} {point_state(point)[0]}")
+
+    def stopping(self, signal_name: str, running: int) -> None:
+        self.lines.append(f"{signal_name} {running}")
+
+
+def planned(folder: Path, *changes: str, **more: Any) -> Sweep:
+    return plan("recall-small", changes or ["num_layers=1,2,3,4"], folder / "sweep", **more)
+
+
+def test_runs_start_in_order_and_so_many_at_a_time(
+    tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    # The first waits for the second, which never comes unless they run side by side.
+    stand_in(
+        "end = time.time() + 20\n"
+        "while len((place.parent / 'calls.jsonl').read_text().splitlines()) < 2 and time.time() < end:\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(time.time() >= end)"
+    )
+    sweep = planned(tmp_path, device="cpu", jobs=2)
+    heard = Heard()
+    assert run_sweep(sweep, heard) == ""
+    assert [line for line in heard.lines if "starts" in line] == [f"num_layers={n} starts" for n in (1, 2, 3, 4)]
+    # Never more than two: the third starts after one of the first two has ended.
+    running = 0
+    for line in heard.lines:
+        running += 1 if "starts" in line else -1
+        assert running <= 2
+    found = calls(sweep)
+    assert "failed" not in " ".join(heard.lines)
+    assert {call["OMP_NUM_THREADS"] for call in found} == {"3"}
+    first = next(call for call in found if "num_layers=1" in call["arguments"])
+    place = str(sweep.folder / "num_layers=1")
+    expected = ["-m", "tcnca", "train", "recall-small", "num_layers=1", "--out", place, "--device", "cpu"]
+    assert first["arguments"] == expected
+
+
+def test_runs_are_spread_over_gpus(
+    tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    stand_in("")
+    sweep = planned(tmp_path, jobs=3)
+    run_sweep(sweep, Heard())
+    first = [call["CUDA_VISIBLE_DEVICES"] for call in calls(sweep) if "num_layers=4" not in call["arguments"]]
+    assert sorted(first) == ["2", "2", "5"]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("print('Error: no such luck'); print('bye'); sys.exit(1)", "no such luck"),
+        ("print('begun', end=''); raise RuntimeError('broken')", "RuntimeError: broken"),
+        ("sys.exit(3)", "ended with status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL; it may have run out of memory"),
+    ],
+)
+def test_a_failed_run_does_not_end_the_others(
+    tmp_path: Path, stand_in: Callable[[str], None], body: str, error: str
+) -> None:
+    stand_in(f"if 'num_layers=2' in sys.argv:\n    {body}")
+    sweep = planned(tmp_path, "num_layers=1,2,3")
+    assert run_sweep(sweep, Heard()) == ""
+    assert point_state(sweep.points[1]) == ("failed", error)
+    assert len(calls(sweep)) == 3
+    # It is repeated, like the others, which have left no result.
+    run_sweep(sweep, Heard())
+    assert len(calls(sweep)) == 6
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], again: bool) -> None:
+    """A run that ignores it is ended by the second."""
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if again else ""
+    stand_in(f"{ignoring}(place / 'ready').touch()\ntime.sleep(60)")
+    sweep = planned(tmp_path, device="cpu")
+
+    class Impatient(Heard):
+        def stopping(self, signal_name: str, running: int) -> None:
+            super().stopping(signal_name, running)
+            if again and len(self.lines) < 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def then() -> None:
+        while not (sweep.points[0].folder / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    heard = Impatient(then)
+    begun = time.monotonic()
+    assert run_sweep(sweep, heard) == "SIGTERM"
+    assert time.monotonic() - begun < 20
+    told = ["SIGTERM 1"] * (2 if again else 1)
+    assert heard.lines == ["num_layers=1 starts", *told, "num_layers=1 stopped"]
+    assert [point_state(point)[0] for point in sweep.points] == ["stopped", "waiting", "waiting", "waiting"]
+    said = (sweep.points[0].folder / "sweep.log").read_text()
+    assert ("stopped by the signal" in said) is not again
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
+    stand_in("")
+    sweep = planned(tmp_path, "num_layers=1,2")
+
+    def second() -> None:
+        with pytest.raises(TrainingError, match="another sweep is active in this directory"):
+            run_sweep(sweep, Heard())
+
+    run_sweep(sweep, Heard(second))
+    assert len(calls(sweep)) == 2
+
+
+def test_an_error_leaves_no_run_behind(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
+    stand_in("time.sleep(60)")
+    sweep = planned(tmp_path, jobs=2)
+
+    def broken() -> None:
+        raise ConfigError("broken")
+
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="broken"):
+        run_sweep(sweep, Heard(broken))
+    assert time.monotonic() - begun < 20
+    assert point_state(sweep.points[0])[0] == "stopped"
+
+
+VARIANTS = """
+about: One line.
+variants:
+  plain: []
+  none: [model.mixer=null]
+  broken: [lr=1e38]
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A real sweep of three runs, two at a time, of which one fails."""
+    folder = tmp_path_factory.mktemp("swept") / "sweep"
+    folder.with_suffix(".yaml").write_text(VARIANTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        done = CliRunner().invoke(app, arguments(folder, "--jobs", "2"))
+    assert done.exit_code == 1, done.output
+    return folder, done.output
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    variants = ["--variants", str(folder.with_suffix(".yaml"))]
+    return ["sweep", "recall-small", *SMALL, *MODEL, *variants, "--device", "cpu", "--out", str(folder), *more]
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_tables_agree_with_the_runs(swept: tuple[Path, str]) -> None:
+    folder, output = swept
+    rows = rows_of(folder)
+    assert [(row["variant"], row["state"]) for row in rows] == [
+        ("plain", "done"),
+        ("none", "done"),
+        ("broken", "failed"),
+    ]
+    for row, changes in zip(rows[:2], ([], ["model.mixer=null"]), strict=True):
+        result = json.loads((Path(row["folder"]) / "result.json").read_text())
+        assert float(row["validation"]) == result["scores"]["validation"]["value"]
+        assert float(row["test"]) == result["scores"]["test"]["value"]
+        seen = [line["value"] for line in log(Path(row["folder"])) if line.get("split") == "validation"]
+        assert float(row["best_validation"]) == max(*seen, float(row["validation"]))
+        assert (int(row["steps"]), float(row["seconds"])) == (result["step"], result["seconds"])
+        assert (row["metric"], row["max_steps"]) == ("accuracy", "12")
+        assert float(row["tokens_per_second"]) > 0
+        assert load_recipe(f"{row['folder']}/recipe.yaml") == recipe(*changes)
+    failed = rows[2]
+    assert "the loss or the gradient is not finite" in failed["error"]
+    assert (failed["validation"], failed["test"]) == ("", "")
+    assert failed["error"] in output
+    assert failed["error"] in (Path(failed["folder"]) / "sweep.log").read_text()
+
+    page = (folder / "sweep.md").read_text()
+    body = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    done = sorted(rows[:2], key=lambda row: -float(row["validation"]))
+    assert [line[2].strip("*") for line in body] == [*(f"{float(row['validation']):.4f}" for row in done), "–"]
+    assert [line[0].startswith("**") for line in body] == [True, False, False]
+    assert f"Its test accuracy is {float(done[0]['test']):.4f}" in page
+    assert "tcnca train recall-small" in page
+    assert f"--out {folder} --jobs 2 --device cpu" in page
+    assert "sweep.csv, sweep.md, sweep.png, curves.png" in output
+    for name in ("sweep.png", "curves.png"):
+        with Image.open(folder / name) as picture:
+            assert picture.width > 1000
+
+
+def test_done_runs_are_not_repeated(swept: tuple[Path, str]) -> None:
+    folder, _ = swept
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*")}
+    again = CliRunner().invoke(app, arguments(folder, "--only", "none,plain"))
+    assert again.exit_code == 0, again.output
+    assert "2 already done" in again.output
+    assert "1 more runs in it are not of this sweep" in again.output
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*")} == before
+    more = CliRunner().invoke(app, arguments(folder, "--dry-run"))
+    assert [line.split()[0] for line in more.output.splitlines()] == ["done", "done", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["eval.every=5"], r"variant=plain: holds a run of another recipe, which differs in eval\.every \(it has"),
+        (["--budget", "5m"], "variant=plain: holds a run with another budget, none, now 5m"),
+        (["--budget", "soon"], "--budget: expected a time"),
+        (["--device", "tpu"], "--device: expected cpu"),
+        (["--jbos", "2"], r"--jbos: did you mean --jobs\?"),
+    ],
+)
+def test_other_runs_are_not_mixed_in(swept: tuple[Path, str], more: list[str], message: str) -> None:
+    wanted = [
+        word for word in arguments(swept[0]) if word.partition("=")[0] not in {each.partition("=")[0] for each in more}
+    ]
+    refused = CliRunner().invoke(app, [*wanted, *more])
+    assert refused.exit_code == 1
+    assert re.search(message, refused.output), refused.output
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_continues(tmp_path: Path) -> None:
+    grid = ("lr=1e-2,1e-3", "max_steps=250", "log_every=5", "eval.every=0", "checkpoint.every=0")
+    small = [change for change in SMALL if change.partition("=")[0] not in {each.partition("=")[0] for each in grid}]
+    start = [sys.executable, "-m", "tcnca", "sweep", "recall-small", *grid, *small, *MODEL]
+    command = [*start, "--device", "cpu", "--out", str(tmp_path / "sweep")]
+    first = tmp_path / "sweep" / "lr=0.01"
+    # As from a terminal: the signal reaches the sweep and its runs.
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    while not (first / "log.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "stopped by SIGINT; nothing is lost, continue with\ntcnca sweep recall-small" in said
+    rows = rows_of(tmp_path / "sweep")
+    assert [row["state"] for row in rows] == ["stopped", "waiting"]
+    assert 0 < int(rows[0]["steps"]) < 250
+    assert latest(first).name == f"step-{int(rows[0]['steps']):09}"
+
+    command += ["--jobs", "2"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=120)
+    assert "lr=0.01: resumes" in done.stdout
+    assert "lr=0.001: starts" in done.stdout
+    whole = fit(tmp_path / "whole", *grid[1:], "lr=1e-2")
+    assert_same(weights(tcnca.load(latest(first))), weights(whole.model))
