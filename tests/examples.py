@@ -1,8 +1,10 @@
-"""Small models of every kind, with parameters far from their start so that every term matters."""
+"""Small models of every kind, with parameters far from their initial values, and pairwise choices."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ RESIDUAL = dataclasses.replace(TCN, block="residual", output="none", norm="weigh
 EMA = EMAConfig(d_state=3)
 ATTENTION = AttentionConfig(d_key=4, d_value=6, chunk_size=4)
 
-# One configuration a model of the paper, and all blocks of the TCN among them.
+# One configuration for each model of the paper, with all blocks of the TCN among them.
 FAMILY: dict[str, dict[str, Any]] = {
     "tcnca": {"mixer": TCN, "attention": ATTENTION, "gated": True},
     "mega": {"mixer": EMA, "attention": ATTENTION, "gated": True},
@@ -40,17 +42,46 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 
 def small_config(family: str = "tcnca", **changes: Any) -> ModelConfig:
-    """A configuration of two narrow layers."""
+    """Return a configuration of two narrow layers."""
     config = ModelConfig(
         num_layers=2, d_model=8, d_ff=12, input=TokenInputConfig(vocab_size=VOCABULARY), **FAMILY[family]
     )
     return config.override(**changes)
 
 
+# The families and variants that together have every position, function, norm, backend and part.
+VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in FAMILY} | {
+    "rotary-relu2-scale-post": small_config(
+        "tcnca", position="rotary", norm="scale", prenorm=False, **{"attention.activation": "relu2"}
+    ),
+    "rope-laplace-rms": small_config(
+        "tcnca-simple", position="rope", norm="rms", **{"attention.activation": "laplace"}
+    ),
+    "truncated-scan-batch": small_config("mega", position="none", norm="batch", truncation=6, backend="scan"),
+    "full-rope-relu2": small_config("mega-full", position="rope", **{"attention.activation": "relu2"}),
+    "full-rotary-laplace-rms-post": small_config(
+        "mega-full", position="rotary", norm="rms", prenorm=False, **{"attention.activation": "laplace"}
+    ),
+    "truncated-1-recurrent": small_config("ema-mlp", truncation=1, backend="recurrent", norm="layer", prenorm=False),
+    "tcn-two-convolutions-batch": small_config(
+        "tcn-mlp", norm="sync_batch", prenorm=False, convolutions=2, **{"mixer.norm": "batch", "mixer.bias": True}
+    ),
+    "tcn-two-convolutions-layer": small_config("tcn-mlp", norm="scale", convolutions=2, **{"mixer.norm": "layer"}),
+    "tcn-rms-factor-1": small_config("tcnca-simple", dilation_factor=1, **{"mixer.norm": "rms"}),
+    "chunk-1-kernel-1": small_config("tcnca", chunk_size=1, kernel_size=1),
+    "attention-alone-gated": small_config("tcnca", mixer=None),
+    "attention-alone-residual": small_config("tcnca-simple", mixer=None, norm="batch", prenorm=False),
+    "feed-forward-alone": small_config("tcn-mlp", mixer=None),
+    "no-feed-forward": small_config(
+        "tcnca", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
+    ),
+}
+
+
 def small_model(
     config: ModelConfig | str = "tcnca", dtype: torch.dtype = torch.float64, **changes: Any
 ) -> SequenceModel:
-    """A model in evaluation mode with parameters drawn anew, wider than at the start of training."""
+    """Return a model in evaluation mode with parameters far from their initial values."""
     config = small_config(config, **changes) if isinstance(config, str) else config.override(**changes)
     model = SequenceModel(config).to(dtype).eval()
     with torch.no_grad():
@@ -60,3 +91,19 @@ def small_model(
             if buffer.is_floating_point():
                 buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
     return model
+
+
+def pairwise(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few combinations of `choices` in which every pair of values of two of them occurs."""
+    everything = list(itertools.product(*(range(len(values)) for values in choices)))
+
+    def pairs(combination: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    missing = set[tuple[tuple[int, int], tuple[int, int]]]().union(*map(pairs, everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda combination: len(pairs(combination) & missing))
+        missing -= pairs(best)
+        chosen.append(tuple(values[index] for values, index in zip(choices, best, strict=True)))
+    return chosen

@@ -1,8 +1,7 @@
-"""Generated text is what the parallel forward pass would say, step by step."""
+"""Generated text is the continuation that the parallel forward pass gives, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def greedy_by_the_parallel_forward(model: SequenceModel, start: Tensor, tokens: 
 
 
 @pytest.mark.parametrize("family", FAMILY)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(batch=st.integers(1, 3), time=PROMPTS, seed=st.integers(0, 99))
 def test_greedy_is_the_argmax_of_the_parallel_forward(family: str, batch: int, time: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -67,23 +66,8 @@ def test_every_step_sees_what_the_parallel_forward_sees(family: str) -> None:
     assert_close(steps, whole[:, 5:-1])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"position": "rotary"}, {"position": "rope"}, {"attention.activation": "laplace"}], ids=str
-)
-def test_greedy_with_other_attention(changes: dict[str, Any]) -> None:
-    model, start = lively_model(**changes), prompt()
-    expected = greedy_by_the_parallel_forward(model, start, 11)
-    assert torch.equal(generate(model, start, 11, temperature=0.0), expected)
-
-
-def test_greedy_with_a_truncated_ema() -> None:
-    model, start = lively_model("mega", truncation=4), prompt()
-    expected = greedy_by_the_parallel_forward(model, start, 11)
-    assert torch.equal(generate(model, start, 11, temperature=0.0), expected)
-
-
 @pytest.mark.parametrize("family", FAMILY)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(lengths=st.lists(PROMPTS, min_size=1, max_size=4))
 def test_prompts_of_several_lengths_go_on_as_each_would_alone(family: str, lengths: list[int]) -> None:
     model, start = lively_model(family), prompt(len(lengths), max(lengths))
@@ -91,14 +75,6 @@ def test_prompts_of_several_lengths_go_on_as_each_would_alone(family: str, lengt
     for row, length in enumerate(lengths):
         alone = generate(model, start[row : row + 1, :length], 9, temperature=0.0)
         assert torch.equal(together[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
-def test_lengths_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
-    model, start = small_model(), prompt()
-    assert torch.equal(
-        generate(model, start, 4, temperature=0.0, lengths=kind([5, 5])), generate(model, start, 4, temperature=0.0)
-    )
 
 
 @pytest.mark.parametrize("padding", [slice(4, None), slice(0, 2)], ids=["right", "left"])
@@ -131,30 +107,6 @@ def test_seed_makes_it_reproducible() -> None:
     assert not torch.equal(first, other)
 
 
-def test_without_a_generator_it_is_pytorchs_seed_that_counts() -> None:
-    model, start = small_model(), prompt()
-    drawn = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        drawn.append(generate(model, start, 20))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
-def test_generator_leaves_pytorchs_seed_alone() -> None:
-    model, start = small_model(), prompt()
-    before = torch.get_rng_state()
-    generate(model, start, 5, generator=seeded(1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_only_the_most_likely_token_is_greedy(temperature: float) -> None:
-    model, start = lively_model(), prompt()
-    greedy = generate(model, start, 15, temperature=0.0)
-    assert torch.equal(generate(model, start, 15, top_k=1, temperature=temperature), greedy)
-
-
 def test_low_temperature_is_greedy() -> None:
     model, start = lively_model(), prompt()
     greedy = generate(model, start, 15, temperature=0.0)
@@ -167,9 +119,9 @@ def first_tokens(model: SequenceModel, start: Tensor, draws: int, **options: Any
     return torch.bincount(drawn.flatten(), minlength=VOCABULARY).double()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_shapes_the_distribution(temperature: float) -> None:
-    model, start, draws = small_model("tcn-mlp"), prompt(1), 20_000
+    model, start, draws = small_model("tcn-mlp"), prompt(1), 5_000
     with torch.no_grad():
         expected = (model(start).logits[0, -1] / temperature).softmax(-1)
     deviation = (expected * (1 - expected) / draws).sqrt()
@@ -178,9 +130,9 @@ def test_temperature_shapes_the_distribution(temperature: float) -> None:
     assert bool(((got - expected).abs() <= 5 * deviation + 1 / draws).all())
 
 
-@pytest.mark.parametrize("top_k", [2, 5, VOCABULARY, 99])
+@pytest.mark.parametrize("top_k", [2, 99])
 def test_top_k_draws_from_so_many_and_as_before(top_k: int) -> None:
-    model, start, draws = small_model("tcn-mlp"), prompt(1), 20_000
+    model, start, draws = small_model("tcn-mlp"), prompt(1), 5_000
     with torch.no_grad():
         logits = model(start).logits[0, -1]
     kept = logits.topk(min(top_k, VOCABULARY)).indices
@@ -190,16 +142,6 @@ def test_top_k_draws_from_so_many_and_as_before(top_k: int) -> None:
     got = first_tokens(model, start, draws, top_k=top_k) / draws
     assert bool((got[expected == 0] == 0).all())
     assert bool(((got - expected).abs() <= 5 * deviation + 1 / draws).all())
-
-
-def test_shape_and_type_of_what_is_generated() -> None:
-    model = small_model()
-    for tokens in (0, 1, 4):
-        drawn = generate(model, prompt(3), tokens)
-        assert drawn.shape == (3, tokens)
-        assert drawn.dtype == torch.long
-        assert not drawn.requires_grad
-    assert all(token.shape == (3,) for token in stream(model, prompt(3), 2))
 
 
 def test_stream_yields_what_generate_returns() -> None:
@@ -231,14 +173,6 @@ def test_stream_is_lazy() -> None:
     assert calls == [5, 1, 1]
 
 
-def test_no_step_is_wasted() -> None:
-    """The last token need not be read: nobody asks what follows it."""
-    model = small_model()
-    calls = count_calls(model)
-    generate(model, prompt(time=5), 4)
-    assert calls == [5, 1, 1, 1]
-
-
 def test_text_as_long_as_a_full_simple_bias_reaches() -> None:
     """The bias has to reach over what is read, and the last token is not."""
     model = small_model("mega-full", max_length=9)
@@ -264,27 +198,11 @@ def test_gradients_stay_as_the_caller_has_them() -> None:
             assert not torch.is_grad_enabled()
 
 
-def test_generation_builds_no_graph() -> None:
-    model = small_model()
-    states: list[Any] = []
-    model.register_forward_hook(lambda module, inputs, output: states.append(output.state))
-    generate(model, prompt(), 3)
-    assert states
-    assert not any(tensor.requires_grad for state in states for tensor in state.tensors().values())
-
-
 def test_generation_works_in_inference_mode() -> None:
     model, start = small_model("mega"), prompt()
     expected = generate(model, start, 6, temperature=0.0)
     with torch.inference_mode():
         assert torch.equal(generate(model, start, 6, temperature=0.0), expected)
-
-
-def test_prompt_is_left_alone() -> None:
-    start = prompt()
-    before = start.clone()
-    generate(small_model(), start, 5)
-    assert torch.equal(start, before)
 
 
 def test_prompts_of_bytes_keep_their_zeros() -> None:
@@ -293,3 +211,17 @@ def test_prompts_of_bytes_keep_their_zeros() -> None:
     prompt = torch.tensor([[0, 5, 0, 0]])
     expected = generate(model, prompt, 4, temperature=0.0)
     assert torch.equal(generate(model, prompt.to(torch.uint8), 4, temperature=0.0), expected)
+
+
+def test_model_in_training_mode_generates_without_dropout_and_keeps_its_mode() -> None:
+    model, start = small_model(dropout=0.5, norm="batch"), prompt()
+    expected = generate(model, start, 6, temperature=0.0)
+    model.train()
+    frozen = model.layers[0].eval()
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert torch.equal(generate(model, start, 6, temperature=0.0), expected)
+    for token in stream(model, start, 2):
+        assert model.training, token
+    assert model.layers[1].training
+    assert not any(module.training for module in frozen.modules())
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())

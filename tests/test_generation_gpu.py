@@ -1,28 +1,27 @@
-"""On a GPU, generation replays a recorded step and says what the model itself would."""
+"""On a GPU, generation replays a captured step with the results of the model itself."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tcnca.generation import generate, stream
-from tcnca.generation.graph import LEAST_TOKENS, GraphedStep, records
+from tcnca.generation import MIN_GRAPH_TOKENS, GraphedStep, generate, should_capture, stream
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
 
-def test_nothing_is_recorded_without_a_gpu_or_for_few_tokens() -> None:
+def test_nothing_is_captured_without_a_gpu_or_for_few_tokens() -> None:
     model = small_model()
-    assert not records(model, torch.device("cpu"), 100)
-    assert records(model, torch.device("cuda"), LEAST_TOKENS)
-    assert not records(model, torch.device("cuda"), LEAST_TOKENS - 1)
-    # Its state grows.
-    assert not records(small_model("mega-full"), torch.device("cuda"), 100)
+    assert not should_capture(model, torch.device("cpu"), 100)
+    assert should_capture(model, torch.device("cuda"), MIN_GRAPH_TOKENS)
+    assert not should_capture(model, torch.device("cuda"), MIN_GRAPH_TOKENS - 1)
+    # The state of full attention grows.
+    assert not should_capture(small_model("mega-full"), torch.device("cuda"), 100)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", sorted(set(FAMILY) - {"mega-full"}))
-def test_a_recorded_step_is_a_step(family: str) -> None:
+def test_a_captured_step_is_a_step(family: str) -> None:
     model = small_model(family).cuda()
     tokens = torch.randint(VOCABULARY, (3, 60), device="cuda")
     lengths = torch.tensor([7, 3, 1], device="cuda")
@@ -40,9 +39,9 @@ def test_a_recorded_step_is_a_step(family: str) -> None:
 def test_generation_is_that_of_the_plain_loop(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(family).cuda().eval()
     prompt = torch.randint(VOCABULARY, (2, 11), device="cuda")
-    recorded = generate(model, prompt, 40, temperature=0.0)
-    monkeypatch.setattr("tcnca.generation.sampling.records", lambda *_: False)
-    assert torch.equal(recorded, generate(model, prompt, 40, temperature=0.0))
+    captured = generate(model, prompt, 40, temperature=0.0)
+    monkeypatch.setattr("tcnca.generation.should_capture", lambda *_: False)
+    assert torch.equal(captured, generate(model, prompt, 40, temperature=0.0))
 
 
 @pytest.mark.gpu

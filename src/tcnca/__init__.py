@@ -1,4 +1,4 @@
-"""TCNCA and its relatives: models for very long sequences, O(L) in their length, that stream."""
+"""TCNCA and related models for very long sequences: linear in the length, with streaming states."""
 
 from tcnca import data
 from tcnca.errors import (
@@ -11,15 +11,15 @@ from tcnca.errors import (
     VocabularyError,
 )
 from tcnca.generation import generate, stream
-from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
+from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
 from tcnca.models import (
     ClassifierHeadConfig,
     LanguageModelHeadConfig,
     ModelConfig,
     ModelOutput,
     ModelState,
-    Optimization,
     PairHeadConfig,
+    Preprocessing,
     Preset,
     RegressionHeadConfig,
     SequenceModel,
@@ -35,8 +35,11 @@ from tcnca.models import (
 from tcnca.version import __version__
 
 __all__ = [
+    "EMA",
+    "TCN",
     "AttentionConfig",
     "CheckpointError",
+    "ChunkedAttention",
     "ClassifierHeadConfig",
     "ConfigError",
     "DataError",
@@ -46,8 +49,8 @@ __all__ = [
     "ModelConfig",
     "ModelOutput",
     "ModelState",
-    "Optimization",
     "PairHeadConfig",
+    "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
     "SequenceModel",

@@ -1,44 +1,228 @@
-"""Typed, checked configurations. Errors name the field, what was expected and what it got."""
+"""Typed configurations for models and recipes: nested frozen dataclasses, one set of checks, one resolver of keys.
+
+A field is declared in one line, and its type is its check:
+
+    kernel_size: PositiveInt = 17
+    block: Literal["linear", "residual"] = "linear"
+
+`Config.override`, `Config.from_dict`, recipes and the command line (`KEY=VALUE`) all name fields through `resolve`: by
+their full path (`optimizer.lr`), by a short name (`lr`), or by a name that another library uses (`learning_rate`).
+This module does not import PyTorch.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
+import math
+import re
 import textwrap
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-import numpy as np
+import yaml
 
 from tcnca.errors import ConfigError
 
+# Names from other libraries, by the key that they stand for. `tests/models/test_config.py` checks that none of them
+# hides a key of ours, except `batch_size`, which would otherwise be read as `eval.batch_size`.
+FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
+    "d_model": (
+        *("hidden_size", "n_embd", "d_hidden", "width", "dim", "hidden_dim", "model_dim", "embed_dim"),
+        *("embedding_dim", "embedding_size"),
+    ),
+    "num_layers": ("n_layers", "n_layer", "num_hidden_layers", "layers", "num_blocks", "n_blocks"),
+    "d_ff": ("intermediate_size", "ffn_dim", "d_ffn", "n_inner", "ffn_hidden_size", "mlp_dim", "dim_feedforward"),
+    "vocab_size": ("vocab", "n_vocab", "vocabulary_size", "num_embeddings"),
+    "num_classes": ("n_classes", "num_labels", "n_labels", "nb_classes"),
+    "pad_token_id": ("padding_idx", "pad_id"),
+    "tie_embeddings": ("tie_word_embeddings", "tie_weights", "tied_embeddings", "weight_tying"),
+    "model.dropout": ("dropout_rate", "drop_rate", "dropout_p", "resid_pdrop", "hidden_dropout_prob"),
+    "attention.dropout": ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+    "model.activation": ("hidden_act", "activation_function", "act_fn", "nonlinearity"),
+    "kernel_size": ("filter_size", "conv_kernel", "d_conv"),
+    "dilation_factor": ("dilation", "dilation_base", "dilation_growth"),
+    "d_state": ("state_size", "ssm_state_size", "state_dim"),
+    "model.preset": ("model_name", "arch", "architecture"),
+    "data.source": ("dataset", "dataset_name", "data_path", "data_file", "train_file"),
+    "data.folder": ("data_dir", "data_root"),
+    "batch.size": ("batch_size", "bs", "train_batch_size", "global_batch_size"),
+    "batch.grad_accum_steps": (
+        *("gradient_accumulation_steps", "grad_accum", "grad_accumulation_steps", "accumulate_grad_batches"),
+        "accumulation_steps",
+    ),
+    "batch.seed": ("random_seed", "manual_seed"),
+    "optimizer.lr": ("learning_rate", "max_lr", "base_lr", "peak_lr"),
+    "optimizer.weight_decay": ("wd",),
+    "optimizer.betas": ("adam_betas",),
+    "optimizer.eps": ("adam_epsilon", "adam_eps", "epsilon"),
+    "optimizer.max_grad_norm": ("clip_grad", "gradient_clip_val", "grad_clip", "clip_grad_norm", "gradient_clip"),
+    "schedule.max_steps": (
+        *("steps", "max_iters", "num_steps", "total_steps", "n_steps", "iterations", "iters", "num_iterations"),
+        *("train_steps", "max_train_steps", "num_train_steps", "num_training_steps"),
+    ),
+    "schedule.warmup_steps": ("warmup_iters", "num_warmup_steps", "lr_warmup_steps"),
+    "schedule.kind": ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler"),
+    "eval.every": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
+    "eval.batches": ("eval_iters", "limit_val_batches"),
+    "eval.batch_size": ("eval_batch_size", "val_batch_size"),
+    "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_every"),
+    "checkpoint.keep": ("save_total_limit",),
+    "runtime.precision": ("dtype", "torch_dtype", "mixed_precision"),
+    "runtime.compile": ("torch_compile",),
+    "runtime.threads": ("num_threads",),
+    "runtime.activation_checkpointing": ("gradient_checkpointing", "grad_checkpointing", "use_checkpoint"),
+    "runtime.log_every": ("log_interval", "logging_steps", "log_every_n_steps"),
+}
 
-class Config:
-    """Base of the configurations.
+_EPOCHS = (
+    "use max_steps; one epoch is the number of training examples (of a language model, bytes) divided by batch.size"
+)
+_HEADS = "attention has one head; d_key and d_value set its width"
+_LENGTHS = (
+    "use data.task.max_length to cut examples, data.task.chunk_size and data.task.chunks_per_row for the rows of a "
+    "language model, model.chunk_size for the attention"
+)
+# Names from other libraries that stand for no key, and what to use instead.
+FOREIGN_ANSWERS: dict[str, str] = {
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head", "num_attention_heads"), _HEADS),
+    **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "context_length", "block_size"), _LENGTHS),
+    **dict.fromkeys(("max_seq_len", "max_position_embeddings", "n_positions"), _LENGTHS),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "use the option --out DIR"),
+    "warmup_ratio": "use warmup_steps, a number of steps",
+}
+C = TypeVar("C", bound="Config")
+T = TypeVar("T")
 
-    Numbers of NumPy's become plain ones, and the text under each field, which `help` would not show, is added to the
-    docstring of the class.
+_FOREIGN = {name: key for key, names in FOREIGN_NAMES.items() for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Limits of a number: `low <= value <= high`, or `< high` if `high` itself is excluded."""
+
+    low: float
+    high: float = math.inf
+    include_high: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value and (value <= self.high if self.include_high else value < self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f">= {self.low}"
+        return f"in [{self.low}, {self.high}{']' if self.include_high else ')'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysOf:
+    """Marks a dictionary of changes to a configuration that is built later, with some keys more.
+
+    The first of `extra` is meant where a single value is given for the dictionary: `model: NAME` is `model.preset`.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    config: type[Config]
+    extra: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenKeys:
+    """Marks a dictionary that takes any key; the `known` ones can be given by their short names."""
+
+    known: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnKeys:
+    """Marks a dictionary of changes to the configuration that it is a field of, to be made later."""
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+NonNegativeFloat = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Probability = Annotated[float, Range(0, 1, include_high=False)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Base of the configurations, which are frozen dataclasses.
+
+    Values are checked and converted by the types of their fields when a configuration is built: NumPy scalars become
+    Python's, lists become tuples, and 1e3 is 1000 in an integer field. Checks across fields go into `__post_init__`,
+    after `super().__post_init__()`; their messages begin with the name of a field.
+
+    The text below each field is added to the docstring of the class.
+
+    Args (of the class statement):
+        kind: name of this class in dictionaries and recipes, where a field can hold one of several.
+        shorthand: field that is meant where a single value is given for the whole: `data=FILE` is `data.source`.
+    """
+
+    _kind: ClassVar[str] = ""
+    _shorthand: ClassVar[str] = ""
+    _key_help: ClassVar[str] = ""
+
+    def __init_subclass__(cls, kind: str = "", shorthand: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        texts: dict[str, str] = {}
-        for base in reversed(cls.__mro__):
-            texts |= _field_texts(base) if issubclass(base, Config) else {}
+        cls._kind, cls._shorthand = kind, shorthand
+        texts = field_texts(cls)
         if texts:
             lines = "".join(f"\n    {name}: {text}" for name, text in texts.items())
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields:{lines}\n"
+        # A new kind adds keys to the configurations that can hold it.
+        _SCHEMAS.clear()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic):
-                object.__setattr__(self, field.name, value.item())
+        for name, hint in _hints(type(self)).items():
+            object.__setattr__(self, name, check(name, getattr(self, name), hint))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, fit for JSON and YAML; a part that can be of several kinds carries its `kind`."""
+        kind = {"kind": self._kind} if self._kind else {}
+        return kind | {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+
+    @classmethod
+    def from_dict(cls, *layers: Mapping[str, Any]) -> Self:
+        """Build a configuration from what `to_dict` returned, or from any part of it; later layers win.
+
+        Fields that are left out have their defaults.
+        """
+        changes: dict[str, Any] = {}
+        for layer in layers:
+            changes = merge(changes, canonical(cls, layer))
+        return apply(cls(), changes)
+
+    def override(self, changes: Mapping[str, Any] | Iterable[str] = (), /, **fields: Any) -> Self:
+        """Return a copy with some fields changed.
+
+        A field of a part is named by itself if no other part has it (`vocab_size=256`, `chunk_size=64`), or else with
+        its part in front: `override({"head.dropout": 0.1})`.
+
+        Args:
+            changes: keys and values, or texts `KEY=VALUE` as on the command line.
+            fields: more keys and values.
+        """
+        if not isinstance(changes, Mapping):
+            changes = parse_overrides(changes)
+        return apply(self, canonical(type(self), {**changes, **fields}))
 
 
-def _field_texts(cls: type) -> dict[str, str]:
-    """The string that follows each field in the source of a class; nothing if there is no source."""
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the string below each field in the source of a configuration; nothing if there is no source."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        texts |= _own_field_texts(base) if issubclass(base, Config) else {}
+    return texts
+
+
+def _own_field_texts(cls: type) -> dict[str, str]:
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -52,37 +236,441 @@ def _field_texts(cls: type) -> dict[str, str]:
     return texts
 
 
+_HINTS: dict[type[Config], dict[str, Any]] = {}
+
+
+def _hints(cls: type[Config]) -> dict[str, Any]:
+    """Return the types of the fields of a configuration."""
+    if cls not in _HINTS:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return _HINTS[cls]
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Config():
+            return value.to_dict()
+        case Mapping():
+            return {key: _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+    return value
+
+
+# ---- Checks of values
+
+
+_LONG_LIST = 12
+"""Choices that are listed also where there is a suggestion."""
+
+
+class _UnfitError(Exception):
+    """A value that is not of a type."""
+
+
+def check(name: str, value: Any, hint: Any) -> Any:
+    """Return `value` as the type `hint` wants it, or raise a ConfigError that begins with `name`."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0):
+        value = value.item()
+    try:
+        return _convert(value, hint)
+    except _UnfitError:
+        choices = [each for each in _members(hint) if get_origin(each) is Literal]
+        known = [str(each) for choice in choices for each in get_args(choice)]
+        close = closest(value, known)
+        if close and len(known) > _LONG_LIST:
+            raise ConfigError(f"{name}: did you mean {close}? Got {value!r}") from None
+        beginning = f"did you mean {close}? Expected" if close else "expected"
+        raise ConfigError(f"{name}: {beginning} {_describe(hint)}, got {value!r}") from None
+
+
 def check_at_least(name: str, value: Any, least: int) -> None:
-    """Raise a ConfigError unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: got {value!r}, allowed is a whole number of at least {least}")
+    """Raise a ConfigError unless `value` is an integer of at least `least`."""
+    check(name, value, Annotated[int, Range(least)])
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise a ConfigError, with a suggestion, unless `value` is one of `choices`."""
+    check(name, value, Literal[tuple(choices)])
 
 
-def check_probability(name: str, value: Any) -> None:
-    """Raise a ConfigError unless `value` can be a dropout probability."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-        raise ConfigError(f"{name}: got {value!r}, allowed is a number from 0 up to, not including, 1")
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise a ConfigError unless `value` is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: got {value!r}, allowed are True and False")
+def _convert(value: Any, hint: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if len(_members(hint)) > 1:
+        for member in _members(hint):
+            try:
+                return _convert(value, member)
+            except _UnfitError:
+                continue
+        raise _UnfitError
+    if origin is Annotated:
+        if isinstance(hint.__metadata__[0], KeysOf) and isinstance(value, Mapping):
+            return _nested(_canonical(_schema(hint.__metadata__[0]), value))
+        found = _convert(value, hint.__origin__)
+        if any(isinstance(limits, Range) and found not in limits for limits in hint.__metadata__):
+            raise _UnfitError
+        return found
+    if origin is Literal:
+        fits = any(value == each and type(value) is type(each) for each in arguments)
+    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
+        return tuple(_convert(each, wanted) for each, wanted in zip(value, arguments, strict=True))
+    elif origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    elif hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    elif hint in (int, float):
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = fits and not (hint is int and isinstance(value, float))
+        value = float(value) if fits and hint is float else value
+    else:
+        fits = isinstance(hint, type) and isinstance(value, hint)
+    if not fits:
+        raise _UnfitError
+    return value
 
 
-def check_not_negative(name: str, value: Any) -> None:
-    """Raise a ConfigError unless `value` is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{name}: got {value!r}, allowed is a number of at least 0")
+def _describe(hint: Any) -> str:
+    """Return what a type allows, for messages."""
+    if len(_members(hint)) > 1:
+        return " or ".join(_describe(member) for member in _members(hint))
+    if get_origin(hint) is Annotated:
+        limits = [f" {limit}" for limit in hint.__metadata__ if isinstance(limit, Range)]
+        return _describe(hint.__origin__) + "".join(limits)
+    if get_origin(hint) is Literal:
+        names = [str(each) for each in get_args(hint)]
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    if get_origin(hint) is tuple:
+        return f"{len(get_args(hint))} values, each {_describe(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "keys and values"
+    names_of = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "None"}
+    return names_of.get(hint) or str(getattr(hint, "__name__", hint))
 
 
-def check_share(name: str, value: Any) -> None:
-    """Raise a ConfigError unless `value` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}: got {value!r}, allowed is a number from 0 to 1")
+# ---- Keys: the full paths of all fields, and the names that stand for them
+
+
+@dataclasses.dataclass
+class _Schema:
+    """The keys of a configuration and of all that is nested in it."""
+
+    name: str
+    keys: list[str] = dataclasses.field(default_factory=list)
+    sections: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Keys that have keys below them, with the shorthand of each."""
+    open: list[str] = dataclasses.field(default_factory=list)
+    """Keys below which any name is allowed."""
+    own: list[str] = dataclasses.field(default_factory=list)
+    """Keys below which all keys of the schema are allowed again."""
+    help: str = ""
+
+    def add(self, name: str, below: _Schema, shorthand: str) -> None:
+        self.keys += [key for key in (name, *(f"{name}.{key}" for key in below.keys)) if key not in self.keys]
+        self.sections |= {name: shorthand} | {f"{name}.{key}": value for key, value in below.sections.items()}
+        self.open += [f"{name}.{key}" for key in below.open]
+
+    def is_open(self, key: str) -> bool:
+        return any(key.startswith(f"{each}.") for each in self.open)
+
+
+def _kinds(hint: Any) -> dict[str, type[Config]]:
+    """Return the configurations that a field can hold, by their kinds."""
+    found: dict[str, type[Config]] = {}
+    for member in _members(hint):
+        if isinstance(member, type) and issubclass(member, Config):
+            family = [member, *_subclasses(member)]
+            found |= {cls._kind: cls for cls in family if cls._kind} or {"": member}
+    return found
+
+
+def _subclasses(cls: type[Config]) -> Iterator[type[Config]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+_SCHEMAS: dict[type[Config] | KeysOf, _Schema] = {}
+
+
+def _schema(owner: type[Config] | KeysOf) -> _Schema:
+    if owner not in _SCHEMAS:
+        _SCHEMAS[owner] = _build_schema(owner)
+    return _SCHEMAS[owner]
+
+
+def _build_schema(owner: type[Config] | KeysOf) -> _Schema:
+    if isinstance(owner, KeysOf):
+        below = _schema(owner.config)
+        return dataclasses.replace(below, keys=[*owner.extra, *below.keys])
+    schema = _Schema(owner.__name__, help=owner._key_help)
+    for name, hint in _hints(owner).items():
+        kinds = _kinds(hint)
+        marks = getattr(hint, "__metadata__", ())
+        if kinds:
+            for kind, cls in kinds.items():
+                below = _schema(cls)
+                extra = ["kind"] if kind else []
+                schema.add(
+                    name, dataclasses.replace(below, keys=[*extra, *below.keys]), cls._shorthand or "".join(extra)
+                )
+        elif marks and isinstance(marks[0], KeysOf):
+            schema.add(name, _schema(marks[0]), next(iter(marks[0].extra), ""))
+        elif OwnKeys() in marks:
+            schema.keys.append(name)
+            schema.own.append(name)
+        else:
+            schema.keys.append(name)
+            if get_origin(getattr(hint, "__origin__", hint)) is dict or get_origin(hint) is dict:
+                schema.open.append(name)
+                known = marks[0].known if marks and isinstance(marks[0], OpenKeys) else ()
+                schema.keys += [f"{name}.{key}" for key in known]
+    return schema
+
+
+def keys(cls: type[Config]) -> list[str]:
+    """Return the full paths of all fields of a configuration, such as `mixer.kernel_size`."""
+    return list(_schema(cls).keys)
+
+
+def resolve(cls: type[Config], key: str) -> str:
+    """Return the full path that a key stands for.
+
+    A key is a full path (`model.attention.chunk_size`), the end of one path only (`kernel_size`), of which inner names
+    can be left out (`model.chunk_size`), or the same with the name that another library uses (`learning_rate`). A field
+    of a section goes before those of the parts below it: `dropout` is `model.dropout`.
+    """
+    return _resolve(_schema(cls), key)
+
+
+def _resolve(schema: _Schema, key: str) -> str:
+    if key in schema.keys or schema.is_open(key):
+        return key
+    if key.partition(".")[0] in schema.own:
+        return f"{key.partition('.')[0]}.{_resolve(schema, key.partition('.')[2])}"
+    section, _, name = key.rpartition(".")
+    found: list[str] = []
+    if name in _FOREIGN:
+        found = _matches(schema, f"{section}.{_FOREIGN[name].rpartition('.')[2]}" if section else _FOREIGN[name])
+        # A model by itself has no section called `model`.
+        found = found or _matches(schema, _FOREIGN[name].removeprefix("model."))
+    found = found or _matches(schema, key)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{key}: did you mean {' or '.join(found)}? Several keys end in this name")
+    if name in FOREIGN_ANSWERS:
+        raise ConfigError(f"{key}: {FOREIGN_ANSWERS[name]}")
+    raise _unknown(schema, key)
+
+
+def _matches(schema: _Schema, key: str) -> list[str]:
+    """Return the paths that `key` is the end of; of each section, those that are least deep."""
+    if key in schema.keys:
+        return [key]
+    *outer, name = key.split(".")
+    by_section: dict[str, list[str]] = {}
+    for path in schema.keys:
+        *above, last = path.split(".")
+        rest = iter(above)
+        if last == name and all(part in rest for part in outer):
+            by_section.setdefault(path.partition(".")[0], []).append(path)
+    return [path for paths in by_section.values() for path in _shallowest(paths)]
+
+
+def _shallowest(paths: list[str]) -> list[str]:
+    depth = min(path.count(".") for path in paths)
+    return [path for path in paths if path.count(".") == depth]
+
+
+def _unknown(schema: _Schema, key: str) -> ConfigError:
+    names: dict[str, str] = {}
+    for foreign, path in _FOREIGN.items():
+        found = _matches(schema, path) or _matches(schema, path.removeprefix("model."))
+        names |= {foreign: found[0]} if len(found) == 1 else {}
+    for path in reversed(schema.keys):
+        names[path.rpartition(".")[2]] = (_matches(schema, path.rpartition(".")[2]) or [path])[0]
+    names |= {path: path for path in schema.keys}
+    close = closest(key, names) or closest(key.rpartition(".")[2], names)
+    if close:
+        return ConfigError(f"{key}: did you mean {names[close]}?")
+    listed = schema.help or f"its keys are {', '.join(schema.keys)}"
+    return ConfigError(f"{key}: expected a key of {schema.name}; {listed}")
+
+
+def closest(text: Any, known: Iterable[str]) -> str:
+    """Return the known name that a misspelt one, or one with its words in another order, can mean; or nothing."""
+    if not isinstance(text, str):
+        return ""
+    names = list(known)
+    reordered = [name for name in names if sorted(name.split("-")) == sorted(text.split("-"))]
+    return next(iter(reordered or difflib.get_close_matches(text, names, 1)), "")
+
+
+# ---- Changes: dictionaries of full paths and values
+
+
+def canonical(cls: type[Config], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes, nested or flat, with any names, as one dictionary of full paths and values."""
+    return _canonical(_schema(cls), changes)
+
+
+def _canonical(schema: _Schema, changes: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for key, path, value in _flat(schema, changes, ""):
+        if path in found:
+            raise ConfigError(f"{given[path]} and {key}: expected one of them, got both, which mean {path}")
+        found[path], given[path] = value, key
+    return found
+
+
+def _flat(schema: _Schema, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
+    for name, value in changes.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{above}{name}: expected a name for a key, got {name!r}")
+        key = f"{above}{name}"
+        path = _resolve(schema, key)
+        inside = path in schema.sections or path in schema.open
+        if path in schema.own and isinstance(value, Mapping):
+            yield from (
+                (f"{path}.{below}", f"{path}.{below}", each) for below, each in _canonical(schema, value).items()
+            )
+        elif inside and isinstance(value, Mapping):
+            yield from _flat(schema, value, f"{path}.")
+        elif value is None and schema.sections.get(path, "kind") != "kind":
+            continue  # a section of a YAML file that is left empty
+        elif path in schema.sections and value is not None and not isinstance(value, Config):
+            if not schema.sections[path]:
+                below = next(each for each in schema.keys if each.startswith(f"{path}."))
+                raise ConfigError(f"{path}: expected keys and values such as {below}, got {value!r}")
+            yield key, f"{path}.{schema.sections[path]}", value
+        else:
+            yield key, path, value
+
+
+def merge(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return canonical changes with others made after them: a whole part replaces what was said of its fields."""
+    kept = {
+        path: value
+        for path, value in before.items()
+        if not any(path.startswith(f"{each}.") or (value is None and each.startswith(f"{path}.")) for each in changes)
+    }
+    return {**kept, **changes}
+
+
+def apply(config: C, changes: Mapping[str, Any]) -> C:
+    """Return a copy of a configuration with canonical changes made."""
+    by_field: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, below = path.partition(".")
+        by_field.setdefault(name, {})[below] = value
+    hints = _hints(type(config))
+    fields = {name: _changed(name, getattr(config, name), hints[name], group) for name, group in by_field.items()}
+    return dataclasses.replace(config, **fields)
+
+
+def _changed(name: str, value: Any, hint: Any, changes: dict[str, Any]) -> Any:
+    """Return the value of a field after changes to it, and to what is below it."""
+    kinds = _kinds(hint)
+    if "" in changes:
+        value = changes.pop("")
+        if changes and value is None:
+            raise ConfigError(f"{name}.{next(iter(changes))}: expected no key of {name}, which is set to None")
+    elif value is None and kinds:
+        value = next(iter(kinds.values()))()
+    if not changes:
+        return value
+    if OwnKeys() in getattr(hint, "__metadata__", ()):
+        return {**value, **changes}
+    if not kinds:
+        return _nested(changes, check(name, value, dict[str, Any]))
+    if value._kind and "kind" in changes:
+        kind = changes.pop("kind")
+        check_choice(f"{name}.kind", kind, kinds)
+        value = value if kind == value._kind else kinds[kind]()
+    for path in changes:
+        field = path.partition(".")[0]
+        if field not in _hints(type(value)):
+            others = [each for each, cls in kinds.items() if field in _hints(cls)]
+            raise ConfigError(
+                f"{name}.{field}: expected {name}.kind={' or '.join(others)}, got a {name} of kind {value._kind}, "
+                f"whose fields are {', '.join(_hints(type(value)))}"
+            )
+    return prefixed(f"{name}.", lambda: apply(value, changes))
+
+
+def prefixed(prefix: str, build: Callable[[], T]) -> T:
+    """Return what `build` returns; a ConfigError of it names its field with a prefix."""
+    try:
+        return build()
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a nested dictionary, made from paths and values, that extends `start`."""
+    found: dict[str, Any] = dict(start or {})
+    for path, value in changes.items():
+        *outer, name = path.split(".")
+        place = found
+        for part in outer:
+            inner = place.get(part)
+            place[part] = dict(inner) if isinstance(inner, Mapping) else {}
+            place = place[part]
+        place[name] = value
+    return found
+
+
+# ---- Texts: YAML and KEY=VALUE
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, None is null, and a key that is given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Refuse a second value for a key, which would silently replace the first."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
+            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        return super().construct_mapping(node, deep)
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
+
+
+def parse_value(text: str) -> Any:
+    """Return the value that a text of the command line stands for."""
+    try:
+        return yaml.load(text, YamlLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text}: expected a value, got text that YAML cannot read ({error})") from error
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the keys and values of texts such as `lr=1e-3`; `--lr 1e-3` and `--lr=1e-3` are understood as well."""
+    found: dict[str, Any] = {}
+    rest = iter(texts)
+    for text in rest:
+        key, equals, value = text.partition("=")
+        if key.startswith("--"):
+            key = key[2:].replace("-", "_")
+            value = value if equals else next(rest, "true")
+        elif not equals:
+            raise ConfigError(f"{text}: expected KEY=VALUE, got no value; for example lr=0.001")
+        key = key.strip()
+        if key in found:
+            raise ConfigError(f"{key}: expected one value, got it twice")
+        found[key] = parse_value(value)
+    return found

@@ -1,4 +1,4 @@
-"""The layers of the paper written down with loops and plain formulas, to hold the modules against."""
+"""The layers of the paper as loops and formulas, which the modules are compared with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.layers import EMA, TCN, ChunkedAttention
+from tcnca.layers import EMA, TCN, ChunkedAttention, Mixer
 
 EPS = 1e-5
 
 
 def scramble(module: nn.Module) -> nn.Module:
-    """Move every parameter and statistic of `module` far from its start, so that each of them matters."""
+    """Move every parameter and statistic of `module` far from its initial value, so that each of them matters."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -27,7 +27,7 @@ def scramble(module: nn.Module) -> nn.Module:
 
 
 def normalized(module: nn.Module, kind: str, x: Tensor) -> Tensor:
-    """What the norm called `kind` gives in evaluation, from its formula and the parameters of `module`."""
+    """Return the norm called `kind` in evaluation mode, from its formula and the parameters of `module`."""
     weight = cast(Tensor, module.weight)
     if kind in ("scale", "rms"):
         return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
@@ -97,11 +97,11 @@ def ema(module: EMA, x: Tensor) -> Tensor:
     return F.silu(y) if module.config.output == "activation" else y
 
 
-def mixed(module: TCN | EMA | None, x: Tensor) -> Tensor:
-    """Whichever mixer `module` is."""
-    if module is None:
-        return x
-    return tcn(module, x) if isinstance(module, TCN) else ema(module, x)
+def mixed(module: Mixer | None, x: Tensor) -> Tensor:
+    """The mixer `module`, of any kind."""
+    if isinstance(module, TCN):
+        return tcn(module, x)
+    return ema(module, x) if isinstance(module, EMA) else x
 
 
 def turned(vector: Tensor, position: int) -> Tensor:

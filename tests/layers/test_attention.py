@@ -1,4 +1,4 @@
-"""Chunked attention as a module: its position parameters and the chunk that may change."""
+"""Chunked attention as a module: its position parameters and the changeable chunk size."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import AttentionConfig, ConfigError, StateError
+from tcnca import AttentionConfig
 from tcnca.layers import ChunkedAttention
 from tcnca.layers.attention import Position
 from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
+from tests.examples import pairwise
 from tests.layers import formulas
 
 POSITIONS = pytest.mark.parametrize("position", get_args(Position))
-DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
 def _attention(causal: bool = True, **fields: Any) -> ChunkedAttention:
@@ -32,15 +32,15 @@ def _qkv(time: int = 13) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@DIRECTIONS
-@POSITIONS
-@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
-@pytest.mark.parametrize("chunk_size", [1, 5, 16, None])
+@pytest.mark.parametrize(
+    ("causal", "position", "function", "chunk_size"),
+    pairwise([True, False], get_args(Position), ATTENTION_ACTIVATIONS, [1, 5, 16, None]),
+)
 def test_equals_the_formula(causal: bool, position: str, function: str, chunk_size: int | None) -> None:
     module = _attention(causal, position=position, activation=function, chunk_size=chunk_size)
     q, k, v = _qkv()
     with torch.no_grad():
-        assert_close(module(q, k, v)[0], formulas.attention(module, q, k, v))
+        assert_close(module(q, k, v), formulas.attention(module, q, k, v))
 
 
 @pytest.mark.parametrize(("position", "learned"), [("none", 0), ("simple", 2 * 16 - 1), ("rotary", 2 * 4), ("rope", 0)])
@@ -55,19 +55,19 @@ def test_position_parameters_start_small(position: str) -> None:
         assert abs(float(parameter.detach().std()) / 0.02 - 1) < 5 / math.sqrt(2 * parameter.numel())
 
 
-@DIRECTIONS
-@POSITIONS
-@pytest.mark.parametrize("chunk_size", [1, 3, 16, None])
+@pytest.mark.parametrize(
+    ("causal", "position", "chunk_size"), pairwise([True, False], get_args(Position), [1, 3, 16, None])
+)
 def test_set_chunk_equals_a_module_with_that_chunk(causal: bool, position: str, chunk_size: int | None) -> None:
     module, other = _attention(causal, position=position), _attention(causal, position=position, chunk_size=chunk_size)
     other.load_state_dict(module.state_dict())
     q, k, v = _qkv()
     with torch.no_grad():
-        before = module(q, k, v)[0]
+        before = module(q, k, v)
         module.set_chunk_size(chunk_size)
-        assert_close(module(q, k, v)[0], other(q, k, v)[0])
+        assert_close(module(q, k, v), other(q, k, v))
         module.set_chunk_size(5)
-        assert_close(module(q, k, v)[0], before)
+        assert_close(module(q, k, v), before)
 
 
 @POSITIONS
@@ -76,43 +76,12 @@ def test_streaming_after_set_chunk(position: str) -> None:
     module.set_chunk_size(7)
     q, k, v = _qkv()
     with torch.no_grad():
-        parallel = module(q, k, v)[0]
+        parallel = module(q, k, v)
         state, pieces = module.initial_state(2, q.device, q.dtype), []
         for piece in (slice(0, 4), slice(4, 5), slice(5, 13)):
             y, state = module(q[:, piece], k[:, piece], v[:, piece], state=state, return_state=True)
             pieces.append(y)
     assert_close(torch.cat(pieces, 1), parallel)
-
-
-def test_set_chunk_beyond_the_reach_of_a_simple_bias_is_refused() -> None:
-    module = _attention(position="simple")
-    with pytest.raises(ConfigError, match="chunk: got 17, allowed is at most 16"):
-        module.set_chunk_size(17)
-    assert module.chunk_size == 5
-
-
-@pytest.mark.parametrize("position", ["none", "rotary", "rope"])
-def test_set_chunk_has_no_limit_for_other_positions(position: str) -> None:
-    module = _attention(position=position)
-    module.set_chunk_size(1000)
-    q, k, v = _qkv()
-    with torch.no_grad():
-        assert_close(module(q, k, v)[0], formulas.attention(module, q, k, v))
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
-def test_set_chunk_takes_whole_numbers_from_one(chunk: Any) -> None:
-    with pytest.raises(ConfigError, match="chunk: got"):
-        _attention().set_chunk_size(chunk)
-
-
-def test_state_of_another_chunk_is_refused() -> None:
-    module = _attention()
-    q, k, v = _qkv()
-    _, state = module(q, k, v, return_state=True)
-    module.set_chunk_size(6)
-    with pytest.raises(StateError, match=r"state\.keys"):
-        module(q, k, v, state=state)
 
 
 @pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
@@ -122,8 +91,8 @@ def test_dropout_drops_weights_in_training_only(function: str) -> None:
     q, k = (torch.randn(40, 5, 4, dtype=torch.float64) for _ in range(2))
     v = torch.eye(5, dtype=torch.float64).expand(40, 5, 5)
     with torch.no_grad():
-        weights = module.eval()(q, k, v)[0]
-        dropped = module.train()(q, k, v)[0]
+        weights = module.eval()(q, k, v)
+        dropped = module.train()(q, k, v)
     kept = dropped != 0
     assert bool((kept < (weights != 0)).any())
     assert_close(dropped, weights / 0.75 * kept)

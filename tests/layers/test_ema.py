@@ -1,9 +1,8 @@
-"""The EMA as a module: its start, and its agreement with the formula."""
+"""The EMA as a module: its initialization, and its agreement with the formula."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -14,10 +13,9 @@ from tcnca import EMAConfig
 from tcnca.layers import EMA
 from tcnca.layers.ema import EMAOutput
 from tcnca.ops import EMABackend
-from tcnca.ops.ema import plain
 from tests.comparison import assert_close
+from tests.examples import pairwise
 from tests.layers import formulas
-from tests.ops.properties import PLAIN
 
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
@@ -52,52 +50,27 @@ def test_spread_start(causal: bool) -> None:
     assert torch.allclose(quartiles, torch.tensor([0.625, 0.75, 0.875]), atol=0.02)
 
 
-@pytest.mark.parametrize(("causal", "learned"), [(True, 32), (False, 64)], ids=["causal", "bidirectional"])
-def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
-    module = EMA(10, EMAConfig(d_state=8), causal)
-    without_skip = sum(parameter.numel() for name, parameter in module.named_parameters() if name != "omega")
-    assert without_skip == 10 * learned
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("truncation", [None, 1, 4, 50])
-@pytest.mark.parametrize("output", get_args(EMAOutput))
+@pytest.mark.parametrize(
+    ("causal", "backend", "truncation", "output"),
+    pairwise([True, False], ["fft", "scan", "recurrent"], [None, 1, 4, 50], get_args(EMAOutput)),
+)
 def test_equals_the_formula(causal: bool, backend: EMABackend, truncation: int | None, output: EMAOutput) -> None:
     module = EMA(5, EMAConfig(d_state=3, truncation=truncation, backend=backend, output=output), causal).double()
     formulas.scramble(module)
     x = torch.randn(2, 13, 5, dtype=torch.float64)
-    assert_close(module(x)[0].detach(), formulas.ema(module, x).detach())
+    assert_close(module(x).detach(), formulas.ema(module, x).detach())
 
 
 def test_channels_do_not_mix() -> None:
     module, x = EMA(5, EMAConfig(d_state=3)).double(), torch.randn(2, 13, 5, dtype=torch.float64)
     changed = x.clone()
     changed[..., 0] += 1
-    moved = (module(changed)[0] - module(x)[0]).abs().amax((0, 1))
+    moved = (module(changed) - module(x)).abs().amax((0, 1))
     assert moved[0] > 0
     assert not moved[1:].any()
 
 
 def test_padding_is_silent() -> None:
     module, x = EMA(5, EMAConfig(d_state=3), causal=False).double(), torch.randn(1, 13, 5, dtype=torch.float64)
-    padded = module(x, lengths=torch.tensor([6]))[0]
-    assert_close(padded[:, :6].detach(), module(x[:, :6])[0].detach())
-
-
-@pytest.mark.parametrize("backend", [*PLAIN, "auto"])
-def test_the_method_of_the_configuration_is_the_one_that_runs(
-    backend: EMABackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forms = {"fft": "ema_fft", "recurrent": "ema_steps", "scan": "ema_scan"}
-    ran = []
-    for name, form in forms.items():
-        real = getattr(plain, form)
-
-        def spy(*args: object, name: str = name, real: Callable[..., Tensor] = real) -> Tensor:
-            ran.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(plain, form, spy)
-    EMA(2, EMAConfig(d_state=2, backend=backend))(torch.randn(1, 5, 2))
-    assert ran == ["fft" if backend == "auto" else backend]
+    padded = module(x, lengths=torch.tensor([6]))
+    assert_close(padded[:, :6].detach(), module(x[:, :6]).detach())

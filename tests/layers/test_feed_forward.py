@@ -1,4 +1,4 @@
-"""The feed-forward net against its formula."""
+"""Linear maps, dropout and the feed-forward net."""
 
 from __future__ import annotations
 
@@ -8,65 +8,72 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tcnca.layers import NORM_KINDS, FeedForward, Linear
+from tcnca.layers import NORM_KINDS, Dropout, FeedForward, Linear
 from tests.comparison import assert_close
+from tests.examples import pairwise
 from tests.layers.formulas import normalized, scramble
 
+P = 0.3
+FEATURE = pytest.mark.parametrize("feature", [False, True], ids=["values", "features"])
 
-@pytest.mark.parametrize("norm", NORM_KINDS)
-@pytest.mark.parametrize("prenorm", [True, False], ids=["pre-norm", "post-norm"])
-@pytest.mark.parametrize("function", ["silu", "gelu", "relu"])
-def test_equals_the_formula(norm: str, prenorm: bool, function: str) -> None:
-    net = FeedForward(6, 10, function=function, norm=norm, prenorm=prenorm).double().eval()
+
+@FEATURE
+def test_dropout_scales_what_it_keeps(feature: bool) -> None:
+    drop, x = Dropout(P, feature), torch.randn(8, 50, 40, dtype=torch.float64, requires_grad=True)
+    y = drop(x)
+    kept = y != 0
+    assert abs(float(kept.double().mean()) - (1 - P)) < 0.1
+    assert_close(y, x / (1 - P) * kept)
+    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == feature
+    assert len({tuple(row.tolist()) for row in kept[:, 0]}) == 8, "rows are independent"
+    assert not torch.equal(drop(x), y), "calls are independent"
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_close(gradient * x.detach(), y.detach())
+
+
+@FEATURE
+def test_dropout_returns_the_input_in_evaluation_mode_and_with_probability_zero(feature: bool) -> None:
+    x = torch.randn(2, 5, 3)
+    assert Dropout(P, feature).eval()(x) is x
+    assert Dropout(0.0, feature)(x) is x
+
+
+@pytest.mark.parametrize(("norm", "prenorm", "function"), pairwise(NORM_KINDS, [True, False], ["silu", "gelu", "relu"]))
+def test_feed_forward_equals_the_formula(norm: str, prenorm: bool, function: str) -> None:
+    net = FeedForward(6, 10, activation_name=function, norm=norm, prenorm=prenorm).double().eval()
     scramble(net)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    act = getattr(F, function)
     inner = normalized(net.norm, norm, x) if prenorm else x
-    hidden = act(inner @ net.up.weight.T + net.up.bias)
+    hidden = getattr(F, function)(inner @ net.up.weight.T + net.up.bias)
     summed = x + hidden @ net.down.weight.T + net.down.bias
     expected = summed if prenorm else normalized(net.norm, norm, summed)
     assert_close(net(x).detach(), expected.detach())
 
 
 @pytest.mark.parametrize("prenorm", [True, False], ids=["pre-norm", "post-norm"])
-def test_batch_norm_in_training_does_not_see_padding(prenorm: bool) -> None:
+def test_batch_norm_in_training_mode_ignores_padding(prenorm: bool) -> None:
     net = FeedForward(6, 10, norm="batch", prenorm=prenorm).double()
     scramble(net)
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    x, lengths = torch.randn(2, 5, 6, dtype=torch.float64), torch.tensor([5, 2])
     other = x.clone()
     other[1, 2:] = 1e3
-    lengths = torch.tensor([5, 2])
     assert_close(net(other, lengths)[1, :2].detach(), net(x, lengths)[1, :2].detach())
 
 
-@pytest.mark.parametrize("feature", [False, True], ids=["values", "features"])
-def test_dropout_of_what_is_added(feature: bool) -> None:
-    net = FeedForward(6, 10, dropout=0.4, feature_dropout=feature).double()
-    scramble(net)
-    x = torch.randn(4, 30, 6, dtype=torch.float64)
-    with torch.no_grad():
-        added, dropped = net.eval()(x) - x, net.train()(x) - x
-    kept = dropped != 0
-    assert kept.any()
-    assert not kept.all()
-    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == feature
-    assert_close(dropped, added / 0.6 * kept)
-
-
-@pytest.mark.parametrize("feature", [False, True], ids=["values", "features"])
-def test_hidden_dropout_drops_hidden_units(feature: bool) -> None:
-    # A last map that only copies shows the hidden units.
-    net = FeedForward(6, 6, hidden_dropout=0.4, feature_dropout=feature).double()
-    scramble(net)
-    x = torch.randn(4, 30, 6, dtype=torch.float64)
-    with torch.no_grad():
-        net.down.weight.copy_(torch.eye(6))
-        net.down.bias.zero_()
-        hidden = F.silu(net.up(net.norm(x)))
-        dropped = net.train()(x) - x
-    kept = dropped != 0
-    assert torch.equal(kept, kept[:, :1].expand_as(kept)) == feature
-    assert_close(dropped, hidden / 0.6 * kept)
+@FEATURE
+def test_feed_forward_drops_its_output_and_its_hidden_units(feature: bool) -> None:
+    # A last map that is the identity shows the hidden units.
+    for probabilities in ({"dropout": 0.4}, {"hidden_dropout": 0.4}):
+        net = FeedForward(6, 6, feature_dropout=feature, **probabilities).double()  # type: ignore[arg-type]
+        scramble(net)
+        x = torch.randn(4, 30, 6, dtype=torch.float64)
+        with torch.no_grad():
+            net.down.weight.copy_(torch.eye(6))
+            net.down.bias.zero_()
+            added, dropped = net.eval()(x) - x, net.train()(x) - x
+        kept = dropped != 0
+        assert torch.equal(kept, kept[:, :1].expand_as(kept)) == feature
+        assert_close(dropped, added / 0.6 * kept)
 
 
 def test_linear_maps_start_small_and_without_bias() -> None:
@@ -77,17 +84,16 @@ def test_linear_maps_start_small_and_without_bias() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_parts_of_a_linear_map_are_the_same_with_gradients_and_without(bias: bool) -> None:
-    layer = Linear(7, 9, bias=bias).double()
+def test_split_linear_map_is_the_same_with_gradients_and_without(bias: bool) -> None:
+    layer, widths = Linear(7, 9, bias=bias).double(), (2, 3, 4)
     scramble(layer)
     x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
-    parts = layer.parts(x, (2, 3, 4))
+    parts = layer.split(x, widths)
     with torch.no_grad():
         whole = layer(x)
-        assert torch.equal(torch.cat(list(layer.parts(x, (2, 3, 4))), -1), whole)
+        assert torch.equal(torch.cat(list(layer.split(x, widths)), -1), whole)
     assert_close(torch.cat(list(parts), -1), whole)
-    learned = [x, *layer.parameters()]
-    slope = torch.randn_like(whole)
-    ours = torch.autograd.grad(parts, learned, slope.split((2, 3, 4), -1))
+    learned, slope = [x, *layer.parameters()], torch.randn_like(whole)
+    ours = torch.autograd.grad(parts, learned, slope.split(widths, -1))
     for actual, expected in zip(ours, torch.autograd.grad(layer(x), learned, slope), strict=True):
         assert_close(actual, expected)

@@ -44,27 +44,10 @@ def test_norm_of_each_token_equals_pytorchs(ours: nn.Module, theirs: nn.Module) 
     assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize(
-    ("kind", "learned"), [("layer", 2 * WIDTH), ("scale", 1), ("rms", WIDTH), ("batch", 2 * WIDTH), ("sync_batch", 12)]
-)
-def test_number_of_learned_values(kind: str, learned: int) -> None:
-    assert sum(parameter.numel() for parameter in make_norm(kind, WIDTH).parameters()) == learned
-    assert not list(make_norm(kind, WIDTH, affine=False).parameters())
-
-
 @pytest.mark.parametrize("kind", NORM_KINDS)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_norm_without_affine_equals_one_at_its_start(kind: str, training: bool) -> None:
+def test_norm_without_affine_equals_one_with_initial_scales(kind: str) -> None:
     x = _values(3, 7, WIDTH)
-    with_affine, without = make_norm(kind, WIDTH).double(), make_norm(kind, WIDTH, affine=False).double()
-    assert_close(without.train(training)(x), with_affine.train(training)(x))
-
-
-@pytest.mark.parametrize("kind", ["layer", "scale", "rms"])
-def test_norm_of_each_token_takes_no_notice_of_other_tokens(kind: str) -> None:
-    norm = scramble(make_norm(kind, WIDTH).double())
-    x = _values(2, 5, WIDTH)
-    assert_close(norm(x, torch.tensor([2, 5]))[:, 1:2], norm(x[:, 1:2]))
+    assert_close(make_norm(kind, WIDTH, affine=False).double()(x), make_norm(kind, WIDTH).double()(x))
 
 
 @pytest.mark.parametrize("kind", NORM_KINDS)
@@ -100,26 +83,18 @@ def test_batch_norm_equals_pytorchs_over_steps_of_training_and_in_evaluation() -
     assert_close(ours.eval()(x), theirs.eval()(x.transpose(1, 2)).transpose(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["batch", "sync_batch"])
-@pytest.mark.parametrize("padding", [float("nan"), 1e6], ids=["nan", "huge"])
-def test_batch_norm_in_training_ignores_padding(kind: str, padding: float) -> None:
-    x, real = _values(4, 9, WIDTH), length_mask(LENGTHS, 9)
+@pytest.mark.parametrize(("kind", "padding"), [("batch", float("nan")), ("sync_batch", 1e6)])
+def test_batch_norm_in_training_mode_ignores_padding(kind: str, padding: float) -> None:
+    x, weights, valid = _values(4, 9, WIDTH).requires_grad_(), _values(4, 9, WIDTH), length_mask(LENGTHS, 9)
     ours, alone = _twins(kind)
-    y = ours(x.masked_fill(~real.unsqueeze(-1), padding), LENGTHS)
-    assert_close(y[real], alone(x[real].unsqueeze(0))[0])
+    y = ours(x.masked_fill(~valid.unsqueeze(-1), padding), LENGTHS)[valid]
+    expected = alone(x[valid].unsqueeze(0))[0]
+    assert_close(y, expected)
     for name in ("running_mean", "running_var"):
         assert_close(getattr(ours, name), getattr(alone, name), name)
-
-
-@pytest.mark.parametrize("kind", ["batch", "sync_batch"])
-def test_gradients_of_batch_norm_in_training_ignore_padding(kind: str) -> None:
-    x, weights, real = _values(4, 9, WIDTH).requires_grad_(), _values(4, 9, WIDTH), length_mask(LENGTHS, 9)
-    ours, alone = _twins(kind)
-    loss = (ours(x, LENGTHS)[real] * weights[real]).sum()
-    loss_alone = (alone(x[real].unsqueeze(0))[0] * weights[real]).sum()
-    actual = torch.autograd.grad(loss, [x, *ours.parameters()])
-    expected = torch.autograd.grad(loss_alone, [x, *alone.parameters()])
-    for name, a, b in zip(("x", "weight", "bias"), actual, expected, strict=True):
+    actual = torch.autograd.grad((y * weights[valid]).sum(), [x, *ours.parameters()])
+    wanted = torch.autograd.grad((expected * weights[valid]).sum(), [x, *alone.parameters()])
+    for name, a, b in zip(("x", "weight", "bias"), actual, wanted, strict=True):
         assert_close(a, b, f"gradient of {name}")
 
 

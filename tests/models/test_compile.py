@@ -1,21 +1,31 @@
-"""torch.compile without graph breaks, for every family, in training and in streaming."""
+"""torch.compile without graph breaks and torch.export, for representative models, in training and in streaming."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.export import Dim, ExportedProgram
 
-from tcnca import ClassifierHeadConfig, SequenceModel
+from tcnca import ClassifierHeadConfig, ModelState, SequenceModel
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 from tests.models.gradients import assert_gradients_close, gradients
 
 TIME = 10
 LENGTHS = torch.tensor([6, 10])
+CLASSIFIER = ClassifierHeadConfig(num_classes=3, hidden=4)
+
+
+def _families(*quick: str) -> pytest.MarkDecorator:
+    """All families, of which only some run by default."""
+    return pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in FAMILY]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +40,7 @@ def _tokens(time: int = TIME, batch: int = 2) -> Tensor:
 
 
 def _model(family: str, **changes: Any) -> SequenceModel:
-    # One layer is all that a graph needs to break.
+    # One layer is enough for a graph to break.
     return small_model(family, num_layers=1, **changes)
 
 
@@ -39,7 +49,6 @@ def _compiled(model: SequenceModel, backend: str = "aot_eager") -> Any:
 
 
 def _assert_trains_alike(model: SequenceModel, compiled: Any, x: Tensor, **arguments: Any) -> None:
-    """Outputs and gradients of both are the same."""
     results = []
     for run in (compiled, model):
         logits = run(x, return_state=False, **arguments).logits
@@ -49,23 +58,19 @@ def _assert_trains_alike(model: SequenceModel, compiled: Any, x: Tensor, **argum
     assert_gradients_close(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@_families("tcnca")
 def test_language_model_trains(family: str) -> None:
     model = _model(family)
     _assert_trains_alike(model, _compiled(model), _tokens())
 
 
-@pytest.mark.parametrize(
-    ("family", "lengths"),
-    [*((family, LENGTHS) for family in FAMILY), ("tcnca", None), ("mega", None)],
-    ids=[*(f"{family}-lengths" for family in FAMILY), "tcnca-whole", "mega-whole"],
-)
-def test_bidirectional_classifier_trains(family: str, lengths: Tensor | None) -> None:
-    model = _model(family, causal=False, head=ClassifierHeadConfig(num_classes=3, hidden=4))
-    _assert_trains_alike(model, _compiled(model), _tokens(), lengths=lengths)
+@_families("mega")
+def test_bidirectional_classifier_trains(family: str) -> None:
+    model = _model(family, causal=False, head=CLASSIFIER)
+    _assert_trains_alike(model, _compiled(model), _tokens(), lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@_families("tcn-mlp")
 def test_states_go_in_and_come_out(family: str) -> None:
     model = _model(family)
     past, future, lengths = _tokens(), _tokens(6), torch.tensor([6, 2])
@@ -79,30 +84,28 @@ def test_states_go_in_and_come_out(family: str) -> None:
     assert_gradients_close(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", ["tcnca", "mega", "tcn-mlp", "ema-mlp"])
+@pytest.mark.parametrize("family", ["tcnca", "mega"])
 @torch.no_grad()
 def test_generation_compiles_one_step_once(family: str) -> None:
     model = _model(family)
     compiled, x = _compiled(model, "eager"), _tokens(12)
     expected, state = model(x).logits, model.initial_state(2)
     for time in range(12):
-        # From the second step on, when the state comes from the graph itself, nothing may be compiled anew.
+        # From the second step on, when the state comes from the graph itself, nothing may be recompiled.
         with torch._dynamo.config.patch(error_on_recompile=time > 1):
             logits, state = compiled(x[:, time : time + 1], state=state, inplace=True)
         assert_close(logits[:, 0], expected[:, time])
 
 
-@pytest.mark.parametrize("description", ["mask", "cu_seqlens"])
-def test_other_descriptions_of_a_batch(description: str) -> None:
+@pytest.mark.slow
+def test_masks_and_packed_documents() -> None:
     model = _model("tcnca")
-    if description == "mask":
-        _assert_trains_alike(model, _compiled(model), _tokens(), attention_mask=torch.rand(2, TIME) < 0.6)
-    else:
-        starts = torch.tensor([0, 3, 3, 10])
-        _assert_trains_alike(model, _compiled(model), _tokens(batch=1), cu_seqlens=starts, max_seqlen=7)
+    _assert_trains_alike(model, _compiled(model), _tokens(), attention_mask=torch.rand(2, TIME) < 0.6)
+    starts = torch.tensor([0, 3, 3, 10])
+    _assert_trains_alike(model, _compiled(model), _tokens(batch=1), cu_seqlens=starts, max_seqlen=7)
 
 
-@pytest.mark.parametrize("family", ["tcn-mlp", "mega-full", pytest.param("mega", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["tcn-mlp", pytest.param("mega", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_lengths_of_sequences_may_be_dynamic(family: str) -> None:
     graphs = []
@@ -116,15 +119,16 @@ def test_lengths_of_sequences_may_be_dynamic(family: str) -> None:
     for time in (9, 10, 12, 23, 24, 31):
         x = _tokens(time)
         assert_close(compiled(x, return_state=False).logits, model(x).logits, f"output of {time} tokens")
-    # Whole chunks need no mask for a rest, so they may have a graph of their own.
+    # Whole chunks need no mask, so they may have a separate graph.
     assert len(graphs) <= (1 if family != "mega" else 2)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_kept() -> None:
     x, found = _tokens(), []
-    start = _model("tcnca", norm="batch").state_dict()
+    start = _model("tcn-mlp", norm="batch").state_dict()
     for compile_it in (True, False):
-        model = _model("tcnca", norm="batch").train()
+        model = _model("tcn-mlp", norm="batch").train()
         model.load_state_dict(start)
         run = _compiled(model) if compile_it else model
         run(x, lengths=LENGTHS, return_state=False)
@@ -135,23 +139,64 @@ def test_batch_statistics_are_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["tcnca", "mega"])
-def test_inductor_trains(family: str) -> None:
-    model = _inductors_model(family)
-    _assert_trains_alike(model, _compiled(model, "inductor"), _tokens())
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_inductor_streams() -> None:
-    model, x = _inductors_model("tcnca"), _tokens(4)
-    compiled = _compiled(model, "inductor")
-    expected, state = model(x).logits, model.initial_state(2)
-    for time in range(4):
-        logits, state = compiled(x[:, time : time + 1], state=state)
-        assert_close(logits[:, 0], expected[:, time])
-
-
-def _inductors_model(family: str) -> SequenceModel:
+def test_inductor_trains_and_streams(family: str) -> None:
     # Each part of the graph costs a run of the C++ compiler.
-    shallow = {"depth": 1} if family == "tcnca" else {}
-    return _model(family, d_ff=0, position="none", **shallow)
+    model = _model(family, d_ff=0, position="none", **({"depth": 1} if family == "tcnca" else {}))
+    compiled, x = _compiled(model, "inductor"), _tokens()
+    _assert_trains_alike(model, compiled, x)
+    with torch.no_grad():
+        expected, state = model(x).logits, model.initial_state(2)
+        for time in range(4):
+            logits, state = compiled(x[:, time : time + 1], state=state)
+            assert_close(logits[:, 0], expected[:, time])
+
+
+def _export(model: SequenceModel, x: Tensor, time: Any = None, **arguments: Any) -> ExportedProgram:
+    shapes = None if time is None else {"x": {1: time}, **dict.fromkeys(arguments)}
+    return torch.export.export(model, (x,), arguments, dynamic_shapes=shapes)
+
+
+@_families("mega-full")
+@torch.no_grad()
+def test_exported_language_model(family: str) -> None:
+    model, x = _model(family), _tokens()
+    logits, state = _export(model, _tokens()).module()(x)
+    expected = model(x)
+    assert_close(logits, expected.logits)
+    assert isinstance(state, ModelState)
+    after = _tokens(3)
+    assert_close(model(after, state=state).logits, model(after, state=expected.state).logits)
+
+
+@_families("tcnca-simple")
+@torch.no_grad()
+def test_exported_classifier_with_lengths(family: str) -> None:
+    model = _model(family, causal=False, head=CLASSIFIER)
+    x, lengths = _tokens(), torch.tensor([4, 10])
+    program = _export(model, _tokens(), lengths=torch.tensor([10, 7]))
+    assert_close(program.module()(x, lengths=lengths).logits, model(x, lengths=lengths).logits)
+
+
+@pytest.mark.parametrize("family", ["tcnca", pytest.param("mega", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_saved_program_of_one_step_generates(family: str) -> None:
+    model, x, file = small_model(family), _tokens(9), io.BytesIO()
+    torch.export.save(_export(model, _tokens(1), state=model.initial_state(2)), file)
+    file.seek(0)
+    step = torch.export.load(file).module()
+    state, pieces = model.initial_state(2), []
+    for time in range(9):
+        logits, state = step(x[:, time : time + 1], state=state)
+        pieces.append(logits)
+    assert_close(torch.cat(pieces, 1), model(x).logits)
+
+
+@_families("mega")
+@torch.no_grad()
+def test_exported_program_of_any_length(family: str) -> None:
+    model = _model(family)
+    for return_state in (False, True):
+        run = _export(model, _tokens(20), Dim.DYNAMIC, return_state=return_state).module()
+        for time in (5, 8, 23, 60):
+            x = _tokens(time)
+            assert_close(run(x, return_state=return_state).logits, model(x).logits, f"output of {time} tokens")

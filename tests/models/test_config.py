@@ -52,7 +52,7 @@ emas = st.builds(EMAConfig, d_state=sizes, backend=st.sampled_from(EMA_BACKENDS)
     EMAConfig,
     hidden=sizes,
     truncation=sizes,
-    backend=st.sampled_from([name for name in EMA_BACKENDS if name != "fused"]),
+    backend=st.sampled_from([name for name in EMA_BACKENDS if name != "triton"]),
 )
 attentions = st.builds(
     AttentionConfig,

@@ -57,12 +57,12 @@ def test_an_ema_counts_as_its_recurrence() -> None:
 
 def test_a_summary_adds_up() -> None:
     entry = tcnca.preset("mega-enwik8", chunk_size=None)
-    summary = tcnca.models.summarize(entry)
+    summary = tcnca.models.summarize(entry.model, entry.length)
     assert summary.receptive_field is None
     # 16 hidden states a channel, all keys and values, and two positions a layer.
     assert summary.state_bytes == 12 * (4 * (512 * 16 + 8192 * (128 + 1024)) + 16)
-    bidirectional = tcnca.models.summarize(tcnca.preset("mega-text"))
+    bidirectional = tcnca.models.summarize(tcnca.preset("mega-text").model, 4002)
     assert bidirectional.state_bytes is None
     assert bidirectional.receptive_field == 2 * 1024 - 1
     tcn = TCNConfig(kernel_size=5, dilation_factor=3, depth=2)
-    assert tcnca.models.summarize(tcnca.preset("tcnca-text", mixer=tcn)).receptive_field == 1 + 4 * (1 + 3)
+    assert tcnca.models.summarize(tcnca.preset("tcnca-text", mixer=tcn).model, 4002).receptive_field == 1 + 4 * (1 + 3)

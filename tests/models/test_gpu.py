@@ -115,7 +115,7 @@ def test_autocast_stays_near_float32(mixer: TCNConfig | EMAConfig) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("model(torch.full((1, 4), 99, device='cuda'))", "outside the vocabulary"),
+        ("model(torch.full((1, 4), 99, device='cuda'))", "of the vocabulary"),
         ("model(torch.zeros(1, 4, dtype=torch.long, device='cuda'), lengths=torch.tensor([7]).cuda())", "lengths"),
     ],
     ids=["token", "length"],

@@ -1,7 +1,8 @@
-"""Inputs' and outputs' ends of a model: pooling, pairs of documents, tied matrices, the last norm."""
+"""Inputs and heads of a model: pooling, pairs of documents, tied matrices, the final norm, the first loss."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,19 +12,19 @@ from torch import Tensor
 
 from tcnca import (
     ClassifierHeadConfig,
-    InputError,
     LanguageModelHeadConfig,
     PairHeadConfig,
     RegressionHeadConfig,
     SequenceModel,
     TokenInputConfig,
     ValueInputConfig,
+    preset,
+    presets,
 )
 from tests.comparison import assert_close
-from tests.examples import VOCABULARY, small_config, small_model
+from tests.examples import VOCABULARY, pairwise, small_model
 from tests.models.gradients import gradients
 
-POOLINGS = pytest.mark.parametrize("pooling", ["mean", "last", "first"])
 LENGTHS = torch.tensor([7, 4, 1])
 
 
@@ -56,26 +57,16 @@ def _through(model: SequenceModel, pooled: Tensor, activation: str = "gelu") -> 
     return (pooled @ head.output.weight.T + bias).detach()
 
 
-@POOLINGS
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "lengths"])
-def test_pooling_is_over_real_tokens(pooling: str, causal: bool, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "causal", "padded"), pairwise(["mean", "last", "first"], [True, False], [False, True])
+)
+def test_pooling_is_over_valid_tokens(pooling: str, causal: bool, padded: bool) -> None:
     head = ClassifierHeadConfig(num_classes=4, pooling=pooling, hidden=5, hidden_layers=2)  # type: ignore[arg-type]
     model, x = small_model("tcnca", causal=causal, head=head), _tokens()
     lengths = LENGTHS if padded else torch.full((3,), 7)
     described = {"lengths": LENGTHS} if padded else {}
     pooled = _summary(_features(model, x, **described), lengths, pooling)
     assert_close(model(x, **described).logits.detach(), _through(model, pooled))
-
-
-@POOLINGS
-def test_pooling_after_left_padding_finds_the_real_tokens(pooling: str) -> None:
-    model = small_model("mega", causal=False, head=ClassifierHeadConfig(pooling=pooling))  # type: ignore[arg-type]
-    x = _tokens()
-    mask = torch.arange(7) >= 7 - LENGTHS.unsqueeze(1)
-    for row in range(3):
-        alone = model(x[row : row + 1, mask[row]]).logits
-        assert_close(model(x, attention_mask=mask).logits[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
@@ -87,72 +78,30 @@ def test_regression_head_without_pooling_gives_values_at_every_time(activation: 
     assert_close(values, _through(model, _features(model, x), activation))
 
 
-def test_regression_has_a_bias_and_classifiers_have_none() -> None:
-    assert "head.output.bias" in small_model(head=RegressionHeadConfig()).state_dict()
-    assert "head.output.bias" not in small_model(head=ClassifierHeadConfig()).state_dict()
-
-
 def _pair(combination: str = "concat", **fields: Any) -> SequenceModel:
     return small_model("tcnca", causal=False, head=PairHeadConfig(num_classes=3, combination=combination, **fields))  # type: ignore[arg-type]
 
 
-@POOLINGS
-@pytest.mark.parametrize("hidden", [None, 5])
-def test_concatenated_pair_is_second_then_first(pooling: str, hidden: int | None) -> None:
-    model = _pair("concat", pooling=pooling, hidden=hidden)
+@pytest.mark.parametrize(
+    ("combination", "pooling", "hidden"), pairwise(["concat", "features"], ["mean", "last", "first"], [None, 5])
+)
+def test_pair_is_second_then_first_or_both_with_product_and_difference(
+    combination: str, pooling: str, hidden: int | None
+) -> None:
+    model = _pair(combination, pooling=pooling, hidden=hidden)
     first, second, lengths2 = _tokens(), _tokens(3, 9), torch.tensor([9, 2, 5])
     u = _summary(_features(model, first, lengths=LENGTHS), LENGTHS, pooling)
     v = _summary(_features(model, second, lengths=lengths2), lengths2, pooling)
     logits = model(first, second, lengths=LENGTHS, lengths2=lengths2).logits
-    assert_close(logits.detach(), _through(model, torch.cat([v, u], -1)))
+    joined = [v, u] if combination == "concat" else [u, v, u * v, u - v]
+    assert_close(logits.detach(), _through(model, torch.cat(joined, -1)))
 
 
-@POOLINGS
-@pytest.mark.parametrize("hidden", [None, 5])
-def test_features_of_a_pair_are_both_their_product_and_their_difference(pooling: str, hidden: int | None) -> None:
-    model = _pair("features", pooling=pooling, hidden=hidden)
-    first, second = _tokens(), _tokens(3, 9)
-    u = _summary(_features(model, first), torch.full((3,), 7), pooling)
-    v = _summary(_features(model, second), torch.full((3,), 9), pooling)
-    logits = model(first, second).logits
-    assert_close(logits.detach(), _through(model, torch.cat([u, v, u * v, u - v], -1)))
-
-
-@pytest.mark.parametrize("combination", ["concat", "features"])
-@torch.no_grad()
-def test_the_order_of_a_pair_matters(combination: str) -> None:
-    model, first, second = _pair(combination), _tokens(), _tokens()
-    difference = model(first, second).logits - model(second, first).logits
-    assert bool((difference.abs().amax(1) > 1e-3).all())
-
-
-def test_one_encoder_reads_both_documents() -> None:
-    model, first, second = _pair("features", pooling="mean"), _tokens(), _tokens()
-    # Equal documents have equal features, so the difference is zero and its weights do not matter.
-    with torch.no_grad():
-        model.head.output.weight[:, 3 * 8 :] = 1e6  # type: ignore[union-attr, operator]
-        assert float(model(first, first).logits.abs().max()) < 1e3
-        assert float(model(first, second).logits.abs().max()) > 1e3
-
-
-def test_a_causal_pair_model_reads_whole_documents() -> None:
-    model = small_model("mega", head=PairHeadConfig(pooling="last"))
-    assert not model.streams
-    assert model(_tokens(), _tokens()).state is None
-
-
-def test_pair_head_asks_for_two_documents_and_others_for_one() -> None:
-    with pytest.raises(InputError, match="second: got None"):
-        _pair()(_tokens())
-    with pytest.raises(InputError, match="second: got a tensor"):
-        small_model()(_tokens(), _tokens())
-
-
-@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tie_embeddings", "untied"])
-def test_language_model_head_reads_with_the_embedding_or_a_matrix_of_its_own(tied: bool) -> None:
-    model, x = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=tied)), _tokens()
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_language_model_head_has_the_matrix_of_the_embedding_or_its_own(tie_embeddings: bool) -> None:
+    model, x = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=tie_embeddings)), _tokens()
     own = dict(model.named_parameters()).get("head.weight")
-    assert (own is None) == tied
+    assert (own is None) == tie_embeddings
     matrix = model.embedding.weight if own is None else own
     assert_close(model(x).logits.detach(), (_features(model, x) @ matrix.T).detach())
 
@@ -183,10 +132,6 @@ def test_last_norm_without_affine_is_one_with_scales_of_one(norm: str) -> None:
         for name in learned:
             weights[name].fill_(float(name == "norm.weight"))
         assert_close(affine(x).logits, plain(x).logits)
-
-
-def test_post_norm_models_have_no_last_norm() -> None:
-    assert small_model("tcnca", prenorm=False).norm is None
 
 
 def test_embeddings_are_scaled_by_the_root_of_the_width() -> None:
@@ -222,28 +167,17 @@ def test_dropout_of_a_head_is_for_training() -> None:
         assert not torch.equal(model(x).logits, model(x).logits)
 
 
-def test_head_of_a_configuration_alone_decides_the_outputs() -> None:
-    shapes = {
-        "language model": (small_config("tcnca"), (3, 7, VOCABULARY)),
-        "classifier": (small_config("tcnca", head=ClassifierHeadConfig(num_classes=4)), (3, 4)),
-        "classifier of every token": (
-            small_config("tcnca", head=ClassifierHeadConfig(num_classes=4, pooling="none")),
-            (3, 7, 4),
-        ),
-        "regression": (small_config("tcnca", head=RegressionHeadConfig(outputs=2)), (3, 2)),
-    }
-    for name, (config, shape) in shapes.items():
-        assert small_model(config)(_tokens()).logits.shape == shape, name
-
-
-@pytest.mark.parametrize(
-    "head", [RegressionHeadConfig(outputs=2, pooling="none"), ClassifierHeadConfig(num_classes=2, pooling="none")]
-)
-def test_answers_at_every_time_are_zero_in_the_padding(head: RegressionHeadConfig | ClassifierHeadConfig) -> None:
-    model = small_model(head=head)
-    tokens = torch.randint(VOCABULARY, (2, 6))
-    logits = model(tokens, lengths=[6, 3]).logits
-    assert not logits[1, 3:].any()
-    assert logits[1, :3].all()
-    packed = model(tokens.view(1, -1), cu_seqlens=[0, 6, 9, 12]).logits
-    assert_close(packed[0, :6], logits[0])
+@pytest.mark.parametrize("name", [name for name in presets() if not preset(name).model.head.generates])
+def test_first_loss_of_a_classifier_is_near_the_logarithm_of_the_classes(name: str) -> None:
+    # The ends and widths of the preset, with one layer and short sequences.
+    config = preset(name).model.override(num_layers=1)
+    model, classes = SequenceModel(config), config.head.num_classes  # type: ignore[attr-defined]
+    documents = [
+        torch.randint(config.input.vocab_size, (16, 40))
+        if isinstance(config.input, TokenInputConfig)
+        else torch.randn(16, 40)
+        for _ in range(config.head.documents)
+    ]
+    with torch.no_grad():
+        loss = F.cross_entropy(model(*documents).logits, torch.arange(16) % classes)
+    assert float(loss) == pytest.approx(math.log(classes), abs=0.05)

@@ -71,7 +71,7 @@ def published_rate(wanted: Recipe, step: int) -> float:
 
 def idle(task: Task, model: tcnca.SequenceModel, wanted: Recipe) -> set[str]:
     """Parameters that cannot learn: those of the scores, where the only token that counts is alone in its chunk."""
-    attention, last = model.config.attention, f"layers.{model.config.num_layers - 1}.mixing."
+    attention, last = model.config.attention, f"layers.{model.config.num_layers - 1}.block."
     if not wanted.data.source.startswith("recall") or attention is None:
         return set()
     if attention.chunk_size is None or task.batch(0, wanted.batch.size).inputs.shape[1] % attention.chunk_size != 1:

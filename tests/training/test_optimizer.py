@@ -44,8 +44,8 @@ def test_norms_biases_ema_and_scales_are_not_decayed(family: str) -> None:
     assert "embedding.weight" in groups["matrices"]
     assert "layers.0.feed_forward.up.weight" in groups["matrices"]
     tcn = family.startswith("tcn")
-    assert groups.get("kernels", set()) == ({f"layers.{i}.mixing.mixer.weight" for i in range(2)} if tcn else set())
-    assert "layers.0.mixing.mixer.weight" not in groups["matrices"]
+    assert groups.get("kernels", set()) == ({f"layers.{i}.block.mixer.weight" for i in range(2)} if tcn else set())
+    assert "layers.0.block.mixer.weight" not in groups["matrices"]
 
 
 def test_kernels_have_factors_of_their_own() -> None:

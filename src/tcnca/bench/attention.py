@@ -51,10 +51,10 @@ def attention_entries(settings: Settings) -> Iterator[Entry]:
         yield _entry(settings, model, case, "auto")
         if on_gpu:
             # On a CPU the library's choice is this one.
-            yield _entry(settings, model, case, "plain")
+            yield _entry(settings, model, case, "naive")
 
 
-def _entry(settings: Settings, model: str, case: Attention, backend: Literal["auto", "plain"]) -> Entry:
+def _entry(settings: Settings, model: str, case: Attention, backend: Literal["auto", "naive"]) -> Entry:
     small = dataclasses.replace(case, batch=1, length=min(case.length, _CHUNKS * case.chunk))
     own = backend == "auto"
     way = "as chosen by the library" if own else "in plain PyTorch"
@@ -84,7 +84,7 @@ def _inputs(case: Attention, settings: Settings) -> Inputs:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: Literal["auto", "plain"]
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, case: Attention, backend: Literal["auto", "naive"]
 ) -> Tensor:
     how: dict[str, Any] = {"chunk_size": case.chunk, "causal": case.causal, "activation": case.config.activation}
     return chunked_attention(q, k, v, bias=bias, backend=backend, **how)[0]

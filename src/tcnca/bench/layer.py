@@ -11,7 +11,7 @@ from torch import Tensor
 from tcnca.bench.check import DEEP_TOLERANCE
 from tcnca.bench.entry import Entry, Pair, Settings, Subject, Work
 from tcnca.bench.variants import Variant, arithmetic, config_of, exact_config, variants
-from tcnca.layers import Block
+from tcnca.layers import Layer
 from tcnca.models import ModelConfig
 
 GPU_SIZE, CPU_SIZE = (8, 8192), (1, 2048)
@@ -39,7 +39,7 @@ def _entry(settings: Settings, variant: Variant, batch: int, length: int, compil
     config = config_of(variant, "enwik8", dropout=0.0)
     tokens = batch * length
     with torch.device("meta"):
-        block = Block(config.block())
+        block = Layer(config)
         weights = sum(parameter.numel() for parameter in block.parameters())
         flops = 2 * block.macs(length) * tokens
     sequence, weights = tokens * config.d_model * _FLOAT, weights * _FLOAT
@@ -63,14 +63,14 @@ def _entry(settings: Settings, variant: Variant, batch: int, length: int, compil
 
 def _subject(config: ModelConfig, settings: Settings, batch: int, length: int, compiled: bool) -> Subject:
     torch.manual_seed(0)
-    block = Block(config.block()).to(settings.device)
+    block = Layer(config).to(settings.device)
     if compiled:
         block.compile(dynamic=False)
     x = torch.randn(batch, length, config.d_model).to(settings.device)
     return _run(block, x, settings)
 
 
-def _run(block: Block, x: Tensor, settings: Settings) -> Subject:
+def _run(block: Layer, x: Tensor, settings: Settings) -> Subject:
     x.requires_grad_()
 
     def run() -> Tensor:
@@ -83,8 +83,8 @@ def _run(block: Block, x: Tensor, settings: Settings) -> Subject:
 
 def _pair(config: ModelConfig, settings: Settings, batch: int, length: int) -> Pair:
     """A layer on one short row, and the same in float64 on the CPU."""
-    exact = Block(exact_config(config).block())
-    block = Block(config.block())
+    exact = Layer(exact_config(config))
+    block = Layer(config)
     block.load_state_dict(exact.state_dict())
     x = torch.randn(1, min(length, _CHECKED), config.d_model)
     doubled = x.double().requires_grad_()

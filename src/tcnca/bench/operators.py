@@ -91,7 +91,7 @@ def plain_operator(causal: bool) -> Operator:
         name=_named("plain-tcn", causal),
         label=_labeled("TCN, plain", causal),
         about="the library's TCN in plain PyTorch, channels last",
-        run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "plain"),
+        run=lambda case: lambda x, weight: _bare_tcn(x, weight, case, causal, "naive"),
     )
 
 
@@ -153,7 +153,7 @@ def scan_operator(causal: bool, hidden: int = 8) -> Operator:
         name=_named("scan-ema", causal, hidden),
         label=_labeled("scan-EMA", causal, hidden),
         about="the library's EMA as a scan: fused on a GPU, in plain PyTorch with the states of all times elsewhere",
-        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fused" if x.is_cuda else "scan")[0],
+        run=lambda case: lambda x, *parameters: ema(x, *parameters, backend="triton" if x.is_cuda else "scan")[0],
         oracle=lambda case: lambda x, *parameters: ema(x, *parameters, backend="fft")[0],
         max_length=None,
     )
@@ -235,7 +235,7 @@ def _channels_first(inputs: Inputs) -> Inputs:
 
 
 def _bare_tcn(x: Tensor, weight: Tensor, case: Case, causal: bool, backend: str) -> Tensor:
-    bare: dict[str, Any] = {"nonlinearity": "none", "residual": False, "causal": causal, "backend": backend}
+    bare: dict[str, Any] = {"activation": "none", "residual": False, "causal": causal, "backend": backend}
     return tcn(x, weight, case.dilation_factor, **bare)[0]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tcnca.bench.entry import Subject
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 
 Part = Callable[[], None]
 Parts = Mapping[str, Part]
@@ -176,7 +176,7 @@ def captured(parts: Parts) -> dict[str, Part]:
     pool = torch.cuda.graph_pool_handle()
     replays: dict[str, Part] = {}
     for name, part in parts.items():
-        with capturing(stream, pool) as graph:
+        with capture_graph(stream, pool) as graph:
             part()
         replays[name] = graph.replay
     return replays

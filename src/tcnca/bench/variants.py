@@ -13,7 +13,15 @@ from tcnca.bench.entry import Pair, Settings, Subject
 from tcnca.data.tasks.base import class_loss
 from tcnca.errors import ConfigError
 from tcnca.layers import EMAConfig
-from tcnca.models import ClassifierHeadConfig, ModelConfig, PairHeadConfig, SequenceModel, TokenInputConfig, preset
+from tcnca.models import (
+    ClassifierHeadConfig,
+    ModelConfig,
+    PairHeadConfig,
+    SequenceModel,
+    TokenInputConfig,
+    ValueInputConfig,
+    preset,
+)
 from tcnca.training import OptimizerConfig, Processes, RuntimeConfig, build_optimizer, set_rate
 from tcnca.training.config import Precision
 from tcnca.training.evaluate import autocast
@@ -37,7 +45,7 @@ class Variant:
 
 def variants(device: torch.device) -> tuple[Variant, ...]:
     """All of them. The fused scan of a GPU knows no truncation: its kernels are as long as the sequence."""
-    scan = {"backend": "fused", "truncation": None} if device.type == "cuda" else {"backend": "scan"}
+    scan = {"backend": "triton", "truncation": None} if device.type == "cuda" else {"backend": "scan"}
     return (
         Variant(name="tcnca", label="TCNCA", family="tcnca", changes={}),
         Variant(name="mega-fft", label="MEGA, EMA by FFT", family="mega", changes={"backend": "fft"}),
@@ -76,9 +84,10 @@ def arithmetic(settings: Settings) -> contextlib.AbstractContextManager[object]:
 
 def inputs_of(config: ModelConfig, batch: int, length: int) -> tuple[Tensor, ...]:
     """Random input of a model: one sequence a row, or two for pairs of documents."""
-    documents = 2 if isinstance(config.head, PairHeadConfig) else 1
+    documents = config.head.documents
     if isinstance(config.input, TokenInputConfig):
         return tuple(torch.randint(config.input.vocab_size, (batch, length)) for _ in range(documents))
+    assert isinstance(config.input, ValueInputConfig)
     return tuple(torch.randn(batch, length, config.input.features) for _ in range(documents))
 
 

@@ -10,28 +10,46 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tcnca.cli.reporting import explained, say
+from tcnca.config import check_choice
 from tcnca.models import Preset, Summary, preset, presets, summarize
+from tcnca.recipes import FAMILIES
 
 
 def models(
     like: Annotated[str, typer.Argument(help="Show only presets whose name contains this, for example enwik8.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the models of the paper: size, receptive field, streaming state and cost of a token."""
-    chosen = [preset(name) for name in presets() if like.lower() in name]
-    if not chosen:
-        typer.echo(f"no preset has {like!r} in its name; `tcnca models` shows them all", err=True)
-        raise typer.Exit(2)
+    """List the paper's models and ours: size, receptive field, streaming state and cost of a token."""
+    with explained():
+        chosen = [preset(name) for name in presets() if like.lower() in name]
+        if not chosen:
+            check_choice("preset", like, presets())
     if as_json:
-        rows = {entry.name: {"task": entry.task, "length": entry.length, **vars(summarize(entry))} for entry in chosen}
+        rows = {
+            entry.name: {
+                "family": entry.family,
+                "task": entry.task,
+                "length": entry.length,
+                **vars(summarize(entry.model, entry.length)),
+            }
+            for entry in chosen
+        }
         typer.echo(json.dumps(rows, indent=2))
         return
-    Console().print(models_table([(entry, summarize(entry)) for entry in chosen]))
+    console = Console(emoji=False, highlight=False)
+    say(console, family_lines({entry.family for entry in chosen}))
+    console.print(models_table([(entry, summarize(entry.model, entry.length)) for entry in chosen]))
+
+
+def family_lines(shown: set[str]) -> str:
+    """Return a line for each family that is shown: what it is, and whether it is the paper's or ours."""
+    return "\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown)
 
 
 def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
-    """A table of presets, a rule between tasks."""
-    table = Table(title="The models of the paper", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    """Return a table of presets, in sections by task."""
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("preset", no_wrap=True)
     for column in ("parameters", "receptive\nfield", "streaming\nstate, MiB", "cost of a\ntoken, MMAC"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -48,9 +66,9 @@ def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
             f"{summary.macs / 1e6:.2f}",
         )
     table.caption = (
-        "Receptive field: tokens that the mixer of one layer sees. Streaming state: of one sequence of the task's "
-        "length in float32; bidirectional models (–) do not stream. Cost: million multiply-adds to read one token of "
-        "such a sequence, an EMA counted as its recurrence. Where the EMA is truncated its field has an end."
+        "Receptive field: tokens that the mixer of one layer sees; a truncated EMA has a limit. Streaming state: of "
+        "one sequence of the task's length in float32; bidirectional models (–) do not stream. Cost: million "
+        "multiply-adds to read one token of such a sequence, an EMA counted as its recurrence."
     )
     table.caption_justify = "left"
     return table

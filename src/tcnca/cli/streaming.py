@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import typer
@@ -18,7 +19,7 @@ from tcnca.cli.models import models_table
 from tcnca.models import SequenceModel, build, preset, presets, summarize
 
 # A preset of each kind. Chunks are made short, so that the tokens of a demo cross some.
-STREAMED: dict[str, tuple[str, dict[str, int | None]]] = {
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "tcnca-enwik8": ("tcnca-enwik8", {"chunk_size": 48}),
     "mega-enwik8, chunked": ("mega-enwik8", {"chunk_size": 48}),
     "mega-enwik8, full": ("mega-enwik8", {"chunk_size": None}),
@@ -32,7 +33,7 @@ ALLOWED = 1e-4
 
 def show_streaming(console: Console, tokens: int, seed: int) -> None:
     """Build every model of the paper and show that token-by-token output equals the parallel forward."""
-    rows = [(preset(name), summarize(preset(name))) for name in presets()]
+    rows = [(preset(name), summarize(preset(name).model, preset(name).length)) for name in presets()]
     console.print(models_table(rows))
     console.print()
     title = f"{tokens} tokens in one call, in random pieces, and one by one"

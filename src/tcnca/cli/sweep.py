@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tcnca.cli.reporting import explained, say, seconds_of
 from tcnca.errors import ConfigError
-from tcnca.training.shipped import shipped
+from tcnca.recipes import builtin
 from tcnca.training.sweeps.curves import save_curves
 from tcnca.training.sweeps.picture import save_picture
 from tcnca.training.sweeps.plan import Point, Sweep, plan
@@ -42,7 +42,7 @@ from tcnca.training.sweeps.table import (
 )
 from tcnca.training.sweeps.variants import VARIANT, Variants, load_variants
 
-_SHIPPED = ", ".join(shipped("variants"))
+_SHIPPED = ", ".join(builtin("variants"))
 
 
 def sweep(

@@ -1,11 +1,10 @@
 """Layers: modules with parameters, built from `tcnca.ops` and chosen by typed configurations."""
 
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.block import Block, BlockConfig, GatedBlock, LayerState, Mixer, ResidualBlock
-from tcnca.layers.dropout import Dropout
+from tcnca.layers.block import GatedBlock, Layer, LayerConfig, LayerState, ResidualBlock
 from tcnca.layers.ema import EMA, EMAConfig
-from tcnca.layers.feed_forward import FeedForward
-from tcnca.layers.linear import Linear
+from tcnca.layers.feed_forward import Dropout, FeedForward, Linear
+from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_dtype
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
 from tcnca.layers.tcn import TCN, TCNConfig
 
@@ -15,20 +14,23 @@ __all__ = [
     "TCN",
     "AttentionConfig",
     "BatchNorm",
-    "Block",
-    "BlockConfig",
     "ChunkedAttention",
     "Dropout",
     "EMAConfig",
     "FeedForward",
     "GatedBlock",
+    "Layer",
+    "LayerConfig",
     "LayerNorm",
     "LayerState",
     "Linear",
     "Mixer",
+    "MixerConfig",
     "NormKind",
+    "ParamOptions",
     "RMSNorm",
     "ResidualBlock",
     "TCNConfig",
+    "check_dtype",
     "make_norm",
 ]

@@ -1,79 +1,89 @@
-"""One layer of a stack: a mixer over time, attention inside chunks, a feed-forward net.
+"""One layer of a model: a mixer over time, attention inside chunks, a feed-forward net.
 
-`GatedBlock` joins mixer and attention as MEGA and TCNCA do, with gates; `ResidualBlock` as TCNCA-simple
-does, with plain residual connections, and without attention as TCN-MLP and EMA-MLP.
+`GatedBlock` combines mixer and attention with gates, as in MEGA and TCNCA; `ResidualBlock` with residual connections,
+as in TCNCA-simple, and without attention as in TCN-MLP and EMA-MLP.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tcnca.config import Config, NonNegativeInt, PositiveInt, Probability
+from tcnca.errors import ConfigError
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.dropout import Dropout
-from tcnca.layers.ema import EMA, EMAConfig
-from tcnca.layers.feed_forward import FeedForward
-from tcnca.layers.linear import WEIGHT_STD, Linear
-from tcnca.layers.norm import make_norm
-from tcnca.layers.tcn import TCN, TCNConfig
-from tcnca.ops import AttentionState, EMAState, State, TCNState, activation
-
-Mixer = TCNConfig | EMAConfig
-MixerState = TCNState | EMAState
+from tcnca.layers.feed_forward import WEIGHT_STD, Dropout, FeedForward, Linear
+from tcnca.layers.mixer import MixerConfig
+from tcnca.layers.norm import NormKind, make_norm
+from tcnca.layers.tcn import TCNConfig
+from tcnca.ops import Activation, AttentionState, State, activation
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerState(State):
-    """The states of a layer's parts; None for a part that the layer does not have."""
+    """The states of a layer's mixer and attention; None for a part that the layer does not have."""
 
-    mixer: MixerState | None
+    mixer: State | None
     attention: AttentionState | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """What the layers of a stack have in common."""
+class LayerConfig(Config):
+    """The structure of a layer."""
 
-    d_model: int
-    causal: bool
-    mixer: Mixer | None
-    attention: AttentionConfig | None
-    gated: bool
-    d_ff: int
-    activation: str
-    norm: str
-    prenorm: bool
-    dropout: float
-    value_dropout: float
-    ff_dropout: float
-    feature_dropout: bool
+    d_model: PositiveInt = 128
+    """Channels of the sequence between layers (the paper's d)."""
+    d_ff: NonNegativeInt = 256
+    """Hidden width of the feed-forward net; 0 for none."""
+    mixer: MixerConfig | None = dataclasses.field(default_factory=TCNConfig)
+    """What mixes over time before the attention."""
+    attention: AttentionConfig | None = dataclasses.field(default_factory=AttentionConfig)
+    """Attention inside chunks."""
+    gated: bool = True
+    """Whether mixer and attention are combined by MEGA's gates, or by residual connections."""
+    causal: bool = True
+    """Whether a token sees only the past. Only causal models stream."""
+    activation: Activation = "silu"
+    """Non-linearity of values, candidates and feed-forward nets."""
+    norm: NormKind = "layer"
+    """Normalization of every layer."""
+    prenorm: bool = True
+    """Whether to normalize the input of a part, or its sum with the residual."""
+    dropout: Probability = 0.0
+    """Dropout of embeddings, of mixers' outputs and of everything added to the residual."""
+    value_dropout: Probability = 0.0
+    """Dropout of the attention's values."""
+    ff_dropout: Probability = 0.0
+    """Dropout inside the feed-forward nets."""
+    feature_dropout: bool = False
+    """Whether dropout inside the layers drops whole channels of a sequence."""
 
-
-def make_mixer(config: Mixer | None, width: int, causal: bool) -> TCN | EMA | None:
-    """The module for a mixer's configuration."""
-    if isinstance(config, TCNConfig):
-        return TCN(width, config, causal)
-    return EMA(width, config, causal) if isinstance(config, EMAConfig) else None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gated and self.attention is None:
+            raise ConfigError("gated: expected False without attention, got True; MEGA's gates need attention")
 
 
 class GatedBlock(nn.Module):
-    """MEGA's gated attention (its section 3), on any mixer.
+    """MEGA's gated attention (its section 3), with any mixer.
 
-    `X' = drop(mixer(X̂))` gives by one projection the output gate `u`, the shared representation `ζ` of queries
-    and keys, the reset gate `r` and the candidate `h`; the values come from `X̂` itself. Result: `X + u ⊙ (H - X)`.
+    One projection of `X' = drop(mixer(X̂))` gives the output gate `u`, the shared representation `ζ` of queries
+    and keys, the reset gate `r` and the candidate `h`; the values are computed from `X̂`. The result is
+    `X + u ⊙ (H - X)`.
     """
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         assert config.attention is not None
         attention, width = config.attention, config.d_model
         self.widths = (width, attention.d_key, attention.d_value, width)
         self.prenorm = config.prenorm
-        self.function = activation(config.activation)
+        self.activation = activation(config.activation)
         self.norm = make_norm(config.norm, width)
-        self.mixer = make_mixer(config.mixer, width, config.causal)
+        self.mixer = None if config.mixer is None else config.mixer.build(width, config.causal)
         self.values = Linear(width, attention.d_value)
         self.gates = Linear(width, sum(self.widths))
         self.output = Linear(attention.d_value, width)
@@ -85,44 +95,44 @@ class GatedBlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new transforms of queries and keys."""
+        """Initialize the transforms of queries and keys."""
         nn.init.normal_(self.gamma, std=WEIGHT_STD)
         nn.init.zeros_(self.beta)
 
     def forward(
         self, x: Tensor, lengths: Tensor | None, state: LayerState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, d_model]` to the same, and the new state or None."""
+        """Map `[batch, time, d_model]` to the same shape, and return the new state or None."""
+        options: dict[str, Any] = {"lengths": lengths, "return_state": return_state, "inplace": inplace}
         normed = self.norm(x, lengths) if self.prenorm else x
-        values = self.function(self.values(normed))
-        mixed, mixer_state = _mix(self.mixer, normed, lengths, state, return_state, inplace)
-        u, zeta, r, h = self.gates.parts(self.dropout(mixed), self.widths)
+        values = self.activation(self.values(normed))
+        mixed, mixer_state = _run(self.mixer, normed, state=state and state.mixer, **options)
+        u, zeta, r, h = self.gates.split(self.dropout(mixed), self.widths)
         u = torch.sigmoid(u)
         zeta, r = nn.functional.silu(zeta), nn.functional.silu(r)
-        attended, attention_state = self.attention(
+        attended, attention_state = _run(
+            self.attention,
             zeta * self.gamma[0] + self.beta[0],
             zeta * self.gamma[1] + self.beta[1],
             self.value_dropout(values),
-            lengths=lengths,
-            state=None if state is None else state.attention,
-            return_state=return_state,
-            inplace=inplace,
+            state=state and state.attention,
+            **options,
         )
-        h = self.dropout(self.function(h + self.output(attended * r)))
+        h = self.dropout(self.activation(h + self.output(attended * r)))
         x = x + u * (h - x)
         x = x if self.prenorm else self.norm(x, lengths)
         return x, LayerState(mixer_state, attention_state) if return_state else None
 
 
 class ResidualBlock(nn.Module):
-    """Mixer, then attention if there is any, each with a norm and a plain residual connection."""
+    """Mixer, then attention if there is any, each with a norm and a residual connection."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         width, attention = config.d_model, config.attention
         self.prenorm = config.prenorm
-        self.mixer = make_mixer(config.mixer, width, config.causal)
-        self.mixer_norm = make_norm(config.norm, width) if self.mixer is not None else None
+        self.mixer = None if config.mixer is None else config.mixer.build(width, config.causal)
+        self.mixer_norm = None if config.mixer is None else make_norm(config.norm, width)
         self.attention = ChunkedAttention(attention, config.causal) if attention is not None else None
         if attention is not None:
             self.widths = (attention.d_key, attention.d_key, attention.d_value)
@@ -135,42 +145,45 @@ class ResidualBlock(nn.Module):
     def forward(
         self, x: Tensor, lengths: Tensor | None, state: LayerState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, d_model]` to the same, and the new state or None."""
-        mixer_state: MixerState | None = None
-        attention_state: AttentionState | None = None
+        """Map `[batch, time, d_model]` to the same shape, and return the new state or None."""
+        options: dict[str, Any] = {"lengths": lengths, "return_state": return_state, "inplace": inplace}
+        mixer_state: State | None = None
+        attention_state: Any = None
         if self.mixer_norm is not None:
             normed = self.mixer_norm(x, lengths) if self.prenorm else x
-            mixed, mixer_state = _mix(self.mixer, normed, lengths, state, return_state, inplace)
+            mixed, mixer_state = _run(self.mixer, normed, state=state and state.mixer, **options)
             x = x + self.dropout(mixed)
             x = x if self.prenorm else self.mixer_norm(x, lengths)
         if self.attention is not None:
             normed = self.attention_norm(x, lengths) if self.prenorm else x
-            q, k, v = self.projection.parts(normed, self.widths)
-            attended, attention_state = self.attention(
-                q,
-                k,
-                self.value_dropout(v),
-                lengths=lengths,
-                state=None if state is None else state.attention,
-                return_state=return_state,
-                inplace=inplace,
+            q, k, v = self.projection.split(normed, self.widths)
+            attended, attention_state = _run(
+                self.attention, q, k, self.value_dropout(v), state=state and state.attention, **options
             )
             x = x + self.dropout(self.output(attended))
             x = x if self.prenorm else self.attention_norm(x, lengths)
         return x, LayerState(mixer_state, attention_state) if return_state else None
 
 
-class Block(nn.Module):
-    """One layer: mixing over time, then a feed-forward net."""
+def _run(part: nn.Module | None, *inputs: Tensor, return_state: bool, **options: Any) -> tuple[Tensor, Any]:
+    """Call a mixer or attention; the output and its new state or None. Without a part the input is the output."""
+    if part is None:
+        return inputs[0], None
+    result = part(*inputs, return_state=return_state, **options)
+    return result if return_state else (result, None)
 
-    def __init__(self, config: BlockConfig) -> None:
+
+class Layer(nn.Module):
+    """One layer: a block that mixes over time, then a feed-forward net."""
+
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.mixing: GatedBlock | ResidualBlock = GatedBlock(config) if config.gated else ResidualBlock(config)
+        self.block: GatedBlock | ResidualBlock = GatedBlock(config) if config.gated else ResidualBlock(config)
         self.feed_forward = (
             FeedForward(
                 config.d_model,
                 config.d_ff,
-                function=config.activation,
+                activation_name=config.activation,
                 norm=config.norm,
                 prenorm=config.prenorm,
                 dropout=config.dropout,
@@ -190,20 +203,16 @@ class Block(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
     ) -> tuple[Tensor, LayerState | None]:
-        """`[batch, time, d_model]` to the same, and the new state or None.
+        """Map `[batch, time, d_model]` to the same shape, and return the new state or None.
 
-        Args:
-            lengths: `[batch]`, real tokens in each row; the rest is padding.
-            state: what an earlier call returned; None is the start of the sequence. Causal only.
-            return_state: also return the state after these tokens.
-            inplace: the given state's memory may be reused; do not use that state again.
+        The arguments are those of `Mixer.forward`.
         """
-        x, new = self.mixing(x, lengths, state, return_state, inplace)
+        x, new = self.block(x, lengths, state, return_state, inplace)
         return x if self.feed_forward is None else self.feed_forward(x, lengths), new
 
     def initial_state(self, batch: int) -> LayerState:
-        """The state before the first token."""
-        mixer, attention = self.mixing.mixer, self.mixing.attention
+        """Return the state before the first token."""
+        mixer, attention = self.block.mixer, self.block.attention
         some = next(self.parameters())
         return LayerState(
             None if mixer is None else mixer.initial_state(batch),
@@ -211,22 +220,7 @@ class Block(nn.Module):
         )
 
     def macs(self, length: int) -> int:
-        """Multiplications and additions for one token of a sequence of `length`, counted in pairs."""
+        """Return the multiply-accumulate operations for one token of a sequence of `length`, on average."""
         linears = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
-        parts = (self.mixing.mixer, self.mixing.attention)
+        parts = (self.block.mixer, self.block.attention)
         return linears + sum(part.macs(length) for part in parts if part is not None)
-
-
-def _mix(
-    mixer: TCN | EMA | None,
-    x: Tensor,
-    lengths: Tensor | None,
-    state: LayerState | None,
-    return_state: bool,
-    inplace: bool,
-) -> tuple[Tensor, MixerState | None]:
-    if mixer is None:
-        return x, None
-    before = None if state is None else state.mixer
-    # The state's kind was checked against the model's when the call began.
-    return mixer(x, lengths=lengths, state=before, return_state=return_state, inplace=inplace)

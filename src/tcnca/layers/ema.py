@@ -3,72 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag
+from tcnca.config import PositiveInt
 from tcnca.errors import ConfigError
-from tcnca.ops import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
+from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
 
 EMAOutput = Literal["skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EMAConfig(Config):
+class EMAConfig(MixerConfig, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 
-    d_state: int = 16
-    """Hidden states of each channel (the paper's N)."""
-    truncation: int | None = None
-    """Lags after which the kernel is cut off. Streaming then keeps a window of so many inputs."""
+    d_state: PositiveInt = 16
+    """Size of the hidden state of each channel (the paper's N)."""
+    truncation: PositiveInt | None = None
+    """Length at which the kernel is cut off. The streaming state then holds as many past inputs."""
     backend: EMABackend = "auto"
-    """How it is computed: `fft`, `scan`, `recurrent`, or `fused`, by kernels for NVIDIA GPUs; `auto` takes `fused` where it
-    can run, else `fft`. All give the same."""
+    """Implementation: `fft`, `scan`, `recurrent`, or `triton` (kernels for NVIDIA GPUs); `auto` uses `triton` where it
+    can run, else `fft`. All compute the same function."""
     spread: bool = False
-    """Whether decays start uniform between 0.5 and 1, instead of all near 0.75 as MEGA's do."""
+    """Whether decays are initialized uniformly between 0.5 and 1, instead of all near 0.75 as in MEGA."""
     output: EMAOutput = "activation"
-    """What comes out: a SiLU of `ema(x) + ω · x` (`activation`), as MEGA has it, or that itself (`skip`)."""
+    """Output: SiLU of `ema(x) + ω · x` (`activation`), as in MEGA, or the sum itself (`skip`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("mixer.d_state", self.d_state, 1)
-        if self.truncation is not None:
-            check_at_least("mixer.truncation", self.truncation, 1)
-        check_choice("mixer.backend", self.backend, EMA_BACKENDS)
-        check_flag("mixer.spread", self.spread)
-        check_choice("mixer.output", self.output, get_args(EMAOutput))
-        if self.backend == "fused" and self.truncation is not None:
+        if self.backend == "triton" and self.truncation is not None:
             raise ConfigError(
-                f"mixer.backend: got 'fused' with truncation {self.truncation}, allowed is 'fused' without truncation; "
-                "'auto' takes 'fft' for a truncated kernel"
+                f"backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'triton', which has no "
+                "truncated kernels"
             )
 
+    def build(self, d_model: int, causal: bool = True) -> EMA:
+        """Return a new `EMA`."""
+        return EMA(d_model, self, causal)
 
-class EMA(nn.Module):
-    """MEGA's mixer: `silu(ema(x) + ω ⊙ x)`, or without SiLU, each of `d_model` channels with `hidden` decays of its own.
 
-    Bidirectional, a second set of parameters looks into the future. `tcnca.ops.ema` takes a kernel made beforehand;
-    the module makes it anew in every call, as it cannot know when its parameters change.
+class EMA(Mixer):
+    """MEGA's mixer, `silu(ema(x) + ω ⊙ x)`: each of `d_model` channels has its own decays.
+
+    A bidirectional EMA has a second set of parameters for the future. Instead of a configuration, its fields can be
+    passed: `EMA(64, d_state=8)`.
     """
 
-    def __init__(self, width: int, config: EMAConfig, causal: bool = True) -> None:
-        super().__init__()
-        self.config = config
-        self.causal = causal
-        shape = (1 if causal else 2, width, config.d_state)
+    state_class = EMAState
+    config: EMAConfig
+
+    def __init__(self, d_model: int, config: EMAConfig | None = None, causal: bool = True, **fields: Any) -> None:
+        config = EMAConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        super().__init__(d_model, config, causal)
+        shape = (1 if causal else 2, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))
         self.alpha = nn.Parameter(torch.empty(shape))
         self.beta = nn.Parameter(torch.empty(shape))
         self.gamma = nn.Parameter(torch.empty(shape))
-        self.omega = nn.Parameter(torch.empty(width))
+        self.omega = nn.Parameter(torch.empty(d_model))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new parameters as MEGA does, or with other decays (see `EMAConfig.spread`)."""
+        """Initialize the parameters as in MEGA, or with other decays (see `EMAConfig.spread`)."""
         nn.init.normal_(self.delta, std=0.2)
         nn.init.normal_(self.alpha, std=0.2)
         if self.config.spread:
@@ -82,16 +83,10 @@ class EMA(nn.Module):
         nn.init.normal_(self.gamma)
         nn.init.normal_(self.omega)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        lengths: Tensor | None = None,
-        state: EMAState | None = None,
-        return_state: bool = False,
-        inplace: bool = False,
+    def mix(
+        self, x: Tensor, lengths: Tensor | None, state: EMAState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, EMAState | None]:
-        """`[batch, time, d_model]` to the same; the arguments are those of `tcnca.ops.ema`."""
+        """Implement `forward` with `tcnca.ops.ema`."""
         averaged, new = ema(
             x,
             self.delta,
@@ -105,23 +100,41 @@ class EMA(nn.Module):
             return_state=return_state,
             inplace=inplace,
         )
-        y = averaged + x * self.omega
+        # Under autocast the parameters are wider than what the operator returns.
+        y = (averaged + x * self.omega).to(averaged.dtype)
         return F.silu(y) if self.config.output == "activation" else y, new
 
     def initial_state(self, batch: int) -> EMAState:
-        """The state before the first token."""
-        where, kind = self.delta.device, self.delta.dtype
-        return initial_ema_state(batch, self.omega.shape[0], self.config.d_state, self.config.truncation, where, kind)
+        """Return the state before the first token."""
+        c, device, dtype = self.config, self.delta.device, self.delta.dtype
+        return initial_ema_state(batch, self.d_model, c.d_state, c.truncation, device, dtype)
 
     def macs(self, length: int) -> int:
-        """Multiplications and additions for one token of a sequence of `length`, by the recurrence, in pairs.
+        """Return the multiply-accumulate operations for one token, of the recurrence whatever the backend.
 
-        A truncated kernel needs one more for each hidden state, to take out again what once went in.
+        A truncated kernel needs one more for each hidden state, which removes the oldest input.
         """
         truncated = self.config.truncation is not None and self.config.truncation < length
         return (4 if truncated else 3) * self.delta.numel()
 
+    @property
+    def receptive_field(self) -> int | None:
+        """Number of inputs that one output depends on; None without truncation."""
+        truncation = self.config.truncation
+        return truncation if self.causal or truncation is None else 2 * truncation - 1
+
+    @property
+    def signature(self) -> str:
+        """What two EMAs must share for one to continue from a state of the other."""
+        return f"EMA(d_state={self.config.d_state}, truncation={self.config.truncation})"
+
+    def param_options(self) -> dict[str, ParamOptions]:
+        """Exclude all parameters from weight decay."""
+        return {name: ParamOptions("rest", wd_mult=0.0) for name, _ in self.named_parameters()}
+
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Describe the module for `print`."""
         c = self.config
-        return f"d_state={c.d_state}, truncation={c.truncation}, backend={c.backend}, causal={self.causal}"
+        return (
+            f"{self.d_model}, d_state={c.d_state}, truncation={c.truncation}, backend={c.backend}, causal={self.causal}"
+        )

@@ -1,7 +1,6 @@
-"""How the kernels of a TCN start, `[depth, convolutions, width, kernel_size]` (see `TCNConfig.init`).
+"""Initialization of the kernels of a TCN, `[depth, convolutions, width, kernel_size]` (see `TCNConfig.init`).
 
-All starts but `normal` have in common that far taps carry little at first: random ones would pour noise from far tokens
-into every position.
+All but `normal` give far taps little weight: random ones would add noise from far tokens to every position.
 """
 
 from __future__ import annotations
@@ -18,23 +17,27 @@ if TYPE_CHECKING:
     from tcnca.layers.tcn import TCNConfig
 
 FAR_SCALE = 0.1
+"""Scale of the random kernels of later blocks."""
 GRADE = 0.3
+"""Scale of a block relative to the previous one."""
 MIXED = 4
+"""Exponentials in a mixture."""
 
 
 @torch.no_grad()
-def draw_kernels(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
-    """New kernels of the shape, type and device of `like`."""
+def initial_kernels(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
+    """Return new kernels of the shape, dtype and device of `like`."""
     if config.init == "series":
         return _series(config, like, causal)
     kernels = nn.init.normal_(torch.empty_like(like), std=config.kernel_size**-0.5)
     if config.init == "normal":
         return kernels
-    return _of_blocks(config, kernels, causal) if config.block == "residual" else _of_chain(config, kernels, causal)
+    init = _init_residual if config.block == "residual" else _init_chain
+    return init(config, kernels, causal)
 
 
-def _of_blocks(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
-    """Of residual blocks, which let their input through beside their convolutions."""
+def _init_residual(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
+    """Initialize residual blocks, whose skip connections pass their input on."""
     if config.init == "graded":
         return kernels * _grades(kernels)
     kernels[0] = _decaying_mixtures(kernels[0], causal)
@@ -42,13 +45,13 @@ def _of_blocks(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
     if config.init == "ema":
         kernels[0, 0] = _averages(kernels[0, 0], causal)
     if config.init != "decay":
-        # With nothing in all convolutions of a block, none would have a gradient.
+        # With zeros in all convolutions of a block, none would have a gradient.
         kernels[1:, -1] = 0.0
     return kernels
 
 
-def _of_chain(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
-    """Of a chain, whose convolutions themselves let their input through."""
+def _init_chain(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
+    """Initialize a chain, whose convolutions must pass their input on themselves."""
     first = kernels[0, 0].clone()
     if config.init == "graded":
         kernels *= _grades(kernels)
@@ -62,7 +65,7 @@ def _of_chain(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
 
 
 def _center(kernel_size: int, causal: bool) -> int:
-    """The tap of lag zero."""
+    """Return the tap of lag zero."""
     return 0 if causal else (kernel_size - 1) // 2
 
 
@@ -71,7 +74,7 @@ def _grades(kernels: Tensor) -> Tensor:
 
 
 def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:
-    """Random mixtures of decaying exponentials, of unit norm."""
+    """Return random mixtures of decaying exponentials, of unit norm."""
     lags = (torch.arange(like.shape[-1], device=like.device) - _center(like.shape[-1], causal)).abs()
     amplitudes = torch.randn(*like.shape[:-1], MIXED, 1, device=like.device)
     decays = torch.rand(*like.shape[:-1], MIXED, 1, device=like.device)
@@ -80,7 +83,7 @@ def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:
 
 
 def _averages(like: Tensor, causal: bool) -> Tensor:
-    """As many lags of the kernel of an EMA, as MEGA draws it, as there are taps."""
+    """Return the first lags of the kernel of an EMA that is initialized as in MEGA."""
     width, size = like.shape
     center = _center(size, causal)
     with like.device:
@@ -94,9 +97,9 @@ def _averages(like: Tensor, causal: bool) -> Tensor:
 
 
 def _series(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
-    """Kernels whose chain is `a q^l` at lag `l`: the digits of a lag, to the base of the factor, are its taps.
+    """Return kernels whose chain is `a q^l` at lag `l`: the digits of a lag, to the base of the factor, are its taps.
 
-    A kernel in the middle looks to one side: of even channels into the past, of odd ones into the future.
+    Bidirectional kernels are one-sided: those of even channels see the past, those of odd channels the future.
     """
     depth, convolutions, width, size = like.shape
     factor, center = config.dilation_factor, _center(size, causal)
@@ -105,7 +108,7 @@ def _series(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
     decay = (0.5 + 0.5 * torch.rand(width)).unsqueeze(-1).double()
     amplitude = torch.randn(width).unsqueeze(-1) * (1.0 - decay**2).sqrt()
     kernels = torch.zeros(depth, convolutions, width, size, dtype=torch.float64)
-    # Further convolutions of a block begin as nothing at all.
+    # Further convolutions of a block start as the identity.
     kernels[:, 1:, :, center] = 1.0
     for block in range(depth):
         powers = (decay ** (factor**block)) ** digits.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Normalizations. All take `[batch, time, channels]` and `lengths`: padding never enters a statistic."""
+"""Normalizations. All take `[batch, time, channels]` and `lengths`: padding is excluded from every statistic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPS = 1e-5
 
 
 def make_norm(kind: str, width: int, affine: bool = True) -> nn.Module:
-    """The normalization called `kind` (one of `NORM_KINDS`) over `d_model` channels, with or without learned scales."""
+    """Build the normalization called `kind` (one of `NORM_KINDS`), with or without learned scales."""
     if kind == "layer":
         return LayerNorm(width, affine)
     if kind in ("scale", "rms"):
@@ -33,12 +33,12 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=EPS, elementwise_affine=affine)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalize `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
+        """Normalize `x` (`[batch, time, channels]`); `lengths` has no effect."""
         return super().forward(x)
 
 
 class RMSNorm(nn.Module):
-    """Mean square 1 over the channels of each token, times a learned scale a channel, or one for all (ScaleNorm)."""
+    """Mean square 1 over the channels of each token, times learned scales of channels, or one scale (ScaleNorm)."""
 
     def __init__(self, scales: int, affine: bool = True) -> None:
         super().__init__()
@@ -51,18 +51,18 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalize `x` (`[batch, time, channels]`); `lengths` makes no difference here."""
+        """Normalize `x` (`[batch, time, channels]`); `lengths` has no effect."""
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = precise if self.weight is None else precise * self.weight
         return (scaled * torch.rsqrt(precise.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
 class BatchNorm(nn.Module):
-    """Mean 0 and variance 1 of each channel over batch and time, of real tokens only.
+    """Mean 0 and variance 1 of each channel over batch and time, of valid tokens only.
 
-    In training the statistics are those of the batch; in evaluation, the running means of training.
-    Note that in training they also look at later tokens of a causal model.
-    `synchronized` takes them over all processes of the default group.
+    In training mode the statistics are those of the batch, which include later tokens of a causal model; in
+    evaluation mode they are the running means of training.
+    `synchronized` computes them over all processes of the default group.
     """
 
     running_mean: Tensor
@@ -81,7 +81,7 @@ class BatchNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set scales to 1 and shifts to 0, and forget the running statistics."""
+        """Set scales to 1, shifts to 0 and the running statistics to their initial values."""
         self.running_mean.zero_()
         self.running_var.fill_(1.0)
         self.num_batches_tracked.zero_()
@@ -90,7 +90,7 @@ class BatchNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Normalize `x` (`[batch, time, channels]`), of which each row's first `lengths` tokens are real."""
+        """Normalize `x` (`[batch, time, channels]`); the first `lengths` tokens of each row are valid."""
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
             precise = zero_padding(precise, lengths)
@@ -103,7 +103,7 @@ class BatchNorm(nn.Module):
         return y.to(x.dtype)
 
     def affine(self) -> tuple[Tensor, Tensor] | None:
-        """Scale and shift of each channel where these are all that is done: in evaluation."""
+        """Return the scale and shift of each channel in evaluation mode, and None in training mode."""
         if self.training:
             return None
         scale = torch.rsqrt(self.running_var + EPS)
@@ -113,7 +113,7 @@ class BatchNorm(nn.Module):
         return scale, shift
 
     def _batch_statistics(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the real tokens of `x`, which has zeros in its padding."""
+        """Return mean and variance of the valid tokens of `x`, whose padding is zero."""
         if lengths is None:
             count = torch.full((), x.shape[0] * x.shape[1], device=x.device, dtype=x.dtype)
         else:
@@ -125,7 +125,7 @@ class BatchNorm(nn.Module):
         var = squares / count.clamp(min=1.0)
         with torch.no_grad():
             unbiased = squares / (count - 1.0).clamp(min=1.0)
-            # A batch of nothing but padding teaches nothing.
+            # A batch of padding only leaves the running statistics unchanged.
             momentum = self.momentum * (count > 0).to(self.running_mean.dtype)
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
@@ -140,7 +140,7 @@ class BatchNorm(nn.Module):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all processes, whose gradient is the sum of the gradients."""
+    """Sum over all processes; the gradient is the sum of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -156,10 +156,10 @@ class _Sum(torch.autograd.Function):
 
 
 def fold(weight: Tensor, bias: Tensor | None, norms: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
-    """Kernels and biases that do what convolutions and their norms do, if each norm is a fixed scale and shift.
+    """Fold norms that are a fixed scale and shift into kernels and biases; None if there are others or none.
 
-    `weight` is `[depth, convolutions, channels, kernel_size]`, `bias` without the last, and every convolution, counted
-    through all blocks, has a norm.
+    `weight` is `[depth, convolutions, channels, kernel_size]`, `bias` has no last dimension, and `norms` has one norm
+    for each convolution.
     """
     affine = [norm.affine() for norm in norms if isinstance(norm, BatchNorm)]
     known = [pair for pair in affine if pair is not None]
@@ -172,5 +172,5 @@ def fold(weight: Tensor, bias: Tensor | None, norms: Sequence[nn.Module]) -> tup
 
 
 def weight_norm(weight: Tensor, scale: Tensor) -> Tensor:
-    """`weight` (`[…, channels, kernel_size]`) with each kernel's length set to `scale` (`[…, channels]`)."""
+    """`weight` (`[…, channels, kernel_size]`) with the norm of each kernel set to `scale` (`[…, channels]`)."""
     return F.normalize(weight, dim=-1) * scale.unsqueeze(-1)

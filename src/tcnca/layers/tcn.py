@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError
-from tcnca.layers.dropout import Dropout
-from tcnca.layers.init import draw_kernels
+from tcnca.layers.feed_forward import Dropout
+from tcnca.layers.init import initial_kernels
+from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
 from tcnca.layers.norm import fold, make_norm, weight_norm
-from tcnca.ops import ACTIVATIONS, Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
+from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
@@ -23,59 +24,58 @@ TCNOutput = Literal["none", "skip", "activation"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TCNConfig(Config):
-    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`."""
+class TCNConfig(MixerConfig, kind="tcn"):
+    """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`.
 
-    kernel_size: int = 17
+    The defaults are the linear chain of TCNCA-linear, which trains best. The paper's TCN has `block="residual"`,
+    `output="none"`, `init="decay"` and `norm="weight"`. See docs/tcn-block.md.
+    """
+
+    kernel_size: PositiveInt = 17
     """Taps of every kernel (the paper's K)."""
-    dilation_factor: int = 8
+    dilation_factor: PositiveInt = 8
     """Growth of the dilation from block to block (the paper's f)."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Number of blocks (the paper's D)."""
-    convolutions: int = 1
-    """Convolutions in one block (the paper's B): 1 is the paper's, 2 the classic TCN's."""
+    convolutions: PositiveInt = 1
+    """Convolutions in one block (the paper's B): 1 in the paper, 2 in the classic TCN."""
     activation: Activation = "silu"
     """Non-linearity, where `block` or `output` has one."""
     norm: TCNNorm = "none"
     """Normalization of each convolution: `weight` of its kernels, `batch` of each channel of its output;
-    `rms` and `layer` of its output mix channels, which the paper's TCN does not. See docs/tcn-block.md."""
+    `rms` and `layer` of its output mix channels, which the paper's TCN does not do. See docs/tcn-block.md."""
     bias: bool = False
     """Whether convolutions have a bias."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout inside the blocks."""
     block: TCNBlock = "linear"
-    """How convolutions follow each other. `linear`: one directly after the other. `chain`: after each,
-    `h + a · activation(h)` with a learned `a` for each channel that begins at 0. `residual`:
+    """Structure of the blocks. `linear`: convolutions only. `chain`: each convolution is followed by
+    `h + a · activation(h)` with a learned `a` for each channel, initially 0. `residual`:
     `x + activation(convolution(x))`."""
     output: TCNOutput = "skip"
-    """What is made of the last block's `h`: nothing more (`none`), `h + ω · x` with a learned ω for each channel
-    (`skip`), or the `activation` of that, as MEGA's EMA ends."""
+    """Output, from the `h` of the last block: `h` itself (`none`), `h + ω · x` with a learned ω for each channel
+    (`skip`), or the `activation` of that sum, as in MEGA's EMA."""
     init: TCNInit = "ema"
-    """How kernels start. `ema`: that of the first block as MEGA's EMA does, the others letting through what comes.
-    `series`: for `linear` and `chain`, together one decaying exponential a channel, as far as
-    `dilation_factor ^ depth` tokens if there are as many taps. `near`: random mixtures of decaying exponentials in the
-    first block, nothing new in the others; `decay`: little in the others. `graded`: all N(0, 1 / kernel_size), each
-    block 0.3 times the one before. `normal`: all alike. See docs/tcn-block.md."""
+    """Initialization of the kernels. `ema`: the first block as MEGA's EMA, the others as the identity. `series`, for
+    `linear` and `chain`: together one decaying exponential for each channel, over `dilation_factor ^ depth` tokens if
+    there are as many taps. `near`: random mixtures of decaying exponentials in the first block, the identity in the
+    others; `decay`: small random values in the others. `graded`: N(0, 1 / kernel_size), each block 0.3 times the
+    previous one. `normal`: all blocks alike. See docs/tcn-block.md."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kernel_size", "dilation_factor", "depth", "convolutions"):
-            check_at_least(f"mixer.{name}", getattr(self, name), 1)
-        check_choice("mixer.activation", self.activation, ACTIVATIONS)
-        check_choice("mixer.norm", self.norm, get_args(TCNNorm))
-        check_choice("mixer.init", self.init, get_args(TCNInit))
-        check_choice("mixer.block", self.block, get_args(TCNBlock))
-        check_choice("mixer.output", self.output, get_args(TCNOutput))
-        check_flag("mixer.bias", self.bias)
-        check_probability("mixer.dropout", self.dropout)
-        # What would be ignored is refused, as two models that are equal would pass for a comparison.
+        # A field without effect is an error, since two identical models could be taken for a comparison.
         if self.activation != "silu" and self.block == "linear" and self.output != "activation":
             raise ConfigError(
-                f"mixer.activation: got {self.activation!r}, but block 'linear' with output {self.output!r} has none; "
-                "allowed is another with block 'chain' or 'residual' or output 'activation'"
+                f"activation: expected block 'chain' or 'residual' or output 'activation' with "
+                f"{self.activation!r}, got block 'linear' and output {self.output!r}, which have no non-linearity"
             )
         if self.init == "series" and self.block == "residual":
-            raise ConfigError("mixer.init: got 'series' with block 'residual', allowed is it with 'linear' and 'chain'")
+            raise ConfigError("init: expected block 'linear' or 'chain' with 'series', got 'residual'")
+
+    def build(self, d_model: int, causal: bool = True) -> TCN:
+        """Return a new `TCN`."""
+        return TCN(d_model, self, causal)
 
     @property
     def receptive_field(self) -> int:
@@ -84,7 +84,7 @@ class TCNConfig(Config):
 
     @classmethod
     def covering(cls, length: int, **fields: Any) -> TCNConfig:
-        """The TCN with the smallest dilation factor whose receptive field is at least `length`.
+        """Return the TCN with the smallest dilation factor whose receptive field is at least `length`.
 
         This is the rule of the paper's runtime comparison. `fields` sets the others, for example `depth=4`.
         """
@@ -92,47 +92,50 @@ class TCNConfig(Config):
         config = cls(dilation_factor=1, **fields)
         if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
             raise ConfigError(
-                f"length: got {length}, allowed is at most {config.receptive_field} with depth {config.depth} and "
-                f"kernel_size {config.kernel_size}, whatever the dilation factor"
+                f"length: expected at most {config.receptive_field} with depth {config.depth} and "
+                f"kernel_size {config.kernel_size}, whatever the dilation factor, got {length}"
             )
-        # The field grows with the factor, and a factor of `length` is always enough.
+
+        def field(factor: int) -> int:
+            return receptive_field(config.kernel_size, factor, config.depth, config.convolutions)
+
+        # The receptive field grows with the factor, and a factor of `length` is always enough.
         factors = range(1, length + 1)
-        enough = bisect.bisect_left(factors, length, key=lambda f: config.with_dilation_factor(f).receptive_field)
-        return config.with_dilation_factor(factors[enough])
-
-    def with_dilation_factor(self, dilation_factor: int) -> TCNConfig:
-        """A copy with another dilation factor."""
-        return dataclasses.replace(self, dilation_factor=dilation_factor)
+        return dataclasses.replace(config, dilation_factor=factors[bisect.bisect_left(factors, length, key=field)])
 
 
-class TCN(nn.Module):
-    """A TCN with its own kernels for each of `d_model` channels."""
+class TCN(Mixer):
+    """A TCN with separate kernels for each of `d_model` channels.
 
-    def __init__(self, width: int, config: TCNConfig, causal: bool = True) -> None:
-        super().__init__()
-        self.config = config
-        self.causal = causal
-        shape = (config.depth, config.convolutions, width)
+    Instead of a configuration, its fields can be passed: `TCN(64, kernel_size=9, depth=3)`.
+    """
+
+    state_class = TCNState
+    config: TCNConfig
+
+    def __init__(self, d_model: int, config: TCNConfig | None = None, causal: bool = True, **fields: Any) -> None:
+        config = TCNConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        super().__init__(d_model, config, causal)
+        shape = (config.depth, config.convolutions, d_model)
         self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))
         self.bias = nn.Parameter(torch.empty(*shape)) if config.bias else None
         self.scale = nn.Parameter(torch.empty(*shape)) if config.norm == "weight" else None
-        normalized = config.norm not in ("none", "weight")
-        convolutions = range(config.depth * config.convolutions)
-        self.norms = nn.ModuleList(make_norm(config.norm, width) for _ in convolutions if normalized)
+        norms = config.depth * config.convolutions if config.norm not in ("none", "weight") else 0
+        self.norms = nn.ModuleList(make_norm(config.norm, d_model) for _ in range(norms))
         self.dropout = Dropout(config.dropout)
         self.gain = nn.Parameter(torch.empty(*shape)) if config.block == "chain" else None
-        self.omega = nn.Parameter(torch.empty(width)) if config.output != "none" else None
-        self.function = activation(config.activation)
+        self.omega = nn.Parameter(torch.empty(d_model)) if config.output != "none" else None
+        self.activation = activation(config.activation)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new kernels (see `TCNConfig.init`)."""
-        kernels = draw_kernels(self.config, self.weight, self.causal)
+        """Initialize the kernels (see `TCNConfig.init`)."""
+        kernels = initial_kernels(self.config, self.weight, self.causal)
         self.weight.copy_(kernels)
         if self.scale is not None:
             self.scale.copy_(kernels.norm(dim=-1))
-            # A kernel of no length still needs a direction to grow into.
+            # A kernel of norm 0 still needs a direction to grow in.
             self.weight.copy_(torch.where(self.scale.unsqueeze(-1) > 0, kernels, torch.randn_like(kernels)))
         for zero in (self.bias, self.gain):
             if zero is not None:
@@ -140,38 +143,28 @@ class TCN(nn.Module):
         if self.omega is not None:
             nn.init.normal_(self.omega)
 
-    def _bent(self, h: Tensor, number: int) -> Tensor:
-        assert self.gain is not None
-        return h + self.gain.flatten(0, 1)[number] * self.function(h)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        lengths: Tensor | None = None,
-        state: TCNState | None = None,
-        return_state: bool = False,
-        inplace: bool = False,
+    def mix(
+        self, x: Tensor, lengths: Tensor | None, state: TCNState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, TCNState | None]:
-        """`[batch, time, d_model]` to the same; the arguments are those of `tcnca.ops.tcn`."""
+        """Implement `forward` with `tcnca.ops.tcn`."""
         weight = self.weight if self.scale is None else weight_norm(self.weight, self.scale)
         folded = fold(weight, self.bias, [*self.norms])
         weight, bias = (weight, self.bias) if folded is None else folded
         separate = len(self.norms) > 0 and folded is None
-        chain, bent = self.config.block != "residual", self.gain is not None
+        residual, gain = self.config.block == "residual", self.gain
 
         def normalize(h: Tensor, number: int) -> Tensor:
             h = self.norms[number](h, lengths) if separate else h
-            return self._bent(h, number) if bent else h
+            return h if gain is None else h + gain.flatten(0, 1)[number] * self.activation(h)
 
-        y, new = tcn(
+        h, new = tcn(
             x,
             weight,
             self.config.dilation_factor,
             bias=bias,
-            nonlinearity="none" if chain else self.config.activation,
-            residual=not chain,
-            normalize=normalize if separate or bent else None,
+            activation=self.config.activation if residual else "none",
+            residual=residual,
+            norm_fn=normalize if separate or gain is not None else None,
             dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
             lengths=lengths,
@@ -179,24 +172,40 @@ class TCN(nn.Module):
             return_state=return_state,
             inplace=inplace,
         )
-        y = y if self.omega is None else y + self.omega * x
-        return self.function(y) if self.config.output == "activation" else y, new
+        # Under autocast x and ω are wider than what the operator returns.
+        y = h if self.omega is None else (h + self.omega * x).to(h.dtype)
+        return self.activation(y) if self.config.output == "activation" else y, new
 
     def initial_state(self, batch: int) -> TCNState:
-        """The state before the first token."""
-        depth, convolutions, width, kernel_size = self.weight.shape
-        factor = self.config.dilation_factor
-        where, kind = self.weight.device, self.weight.dtype
-        return initial_tcn_state(batch, width, kernel_size, factor, depth, convolutions, where, kind)
+        """Return the state before the first token."""
+        c, device, dtype = self.config, self.weight.device, self.weight.dtype
+        return initial_tcn_state(
+            batch, self.d_model, c.kernel_size, c.dilation_factor, c.depth, c.convolutions, device, dtype
+        )
 
     def macs(self, length: int) -> int:
-        """Multiplications and additions for one token, in pairs, whatever the `length` of its sequence."""
+        """Return the multiply-accumulate operations for one token, which do not depend on `length`."""
         return self.weight.numel()
 
+    @property
+    def receptive_field(self) -> int:
+        """Number of inputs that one output depends on."""
+        return self.config.receptive_field
+
+    @property
+    def signature(self) -> str:
+        """What two TCNs must share for one to continue from a state of the other."""
+        names = ("kernel_size", "dilation_factor", "depth", "convolutions")
+        return f"TCN({', '.join(f'{name}={getattr(self.config, name)}' for name in names)})"
+
+    def param_options(self) -> dict[str, ParamOptions]:
+        """Put the kernels into their own group, whose factors are in the recipe."""
+        return {"weight": ParamOptions("kernels")}
+
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Describe the module for `print`."""
         c = self.config
         return (
-            f"kernel_size={c.kernel_size}, dilation_factor={c.dilation_factor}, depth={c.depth}, "
+            f"{self.d_model}, kernel_size={c.kernel_size}, dilation_factor={c.dilation_factor}, depth={c.depth}, "
             f"convolutions={c.convolutions}, receptive_field={c.receptive_field}, causal={self.causal}"
         )

@@ -1,24 +1,32 @@
-"""Models: stacks of layers with an input and a head, their configurations, presets and checkpoints."""
+"""Models: stacks of layers with an input and a head, their configurations, presets and files."""
 
-from tcnca.models.checkpoint import load, save
 from tcnca.models.config import ModelConfig
-from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
-from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.layout import Lengths
-from tcnca.models.mega_checkpoint import load_mega_checkpoint
-from tcnca.models.model import ModelOutput, ModelState, SequenceModel
-from tcnca.models.presets import Optimization, Preset, build, preset, presets
-from tcnca.models.summary import Summary, summarize
+from tcnca.models.heads import (
+    ClassifierHeadConfig,
+    HeadConfig,
+    LanguageModelHeadConfig,
+    PairHeadConfig,
+    RegressionHeadConfig,
+)
+from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
+from tcnca.models.mega import load_mega_checkpoint
+from tcnca.models.model import ModelOutput, ModelState, SequenceModel, Summary, summarize
+from tcnca.models.packing import Lengths
+from tcnca.models.preprocessing import Preprocessing
+from tcnca.models.presets import Preset, build, preset, presets
+from tcnca.models.serialization import load, save
 
 __all__ = [
     "ClassifierHeadConfig",
+    "HeadConfig",
+    "InputConfig",
     "LanguageModelHeadConfig",
     "Lengths",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
-    "Optimization",
     "PairHeadConfig",
+    "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
     "SequenceModel",

@@ -1,108 +1,151 @@
-"""The exit of a model: features to logits."""
+"""The heads of a model: features to logits or values."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import ClassVar, Literal, get_args
+import itertools
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_choice, check_flag, check_probability
+from tcnca.config import Config, PositiveInt, Probability
 from tcnca.errors import ConfigError
 from tcnca.layers import Dropout
-from tcnca.ops import ACTIVATIONS, Activation, State, activation, advance, take_time, zero_padding
+from tcnca.models.inputs import InputConfig, TokenInputConfig
+from tcnca.models.packing import Packing
+from tcnca.models.preprocessing import Preprocessing, Standardization
+from tcnca.ops import Activation, State, activation, advance, take_time, zero_padding
 
 Pooling = Literal["mean", "last", "first", "none"]
 Combination = Literal["concat", "features"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelHeadConfig(Config):
+class HeadConfig(Config, abc.ABC):
+    """Base of the heads' configurations."""
+
+    documents: ClassVar[int] = 1
+    """Number of sequences that the model reads for one output."""
+    generates: ClassVar[bool] = False
+    """Whether the outputs are logits of the next token."""
+
+    def check_model(self, input: InputConfig, causal: bool) -> None:
+        """Raise a ConfigError if a model with this input and direction cannot have this head."""
+
+    @abc.abstractmethod
+    def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> Head:
+        """Return a new module."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelHeadConfig(HeadConfig, kind="language-model"):
     """Logits of the next token at every time, `[batch, time, vocab_size]`."""
+
+    generates: ClassVar[bool] = True
 
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("head.tie_embeddings", self.tie_embeddings)
+    def check_model(self, input: InputConfig, causal: bool) -> None:
+        """Raise a ConfigError unless the model is causal and reads tokens."""
+        if not isinstance(input, TokenInputConfig):
+            raise ConfigError(
+                f"head: expected a TokenInputConfig as input of a language model, got a {type(input).__name__}"
+            )
+        if not causal:
+            raise ConfigError(
+                "causal: expected True for a language model, got False; a bidirectional model sees its targets"
+            )
+
+    def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> LanguageModelHead:
+        """Return a new `LanguageModelHead`."""
+        assert isinstance(input, TokenInputConfig)
+        return LanguageModelHead(self, input.vocab_size, d_model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _PooledHead(Config):
+class PooledHeadConfig(HeadConfig):
+    """Base of the heads that pool the features of a sequence."""
+
     pooling: Pooling = "mean"
     """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
-    hidden: int | None = None
+    hidden: PositiveInt | None = None
     """Width of a hidden layer; None for no hidden layer."""
-    hidden_layers: int = 1
+    hidden_layers: PositiveInt = 1
     """Number of hidden layers of that width."""
     activation: Activation = "gelu"
     """Non-linearity of the hidden layers."""
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     """Dropout before the non-linearity of the hidden layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("head.pooling", self.pooling, get_args(Pooling))
-        if self.hidden is not None:
-            check_at_least("head.hidden", self.hidden, 1)
-        check_at_least("head.hidden_layers", self.hidden_layers, 1)
         if self.hidden is None and self.hidden_layers != 1:
-            raise ConfigError(f"head.hidden_layers: got {self.hidden_layers} without head.hidden, their width")
-        check_choice("head.activation", self.activation, ACTIVATIONS)
-        check_probability("head.dropout", self.dropout)
+            raise ConfigError(f"hidden_layers: expected head.hidden, their width, as well, got {self.hidden_layers}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierHeadConfig(_PooledHead):
+class ClassifierHeadConfig(PooledHeadConfig, kind="classifier"):
     """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
 
-    num_classes: int = 2
+    num_classes: PositiveInt = 2
     """Number of classes."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
+    def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> PooledHead:
+        """Return a new `PooledHead`."""
+        _check_classes(preprocessing, self.num_classes)
+        return PooledHead(self, d_model, self.num_classes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegressionHeadConfig(_PooledHead):
+class RegressionHeadConfig(PooledHeadConfig, kind="regression"):
     """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
 
-    outputs: int = 1
+    outputs: PositiveInt = 1
     """Number of values."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("head.outputs", self.outputs, 1)
+    def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> RegressionHead:
+        """Return a new `RegressionHead`."""
+        return RegressionHead(self, d_model, preprocessing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairHeadConfig(_PooledHead):
+class PairHeadConfig(PooledHeadConfig, kind="pair"):
     """Logits of the classes of two documents, `[batch, num_classes]`."""
 
-    num_classes: int = 2
+    documents: ClassVar[int] = 2
+
+    num_classes: PositiveInt = 2
     """Number of classes."""
     combination: Combination = "concat"
-    """`concat`: [second; first], as MEGA has it. `features`: [u; v; u·v; u−v] for first u and second v."""
+    """`concat`: [second; first], as in MEGA. `features`: [u; v; u·v; u−v] for first u and second v."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("head.num_classes", self.num_classes, 1)
-        check_choice("head.combination", self.combination, get_args(Combination))
         if self.pooling == "none":
-            raise ConfigError("head.pooling: got 'none', allowed are mean, last, first: a pair needs one vector each")
+            raise ConfigError("pooling: expected mean, last or first for pairs of documents, got 'none'")
+
+    def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> PairHead:
+        """Return a new `PairHead`."""
+        _check_classes(preprocessing, self.num_classes)
+        return PairHead(self, d_model)
 
 
-Head = LanguageModelHeadConfig | ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig
+def _check_classes(preprocessing: Preprocessing, num_classes: int) -> None:
+    names = preprocessing.class_names
+    if names is not None and len(names) > num_classes:
+        raise ConfigError(
+            f"head.num_classes: expected at least {len(names)}, the classes of the data, got {num_classes}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolState(State):
-    """What pooling remembers of a stream.
+    """The state of pooling.
 
-    summary: `[batch, width]`: the sum of the features so far, the last or the first of them.
+    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them.
     position: `[batch]`, tokens seen so far.
     """
 
@@ -112,61 +155,106 @@ class PoolState(State):
     position: Tensor
 
 
-class VocabularyHead(nn.Module):
-    """`[batch, time, d_model]` to `[batch, time, vocab_size]`, with a matrix of its own or the embedding's."""
+class Head(nn.Module, abc.ABC):
+    """Base of the heads. `pool` runs on the features of each document, `forward` on the result."""
 
-    def __init__(self, config: LanguageModelHeadConfig, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, width))
-        self.reset_parameters()
+    signature: str = "no pooling"
+    """What two heads must share for one to continue from a state of the other."""
 
-    def reset_parameters(self) -> None:
-        """Draw a new matrix, N(0, 1 / width), if it is the head's own."""
-        if self.weight is not None:
-            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-
-    def forward(self, features: Tensor, embedding: Tensor) -> Tensor:
-        """`[…, width]` to the logits of the next token, `[…, vocabulary]`; `embedding` is `[vocabulary, width]`."""
-        return nn.functional.linear(features, embedding if self.weight is None else self.weight)
-
-
-class HeadLinear(nn.Linear):
-    """A linear map with Xavier's uniform weights and biases 0 at the start."""
-
-    def reset_parameters(self) -> None:
-        """Draw new weights."""
-        nn.init.xavier_uniform_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class PooledHead(nn.Module):
-    """Features, pooled over time or not, through hidden layers to classes or values."""
-
-    def __init__(self, config: ClassifierHeadConfig | RegressionHeadConfig | PairHeadConfig, width: int) -> None:
-        super().__init__()
-        self.pooling = config.pooling
-        self.combination = config.combination if isinstance(config, PairHeadConfig) else None
-        inputs = width * {None: 1, "concat": 2, "features": 4}[self.combination]
-        self.function = activation(config.activation)
-        self.dropout = Dropout(config.dropout)
-        self.hidden = nn.ModuleList()
-        for _ in range(config.hidden_layers if config.hidden is not None else 0):
-            assert config.hidden is not None
-            self.hidden.append(HeadLinear(inputs, config.hidden))
-            inputs = config.hidden
-        regression = isinstance(config, RegressionHeadConfig)
-        outputs = config.outputs if isinstance(config, RegressionHeadConfig) else config.num_classes
-        self.output = HeadLinear(inputs, outputs, bias=regression)
+    def initial_state(self, batch: int, like: Tensor) -> PoolState | None:
+        """Return the state before the first token, for features with the dtype of `like`; None if there is none."""
+        return None
 
     def pool(
         self, features: Tensor, lengths: Tensor | None, state: PoolState | None, return_state: bool
     ) -> tuple[Tensor, PoolState | None]:
-        """`[batch, time, d_model]` to one vector a sequence, `[batch, width]`, going on from `state`."""
+        """Summarize features `[batch, time, d_model]` over time, continuing from `state`."""
+        return features, None
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Join the pooled features of two documents."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:
+        """Return the outputs.
+
+        Args:
+            pooled: what `pool` or `combine` returned.
+            packing: how the rows were arranged; heads with an output at every time restore the `time` tokens.
+            embedding: weight of the input, `[vocab_size, d_model]`, for tied matrices.
+        """
+
+    @abc.abstractmethod
+    def macs(self, embedding: Tensor) -> int:
+        """Return the multiply-accumulate operations for one token."""
+
+
+class LanguageModelHead(Head):
+    """Logits of the next token, with a separate matrix or the embedding's."""
+
+    def __init__(self, config: LanguageModelHeadConfig, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the matrix, N(0, 1 / d_model), unless it is the embedding's."""
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:
+        """Return logits `[batch, time, vocab_size]`."""
+        weight = embedding if self.weight is None else self.weight
+        return nn.functional.linear(packing.restore(pooled, time), weight)
+
+    def macs(self, embedding: Tensor) -> int:
+        """Return the multiply-accumulate operations for one token."""
+        return embedding.numel()
+
+
+class HeadLinear(nn.Linear):
+    """A linear map with Xavier-uniform weights times `scale`, and biases 0."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, scale: float = 1.0) -> None:
+        self.scale = scale
+        super().__init__(inputs, outputs, bias)
+
+    def reset_parameters(self) -> None:
+        """Initialize the weights."""
+        nn.init.xavier_uniform_(self.weight, gain=self.scale)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+OUTPUT_SCALE = 0.1
+"""Scale of the initial weights of the last layer: the first outputs are near 0, and the first loss near ln(classes)."""
+
+
+class PooledHead(Head):
+    """Features, pooled over time or not, through hidden layers to `outputs` classes or values."""
+
+    def __init__(
+        self, config: PooledHeadConfig, d_model: int, outputs: int, inputs: int | None = None, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.signature = f"pooling {config.pooling}"
+        self.activation = activation(config.activation)
+        self.dropout = Dropout(config.dropout)
+        widths = [d_model if inputs is None else inputs]
+        widths += [] if config.hidden is None else [config.hidden] * config.hidden_layers
+        self.hidden = nn.ModuleList(HeadLinear(a, b) for a, b in itertools.pairwise(widths))
+        self.output = HeadLinear(widths[-1], outputs, bias, OUTPUT_SCALE)
+
+    def pool(
+        self, features: Tensor, lengths: Tensor | None, state: PoolState | None, return_state: bool
+    ) -> tuple[Tensor, PoolState | None]:
+        """Summarize features `[batch, time, d_model]` as `[batch, d_model]`, continuing from `state`."""
         if self.pooling == "none":
             return features, None
-        if state is None:
-            state = self.initial_state(features.shape[0], features)
+        state = self.initial_state(features.shape[0], features) if state is None else state
+        assert state is not None
         summary = self._summarize(features, lengths, state)
         position = advance(state.position, features.shape[1], lengths)
         pooled = summary
@@ -177,30 +265,64 @@ class PooledHead(nn.Module):
     def _summarize(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
         if self.pooling == "mean":
             return state.summary + zero_padding(features, lengths).sum(1, dtype=state.summary.dtype)
+        index = torch.zeros_like(state.position)
         if self.pooling == "last":
-            end = features.shape[1] if lengths is None else lengths
-            place = torch.zeros_like(state.position) + end - 1
-        else:
-            place = torch.zeros_like(state.position)
-        picked = take_time(features, place.clamp(min=0).unsqueeze(1)).squeeze(1).to(state.summary.dtype)
+            index = index + (features.shape[1] if lengths is None else lengths) - 1
+        picked = take_time(features, index.clamp(min=0).unsqueeze(1)).squeeze(1).to(state.summary.dtype)
         fresh = torch.ones_like(state.position, dtype=torch.bool) if lengths is None else lengths > 0
         fresh = fresh & (state.position == 0) if self.pooling == "first" else fresh
         return torch.where(fresh.unsqueeze(1), picked, state.summary)
 
-    def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """The vectors of two documents, `[batch, width]` each, as one: `[batch, 2 · width]` or `[batch, 4 · width]`."""
-        if self.combination == "concat":
-            return torch.cat([second, first], -1)
-        return torch.cat([first, second, first * second, first - second], -1)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """`[…, inputs]` to the logits or values `[…, outputs]`; inputs are width, or what `combine` gives."""
-        for layer in self.hidden:
-            pooled = self.function(self.dropout(layer(pooled)))
-        return self.output(pooled)
-
-    def initial_state(self, batch: int, like: Tensor) -> PoolState:
-        """The state before the first token, for features such as `like`."""
+    def initial_state(self, batch: int, like: Tensor) -> PoolState | None:
+        """Return the state before the first token, for features with the dtype of `like`; None without pooling."""
+        if self.pooling == "none":
+            return None
         precise = torch.promote_types(like.dtype, torch.float32)
         summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=precise)
         return PoolState(summary, torch.zeros(batch, dtype=torch.long, device=like.device))
+
+    def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:
+        """Return logits or values `[batch, outputs]`; with pooling `none` `[batch, time, outputs]`."""
+        outputs = self.project(pooled)
+        if self.pooling == "none":
+            outputs = packing.restore(zero_padding(outputs, packing.lengths), time)
+        return outputs
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """Map pooled features to logits or values."""
+        for layer in self.hidden:
+            pooled = self.activation(self.dropout(layer(pooled)))
+        return self.output(pooled)
+
+    def macs(self, embedding: Tensor) -> int:
+        """Return the multiply-accumulate operations for one token; pooled heads run once for each sequence."""
+        if self.pooling != "none":
+            return 0
+        return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+
+
+class RegressionHead(PooledHead):
+    """Values in the units of the data, if the statistics of the targets are known; otherwise standardized ones."""
+
+    def __init__(self, config: RegressionHeadConfig, d_model: int, preprocessing: Preprocessing) -> None:
+        super().__init__(config, d_model, config.outputs, bias=True)
+        self.standardize = Standardization.of(preprocessing, "target", config.outputs)
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """Map pooled features to values."""
+        values = super().project(pooled)
+        return values if self.standardize is None else self.standardize.inverse(values)
+
+
+class PairHead(PooledHead):
+    """Logits of the classes of two documents."""
+
+    def __init__(self, config: PairHeadConfig, d_model: int) -> None:
+        super().__init__(config, d_model, config.num_classes, d_model * (2 if config.combination == "concat" else 4))
+        self.combination = config.combination
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Join two documents, `[batch, d_model]` each, to `[batch, 2 · d_model]` or `[batch, 4 · d_model]`."""
+        if self.combination == "concat":
+            return torch.cat([second, first], -1)
+        return torch.cat([first, second, first * second, first - second], -1)

@@ -1,132 +1,166 @@
-"""The entrance of a model: tokens or real numbers to channels."""
+"""The inputs of a model: tokens or real values to channels."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, check_at_least, check_flag
+from tcnca.config import Config, NonNegativeInt, PositiveInt
 from tcnca.errors import ConfigError, InputError, VocabularyError
-from tcnca.layers import make_norm
+from tcnca.layers import check_dtype, make_norm
+from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import check_tensor, check_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenInputConfig(Config):
-    """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
+class InputConfig(Config, abc.ABC):
+    """Base of the inputs' configurations."""
 
-    vocab_size: int = 256
-    """Number of symbols."""
-    scale_embeddings: bool = False
-    """Whether embeddings are multiplied by √d_model."""
     norm: bool = False
     """Whether embeddings are normalized."""
-    pad_token_id: int | None = None
-    """A symbol that means padding: where neither lengths nor a mask are given, such tokens are left out."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("input.vocab_size", self.vocab_size, 1)
-        check_flag("input.scale_embeddings", self.scale_embeddings)
-        check_flag("input.norm", self.norm)
-        if self.pad_token_id is not None:
-            check_at_least("input.pad_token_id", self.pad_token_id, 0)
-            if self.pad_token_id >= self.vocab_size:
-                raise ConfigError(
-                    f"input.pad_token_id: got {self.pad_token_id}, allowed is below the vocabulary, {self.vocab_size}"
-                )
+    @abc.abstractmethod
+    def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> Embedding:
+        """Return a new module; `norm` is the model's kind of normalization."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueInputConfig(Config):
-    """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
+class TokenInputConfig(InputConfig, kind="tokens"):
+    """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    features: int = 1
-    """Numbers at each time."""
-    norm: bool = False
-    """Whether embeddings are normalized."""
+    vocab_size: PositiveInt = 256
+    """Number of tokens."""
+    scale_embeddings: bool = False
+    """Whether embeddings are multiplied by √d_model."""
+    pad_token_id: NonNegativeInt | None = None
+    """Token that means padding: it is masked where neither lengths nor a mask are given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("input.features", self.features, 1)
-        check_flag("input.norm", self.norm)
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
+
+    def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> TokenEmbedding:
+        """Return a new `TokenEmbedding`."""
+        for name in ("byte_map", "symbols"):
+            known = getattr(preprocessing, name)
+            if known is not None and len(known) > self.vocab_size:
+                raise ConfigError(
+                    f"preprocessing.{name}: expected at most vocab_size {self.vocab_size} entries, got {len(known)}"
+                )
+        return TokenEmbedding(self, d_model, norm)
 
 
-class TokenEmbedding(nn.Module):
-    """`[batch, time]` of tokens (int64) to `[batch, time, d_model]`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueInputConfig(InputConfig, kind="values"):
+    """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
-    def __init__(self, config: TokenInputConfig, width: int, norm: str) -> None:
+    features: PositiveInt = 1
+    """Values at each time."""
+
+    def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> ValueEmbedding:
+        """Return a new `ValueEmbedding`."""
+        return ValueEmbedding(self, d_model, norm, preprocessing)
+
+
+class Embedding(nn.Module, abc.ABC):
+    """Base of the inputs: maps tokens or values to `[batch, time, d_model]`."""
+
+    weight: nn.Parameter
+    pad_token_id: int | None = None
+
+    @abc.abstractmethod
+    def check_shape(self, name: str, x: Tensor) -> None:
+        """Raise an InputError unless shape and dtype of `x` fit."""
+
+    def check_values(self, name: str, x: Tensor) -> None:
+        """Raise an InputError unless all values of `x` fit; padding has been set to zero."""
+
+
+class TokenEmbedding(Embedding):
+    """Tokens `[batch, time]` to `[batch, time, d_model]`."""
+
+    def __init__(self, config: TokenInputConfig, d_model: int, norm: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, width))
-        self.scale = math.sqrt(width) if config.scale_embeddings else 1.0
-        self.norm = make_norm(norm, width) if config.norm else None
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, d_model))
+        self.scale = math.sqrt(d_model) if config.scale_embeddings else 1.0
+        self.norm = make_norm(norm, d_model) if config.norm else None
         self.pad_token_id = config.pad_token_id
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new embeddings, N(0, 1 / width); that of the padding is 0."""
+        """Initialize the embeddings, N(0, 1 / d_model); that of the padding is 0."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
         if self.pad_token_id is not None:
             nn.init.zeros_(self.weight[self.pad_token_id])
 
     def check_shape(self, name: str, x: Tensor) -> None:
-        """Raise an error unless `x` is of a shape and type that can be embedded."""
+        """Raise an InputError unless `x` is a tensor of tokens, `[batch, time]`."""
         check_tensor(name, x)
         if x.dim() != 2 or x.shape[1] < 1:
-            raise InputError(f"{name}: got shape {list(x.shape)}, allowed is [batch, time] with 1 or more tokens")
+            raise InputError(f"{name}: expected shape [batch, time] with at least 1 token, got {list(x.shape)}")
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise InputError(f"{name}: got {x.dtype}, allowed are whole numbers: this model reads tokens")
+            raise InputError(f"{name}: expected tokens, a tensor of whole numbers, got {x.dtype}")
 
-    def check_tokens(self, name: str, x: Tensor) -> None:
-        """Raise an error unless all tokens of `x` are in the vocabulary."""
-        vocabulary = self.weight.shape[0]
+    def check_values(self, name: str, x: Tensor) -> None:
+        """Raise a VocabularyError unless all tokens of `x` are in the vocabulary."""
+        vocab_size = self.weight.shape[0]
         check_values(
-            (x >= 0) & (x < vocabulary),
-            f"{name}: got a token outside the vocabulary, allowed are 0 to {vocabulary - 1}",
+            (x >= 0) & (x < vocab_size),
+            f"{name}: expected tokens of the vocabulary, 0 to {vocab_size - 1}",
             x,
             VocabularyError,
         )
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """`[batch, time]` of tokens (int64) to `[batch, time, d_model]`; `lengths` (`[batch]`) says what is padding."""
+        """Map tokens `[batch, time]` (int64) to `[batch, time, d_model]`."""
         embedded = nn.functional.embedding(x, self.weight) * self.scale
         return embedded if self.norm is None else self.norm(embedded, lengths)
 
 
-class ValueEmbedding(nn.Module):
-    """`[batch, time, features]` of real numbers to `[batch, time, d_model]`: a learned vector a feature, plus a bias."""
+class ValueEmbedding(Embedding):
+    """Real values `[batch, time, features]` to `[batch, time, d_model]`: a vector for each feature, plus a bias.
 
-    def __init__(self, config: ValueInputConfig, width: int, norm: str) -> None:
+    With statistics of the data, values are standardized first, so that the model takes raw values.
+    """
+
+    def __init__(self, config: ValueInputConfig, d_model: int, norm: str, preprocessing: Preprocessing) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.features, width))
-        self.bias = nn.Parameter(torch.empty(width))
-        self.norm = make_norm(norm, width) if config.norm else None
+        self.weight = nn.Parameter(torch.empty(config.features, d_model))
+        self.bias = nn.Parameter(torch.empty(d_model))
+        self.norm = make_norm(norm, d_model) if config.norm else None
+        self.standardize = Standardization.of(preprocessing, "input", config.features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new vectors, N(0, 1 / features), and biases, N(0, 0.1)."""
+        """Initialize the vectors, N(0, 1 / features), and biases, N(0, 0.1)."""
         nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
         nn.init.normal_(self.bias, std=0.1)
 
     def check_shape(self, name: str, x: Tensor) -> None:
-        """Raise an error unless `x` is of a shape and type that can be embedded."""
+        """Raise an InputError unless `x` is a tensor of real values in the dtype of the model."""
         check_tensor(name, x)
         features = self.weight.shape[0]
         fits = x.dim() == 3 and x.shape[2] == features
         if not (fits or (x.dim() == 2 and features == 1)) or x.shape[1] < 1:
-            allowed = "[batch, time] or [batch, time, 1]" if features == 1 else f"[batch, time, {features}]"
-            raise InputError(f"{name}: got shape {list(x.shape)}, allowed is {allowed} with 1 or more times")
+            expected = "[batch, time] or [batch, time, 1]" if features == 1 else f"[batch, time, {features}]"
+            swapped = x.dim() == 3 and x.shape[1] == features
+            hint = "; this looks like [batch, channels, time]: pass x.transpose(1, 2)" if swapped else ""
+            raise InputError(f"{name}: expected shape {expected}, got {list(x.shape)}{hint}")
         if not x.is_floating_point():
-            raise InputError(f"{name}: got {x.dtype}, allowed are floating-point numbers: this model reads real values")
+            raise InputError(f"{name}: expected real values, a tensor of floating-point numbers, got {x.dtype}")
+        # Raw values may be large compared with how they vary: a model in half precision takes them in float32.
+        half = self.weight.dtype in (torch.float16, torch.bfloat16)
+        if not (self.standardize is not None and half and x.dtype == torch.float32):
+            check_dtype(name, x, self.weight)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """`[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`; `lengths` says what is padding."""
+        """Map `[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`."""
         x = x if x.dim() == 3 else x.unsqueeze(-1)
+        x = x if self.standardize is None else self.standardize(x)
         embedded = x.to(self.weight.dtype) @ self.weight + self.bias
         return embedded if self.norm is None else self.norm(embedded, lengths)
-
-
-Input = TokenInputConfig | ValueInputConfig

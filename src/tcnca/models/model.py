@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tcnca.errors import InputError, StateError
-from tcnca.layers import Block, Dropout, LayerState, TCNConfig, make_norm
+from tcnca.layers import Dropout, Layer, LayerState, make_norm
 from tcnca.models.config import ModelConfig
-from tcnca.models.heads import LanguageModelHeadConfig, PairHeadConfig, PooledHead, PoolState, VocabularyHead
-from tcnca.models.inputs import TokenEmbedding, TokenInputConfig, ValueEmbedding, ValueInputConfig
-from tcnca.models.layout import Layout, Lengths, make_layout
-from tcnca.ops import State, TCNState, autocasts, length_mask, zero_padding
+from tcnca.models.heads import PoolState
+from tcnca.models.packing import Lengths, Packing, make_packing
+from tcnca.models.preprocessing import Preprocessing
+from tcnca.ops import State, autocasts, length_mask, zero_padding
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def suggest_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function to answer argument names of other libraries, the keys of `names`, with ours."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name in names:
+                    raise InputError(f"{name}: no such argument; use {names[name]}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelState(State):
-    """All that a causal model remembers of the sequences it has read.
+    """The streaming state of a causal model.
 
-    layers: one state a layer.
-    pool: what the head remembers, if it pools over time.
-    signature: the structure of the model that made it.
+    layers: one state for each layer.
+    pool: the state of the head, if it pools over time.
+    signature: the structure of the model that the state belongs to.
     """
 
     layers: tuple[LayerState, ...]
@@ -36,8 +57,8 @@ class ModelOutput(NamedTuple):
     """What a model returns.
 
     logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
-        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros where a token is padding.
-    state: what a causal model remembers after these tokens; None if it was not asked for or there is none.
+        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
+    state: the state of a causal model after these tokens; None if it was not requested or there is none.
     """
 
     logits: Tensor
@@ -48,67 +69,105 @@ class ModelOutput(NamedTuple):
 pytree._register_namedtuple(ModelOutput, serialized_type_name="tcnca.ModelOutput")
 
 
-class SequenceModel(nn.Module):
-    """Any member of the family: TCNCA, TCNCA-simple, MEGA, TCN-MLP, EMA-MLP, by its configuration."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The size and cost of a model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    parameters: int
+    """Number of parameters."""
+    receptive_field: int | None
+    """Inputs that one output of a layer's mixer depends on; None if there is no limit."""
+    state_bytes: int | None
+    """Bytes of the streaming state of one sequence; None if the model does not stream."""
+    macs: int
+    """Multiply-accumulate operations for one token, on average."""
+
+
+class SequenceModel(nn.Module):
+    """A model of the family: TCNCA, TCNCA-simple, MEGA, TCN-MLP, EMA-MLP, depending on its configuration.
+
+    Args:
+        config: the structure.
+        preprocessing: facts about the data. The model standardizes real-valued inputs with them and returns values in
+            the units of the data; they are saved with the model.
+    """
+
+    def __init__(self, config: ModelConfig, preprocessing: Preprocessing | None = None) -> None:
         super().__init__()
         self.config = config
+        self.preprocessing = preprocessing or Preprocessing()
         width = config.d_model
-        self.embedding: TokenEmbedding | ValueEmbedding
-        if isinstance(config.input, ValueInputConfig):
-            self.embedding = ValueEmbedding(config.input, width, config.norm)
-        else:
-            self.embedding = TokenEmbedding(config.input, width, config.norm)
+        self.embedding = config.input.build(width, config.norm, self.preprocessing)
         self.dropout = Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config.block()) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = make_norm(config.norm, width, config.final_norm_affine) if config.prenorm else None
-        self.head: VocabularyHead | PooledHead
-        if isinstance(config.head, LanguageModelHeadConfig):
-            assert isinstance(config.input, TokenInputConfig)
-            self.head = VocabularyHead(config.head, config.input.vocab_size, width)
-        else:
-            self.head = PooledHead(config.head, width)
-        self._signature = _signature(config)
+        self.head = config.head.build(width, config.input, self.preprocessing)
+        self._signature = self._describe()
 
     @property
     def streams(self) -> bool:
         """Whether the model has a state: it is causal and reads one document."""
-        return self.config.causal and not isinstance(self.config.head, PairHeadConfig)
+        return self.config.causal and self.config.head.documents == 1
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes, if they are known."""
+        return self.preprocessing.class_names
+
+    def encode(self, text: str | bytes) -> Tensor:
+        """Return the tokens `[1, time]` of a text, on the device of the model."""
+        return self.preprocessing.encode(text).unsqueeze(0).to(self.embedding.weight.device)
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """Return the text of tokens `[time]` or `[1, time]`."""
+        return self.preprocessing.decode(tokens)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, for example after a model built on the `meta` device was given memory."""
+        """Initialize all parameters, for example after a model built on the `meta` device was given memory."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
                 reset()
 
     def set_chunk_size(self, chunk_size: int | None) -> SequenceModel:
-        """Attend in chunks of another size from now on, for example longer ones in evaluation; None for all tokens.
+        """Change the chunk size of the attention, for example to evaluate with longer chunks; None for no chunks.
 
-        A `simple` position bias must reach that far: `AttentionConfig.max_length` says how far it does. States of the
-        old size do not fit any more. Returns the model itself.
+        A `simple` position bias must cover it (see `AttentionConfig.max_length`). Earlier states no longer fit.
+        Returns the model itself.
         """
         if self.config.attention is None:
-            raise InputError("chunk: this model has no attention, so there is nothing to set")
-        for block in self._blocks():
-            if block.mixing.attention is not None:
-                block.mixing.attention.set_chunk_size(chunk_size)
-                self.config = dataclasses.replace(self.config, attention=block.mixing.attention.config)
-        self._signature = _signature(self.config)
+            raise InputError("chunk_size: expected a model with attention, got one without")
+        for layer in self._layers():
+            if layer.block.attention is not None:
+                layer.block.attention.set_chunk_size(chunk_size)
+                self.config = dataclasses.replace(self.config, attention=layer.block.attention.config)
+        self._signature = self._describe()
         return self
 
     def initial_state(self, batch: int) -> ModelState:
-        """The state of `batch` sequences before their first token. Passing None to `forward` means the same."""
+        """Return the state of `batch` sequences before their first token; `forward` takes None for the same."""
         if not self.streams:
-            raise StateError("state: this model has none, as only causal models of one document stream")
+            raise StateError("state: expected a causal model of one document, got one that has no state")
         if batch < 1:
-            raise StateError(f"batch: got {batch}, allowed is 1 or more")
-        pool = None
-        if isinstance(self.head, PooledHead) and self.head.pooling != "none":
-            pool = self.head.initial_state(batch, self.embedding.weight)
-        return ModelState(tuple(block.initial_state(batch) for block in self._blocks()), pool, self._signature)
+            raise StateError(f"batch: expected at least 1, got {batch}")
+        pool = self.head.initial_state(batch, self.embedding.weight)
+        return ModelState(tuple(layer.initial_state(batch) for layer in self._layers()), pool, self._signature)
 
+    @suggest_arguments(
+        {
+            "input_ids": "x",
+            "inputs": "x",
+            "inputs_embeds": "x",
+            "input_values": "x",
+            "tokens": "x",
+            "mask": "attention_mask",
+            "src_key_padding_mask": "attention_mask, true for valid tokens",
+            "key_padding_mask": "attention_mask, true for valid tokens",
+            "past_key_values": "state",
+            "cache_params": "state",
+            "use_cache": "return_state",
+        }
+    )
     def forward(
         self,
         x: Tensor,
@@ -126,24 +185,24 @@ class SequenceModel(nn.Module):
     ) -> ModelOutput:
         """Run the model on `x`.
 
-        Training, prefill and generation are this one function: a sequence may come in one call or in any
-        number of calls, each with the state that the one before returned.
+        Training, prefill and generation use this function: a sequence can be passed in one call or in any number of
+        calls, each with the state that the previous one returned.
 
         Args:
             x: tokens `[batch, time]`, or real values `[batch, time, features]` (`[batch, time]` for one feature).
-            second: the second document of a pair, as `x`.
-            lengths: `[batch]`, real tokens in each row; what follows them is padding.
-            mask: `[batch, time]`, true for real tokens, anywhere in the row: padding left, right or between.
-            lengths2, mask2: the same for `second`.
+            second: the second document of a pair, like `x`.
+            lengths: `[batch]`, valid tokens of each row; the rest is padding.
+            attention_mask: `[batch, time]`, true for valid tokens; padding can be anywhere in the row.
+            lengths2, attention_mask2: the same for `second`.
             cu_seqlens: `[documents + 1]`: `x` is one row of documents, document `i` from `cu_seqlens[i]` to
-                `cu_seqlens[i + 1]`. Each is a sequence of its own, also in the state. It costs as much as that many
-                rows of the longest document: pack documents of like lengths.
-            max_seqlen: the longest document's length; saves reading it off the device, and `torch.compile` needs it.
-            state: the state after the tokens before these; None at the start of the sequence.
-            return_state: whether to return the new state; by default wherever there is one. Training that does
-                not carry it on saves time with False.
-            inplace: the given state's memory may be reused, which makes a step cheap. That state is used up: going on
-                from it again is an error, except inside `torch.compile`, which cannot tell.
+                `cu_seqlens[i + 1]`. Each is a separate sequence, also in the state. The cost is that of as many rows of
+                the longest document: pack documents of similar lengths.
+            max_seqlen: length of the longest document; avoids a synchronization, and `torch.compile` requires it.
+            state: the state after the preceding tokens; None at the start of the sequence.
+            return_state: whether to return the new state; by default if the model streams. Training without carried
+                states is faster with False.
+            inplace: whether the memory of `state` may be reused, which makes single steps cheap. `state` cannot be used
+                again, which is an error, but not detected inside `torch.compile`.
 
         Returns:
             The logits and the new state.
@@ -151,23 +210,18 @@ class SequenceModel(nn.Module):
         if return_state is None:
             return_state = self.streams
         self._check_pair(second, lengths2, attention_mask2, state, return_state)
-        features, layout, states = self._encode(
+        features, packing, states = self._encode(
             "x", x, lengths, attention_mask, cu_seqlens, max_seqlen, state, return_state, inplace
         )
-        if isinstance(self.head, VocabularyHead):
-            logits = self.head(layout.restore(features, x.shape[1]), self.embedding.weight)
-            return ModelOutput(logits, ModelState(states, None, self._signature) if return_state else None)
-        pooled, pool = self.head.pool(features, layout.lengths, None if state is None else state.pool, return_state)
+        pooled, pool = self.head.pool(features, packing.lengths, None if state is None else state.pool, return_state)
         if second is not None:
             features, other, _ = self._encode(
                 "second", second, lengths2, attention_mask2, None, None, None, False, False
             )
             if features.shape[0] != pooled.shape[0]:
-                raise InputError(f"second: got a batch of {features.shape[0]}, allowed is {pooled.shape[0]}, that of x")
+                raise InputError(f"second: expected a batch of {pooled.shape[0]}, like x, got {features.shape[0]}")
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
-        logits = self.head(pooled)
-        if self.head.pooling == "none":
-            logits = layout.restore(zero_padding(logits, layout.lengths), x.shape[1])
+        logits = self.head(pooled, packing, x.shape[1], self.embedding.weight)
         return ModelOutput(logits, ModelState(states, pool, self._signature) if return_state else None)
 
     def _encode(
@@ -181,47 +235,69 @@ class SequenceModel(nn.Module):
         state: ModelState | None,
         return_state: bool,
         inplace: bool,
-    ) -> tuple[Tensor, Layout, tuple[LayerState, ...]]:
-        """Features of right-padded rows, zero in the padding, with their layout and the layers' new states."""
+    ) -> tuple[Tensor, Packing, tuple[LayerState, ...]]:
+        """Return the features of right-padded rows, zero at padding, their packing and the layers' new states."""
         self.embedding.check_shape(name, x)
         x = x if x.is_floating_point() else x.long()  # narrow types lack operations, and bounds may not fit them
-        padding = getattr(self.config.input, "pad_token_id", None)
-        if padding is not None and lengths is None and attention_mask is None and cu_seqlens is None:
-            attention_mask = x != padding
-        layout = make_layout(x, lengths, attention_mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
-        rows, real = layout.rows(x), layout.lengths
+        pad_token_id = self.embedding.pad_token_id
+        if pad_token_id is not None and lengths is None and attention_mask is None and cu_seqlens is None:
+            attention_mask = x != pad_token_id
+        packing = make_packing(x, lengths, attention_mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
+        rows, valid = packing.rows(x), packing.lengths
         if state is not None:
             self._check_state(state, rows)
-        if real is not None:
-            # Whatever the padding holds, NaN or a token of no vocabulary, it is not looked at.
-            rows = rows.masked_fill(~_real(real, rows), 0)
-        if isinstance(self.embedding, TokenEmbedding):
-            self.embedding.check_tokens(name, rows)
-        h = zero_padding(self.dropout(self.embedding(rows, real)), real)
+        if valid is not None:
+            # Padding may hold anything, also NaN or tokens outside the vocabulary.
+            mask = length_mask(valid, rows.shape[1])
+            rows = rows.masked_fill(~(mask if rows.dim() == 2 else mask.unsqueeze(-1)), 0)
+        self.embedding.check_values(name, rows)
+        h = zero_padding(self.dropout(self.embedding(rows, valid)), valid)
         if inplace and state is not None and not torch.compiler.is_compiling():
-            state.consume()  # before the layers: one that fails leaves it half written
+            state.consume()  # before the layers: a failing call leaves it partly overwritten
         states = []
         for index, layer in enumerate(self.layers):
             before = None if state is None else state.layers[index]
-            h, new = layer(h, lengths=real, state=before, return_state=return_state, inplace=inplace)
+            h, new = layer(h, lengths=valid, state=before, return_state=return_state, inplace=inplace)
             states.append(new)
-        h = h if self.norm is None else self.norm(h, real)
-        return zero_padding(h, real), layout, tuple(states)
+        h = h if self.norm is None else self.norm(h, valid)
+        return zero_padding(h, valid), packing, tuple(states)
 
     def macs_per_token(self, length: int) -> int:
-        """Multiplications and additions to read one token of a sequence of `length`, counted in pairs, on average.
+        """Return the multiply-accumulate operations for one token of a sequence of `length`, on average.
 
-        An EMA counts as its recurrence, whatever way it is computed.
+        An EMA counts as its recurrence, whatever its backend.
         """
-        total = sum(block.macs(length) for block in self._blocks())
-        if isinstance(self.head, VocabularyHead):
-            total += self.embedding.weight.numel()
-        elif self.head.pooling == "none":
-            total += sum(module.weight.numel() for module in self.head.modules() if isinstance(module, nn.Linear))
-        return total
+        return sum(layer.macs(length) for layer in self._layers()) + self.head.macs(self.embedding.weight)
 
-    def _blocks(self) -> list[Block]:
-        return cast(list[Block], list(self.layers))
+    def summary(self, length: int) -> Summary:
+        """Return the size and cost of the model for sequences of `length`."""
+        mixer = self._layers()[0].block.mixer
+        state_bytes = None
+        if self.streams:
+            state_bytes = self.initial_state(1).nbytes
+            attention = self.config.attention
+            if attention is not None and attention.chunk_size is None:
+                # The cache of full attention starts empty and grows to all keys and values.
+                size = self.embedding.weight.element_size()
+                state_bytes += self.config.num_layers * length * (attention.d_key + attention.d_value) * size
+        return Summary(
+            parameters=sum(parameter.numel() for parameter in self.parameters()),
+            receptive_field=1 if mixer is None else mixer.receptive_field,
+            state_bytes=state_bytes,
+            macs=self.macs_per_token(length),
+        )
+
+    def _layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.layers))
+
+    def _describe(self) -> str:
+        """Describe what two models must share for one to continue from a state of the other."""
+        config, block = self.config, self._layers()[0].block
+        mixer = "no mixer" if block.mixer is None else block.mixer.signature
+        attention = "no attention" if block.attention is None else block.attention.signature
+        kind = "gated" if config.gated else "residual"
+        layers = f"{config.num_layers} {kind} layers of d_model {config.d_model}"
+        return f"{layers}, {mixer}, {attention}, {self.head.signature}"
 
     def _check_pair(
         self,
@@ -231,77 +307,58 @@ class SequenceModel(nn.Module):
         state: ModelState | None,
         return_state: bool,
     ) -> None:
-        pair = isinstance(self.config.head, PairHeadConfig)
+        pair = self.config.head.documents == 2
         if pair and second is None:
-            raise InputError("second: got None, allowed is a second document: this model has a two-document head")
+            raise InputError("second: expected a second document, as this model reads pairs, got None")
         if not pair and second is not None:
-            raise InputError("second: got a tensor, allowed is None: this model has no two-document head")
+            raise InputError("second: expected None, as this model reads single documents, got a tensor")
         if second is None and not (lengths2 is None and attention_mask2 is None):
-            raise InputError("lengths2, mask2: got one without a second document, allowed is None")
+            raise InputError("lengths2, attention_mask2: expected None without a second document, got one")
         if not self.streams and (state is not None or return_state):
             kind = "reads two documents" if pair else "is bidirectional"
-            raise StateError(
-                f"state: asked of a model that {kind}, allowed is None; only causal models of one document stream"
-            )
+            raise StateError(f"state: expected a causal model of one document, got a model that {kind}")
 
     def _check_state(self, state: ModelState, rows: Tensor) -> None:
         if not isinstance(state, ModelState):
-            raise StateError(f"state: got a {type(state).__name__}, allowed is a ModelState, as this model returns")
+            raise StateError(f"state: expected a ModelState that this model returned, got a {type(state).__name__}")
         state.check_not_consumed()
         if state.signature != self._signature:
-            raise StateError(
-                f"state: comes from another model: it was made by {state.signature}; allowed is {self._signature}"
-            )
-        position = _position(state)
-        if position is None:
-            return  # a model of feed-forward nets alone remembers nothing
-        if position.shape[0] != rows.shape[0]:
-            raise StateError(f"state: got a batch of {position.shape[0]}, allowed is {rows.shape[0]}, that of x")
-        if position.device != rows.device:
-            raise StateError(
-                f"state: got one on {position.device}, allowed is {rows.device}, where x is; move it with state.to(…)"
-            )
-        kept, kind = _kept(state), self.embedding.weight.dtype
-        if kept is not None and kept.dtype != kind and not autocasts(rows.device):
-            raise StateError(
-                f"state: got {kept.dtype}, allowed is {kind}, the model's; change it with state.to({kind})"
-            )
+            raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
+        tensor = _first_tensor(state)
+        if tensor is None:
+            return  # a model of feed-forward nets only has an empty state
+        if tensor.shape[0] != rows.shape[0]:
+            raise StateError(f"state: expected a batch of {rows.shape[0]}, like x, got {tensor.shape[0]}")
+        if tensor.device != rows.device:
+            raise StateError(f"state: expected {rows.device}, like x, got {tensor.device}; move it with state.to(…)")
+        kept, dtype = _floating_dtype(state.layers[0]), self.embedding.weight.dtype
+        if kept is not None and kept != dtype and not autocasts(rows.device):
+            raise StateError(f"state: expected {dtype}, like the model, got {kept}; convert it with state.to({dtype})")
 
 
-def _real(lengths: Tensor, rows: Tensor) -> Tensor:
-    mask = length_mask(lengths, rows.shape[1])
-    return mask if rows.dim() == 2 else mask.unsqueeze(-1)
+def summarize(config: ModelConfig, length: int) -> Summary:
+    """Return the size and cost of a model for sequences of `length`, without allocating its weights."""
+    with torch.device("meta"):
+        return SequenceModel(config).summary(length)
 
 
-def _kept(state: ModelState) -> Tensor | None:
-    """A tensor that a state keeps in the model's own floating type, if there is one."""
-    mixer, attention = state.layers[0].mixer, state.layers[0].attention
-    if attention is not None:
-        return attention.keys
-    return mixer.buffers[0] if isinstance(mixer, TCNState) else None
-
-
-def _position(state: ModelState) -> Tensor | None:
-    for part in (state.layers[0].mixer, state.layers[0].attention, state.pool):
+def _first_tensor(state: ModelState) -> Tensor | None:
+    for part in (state.layers[0], state.pool):
         if part is not None:
-            return part.position
+            for tensor in part.tensors().values():
+                return tensor
     return None
 
 
-def _signature(config: ModelConfig) -> str:
-    """What two models must share for one to go on from the other's state."""
-    mixer, attention = config.mixer, config.attention
-    mixes, looks = "no mixer", "no attention"
-    if isinstance(mixer, TCNConfig):
-        names = ("kernel_size", "dilation_factor", "depth", "convolutions")
-        mixes = "a TCN of " + ", ".join(f"{name} {getattr(mixer, name)}" for name in names)
-    elif mixer is not None:
-        mixes = f"an EMA of hidden {mixer.d_state}, truncation {mixer.truncation}"
-    if attention is not None:
-        looks = (
-            f"{attention.activation} attention of chunk {attention.chunk_size}, d_key {attention.d_key}, "
-            f"d_value {attention.d_value}, {attention.position} positions"
-        )
-    joined = "gated" if config.gated else "plain"
-    pooling = getattr(config.head, "pooling", "none")
-    return f"{config.num_layers} {joined} layers of width {config.d_model}, {mixes}; {looks}; pooling {pooling}"
+def _floating_dtype(state: State) -> torch.dtype | None:
+    """Return the dtype of a state's first tensor that is kept in the dtype of the model, if there is one."""
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        values = () if field.name in state._sums else value if isinstance(value, tuple) else (value,)
+        for each in values:
+            if isinstance(each, Tensor) and each.is_floating_point():
+                return each.dtype
+            found = _floating_dtype(each) if isinstance(each, State) else None
+            if found is not None:
+                return found
+    return None

@@ -10,12 +10,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config
 from tcnca.errors import ConfigError, InputError, VocabularyError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preprocessing(Config):
+class Preprocessing:
     """Facts about the training data. They are saved with the model, and the model applies them.
 
     A task yields raw inputs and raw targets. The model computes `(x - input_mean) / input_std` on real-valued inputs,
@@ -41,7 +40,6 @@ class Preprocessing(Config):
     """Symbol of each token, for models of words separated by spaces, such as ListOps."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "task" and value is not None:
@@ -65,9 +63,7 @@ class Preprocessing(Config):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; fields that are None are left out."""
         values = dataclasses.asdict(self)
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -79,7 +75,7 @@ class Preprocessing(Config):
         return cls(**values)
 
     def encode(self, text: str | bytes) -> Tensor:
-        """Return the tokens `[time]` of a text, of which a `str` is taken as UTF-8."""
+        """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
         if self.symbols is not None:
             words = (text.decode() if isinstance(text, bytes) else text).split()
             return torch.tensor([_token(self.symbols, word) for word in words], dtype=torch.long)
@@ -93,11 +89,11 @@ class Preprocessing(Config):
         return torch.tensor([tokens[byte] for byte in data], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:
-        """Return the text of tokens `[time]`."""
-        if tokens.dim() != 1:
-            raise InputError(f"tokens: expected shape [time], got {list(tokens.shape)}; decode one sequence at a time")
+        """Return the text of tokens `[time]` or `[1, time]`."""
+        if tokens.numel() != tokens.shape[-1]:
+            raise InputError(f"tokens: expected one sequence, [time] or [1, time], got shape {list(tokens.shape)}")
         known = len(self.symbols if self.symbols is not None else self._bytes())
-        values = tokens.tolist()
+        values = tokens.flatten().tolist()
         if not all(0 <= token < known for token in values):
             raise VocabularyError(f"tokens: expected 0 to {known - 1}, the tokens that stand for text, got {values}")
         if self.symbols is not None:
@@ -132,6 +128,18 @@ class Standardization(nn.Module):
         for name, values in self._values.items():
             self.register_buffer(name, torch.empty(len(values), dtype=torch.float32))
         self.reset_parameters()
+
+    @classmethod
+    def of(cls, preprocessing: Preprocessing, what: str, features: int) -> Self | None:
+        """Return the standardization of the `input` or the `target`; None if its statistics are not known."""
+        mean, std = getattr(preprocessing, f"{what}_mean"), getattr(preprocessing, f"{what}_std")
+        if mean is None:
+            return None
+        if len(mean) != features:
+            raise ConfigError(
+                f"preprocessing.{what}_mean: expected {features} numbers, as the model has features, got {len(mean)}"
+            )
+        return cls(mean, std)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ from tcnca.training.config import (
 from tcnca.training.evaluate import Score, evaluate
 from tcnca.training.optimizer import build_optimizer, parameter_groups, set_rate
 from tcnca.training.processes import Processes, processes
-from tcnca.training.recipe import Recipe, load_recipe, recipes
+from tcnca.training.recipe import Recipe, load_recipe
 from tcnca.training.run import Result, Run
 from tcnca.training.schedule import scheduled_lr
 from tcnca.training.watching import Watch
@@ -39,7 +39,6 @@ __all__ = [
     "load_recipe",
     "parameter_groups",
     "processes",
-    "recipes",
     "scheduled_lr",
     "set_rate",
 ]

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tcnca.data.store import disk_errors
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel, save
-from tcnca.models.checkpoint import WEIGHTS_FILE, fill
+from tcnca.models.serialization import WEIGHTS_FILE, fill
 from tcnca.training.files import write_whole
 from tcnca.training.processes import Processes
 

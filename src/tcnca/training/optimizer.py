@@ -7,37 +7,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcnca.layers import EMA, TCN
+from tcnca.layers import ParamOptions
 from tcnca.training.config import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The model's parameters in three groups, each with its `name`, `weight_decay` and factor `rate`.
+    """Split the parameters into groups, each with its `name`, `weight_decay` and learning-rate factor `lr_mult`.
 
-    `matrices` are decayed; `kernels`, those of the TCN, have factors of their own; `rest`, that is norms, biases, EMA,
-    position biases and the scales of queries and keys, is not decayed.
+    Matrices called `weight` are decayed (`matrices`), everything else is not (`rest`), except where a module's
+    `param_options` says otherwise: for example, the kernels of a TCN are a group with its own factors.
     """
-    kernels, rest = set[int](), set[int]()
-    for module in model.modules():
-        if isinstance(module, TCN):
-            kernels.add(id(module.weight))
-        if isinstance(module, EMA):
-            rest |= {id(parameter) for parameter in module.parameters()}
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "kernels": [], "rest": []}
+    options: dict[str, ParamOptions] = {}
+    for prefix, module in model.named_modules():
+        if hasattr(module, "param_options"):
+            options |= {f"{prefix}.{name}".lstrip("."): value for name, value in module.param_options().items()}
+    groups: dict[ParamOptions, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in kernels:
-            groups["kernels"].append(parameter)
-        elif id(parameter) not in rest and name.endswith("weight") and parameter.ndim > 1:
-            groups["matrices"].append(parameter)
-        else:
-            groups["rest"].append(parameter)
-    decay = {"matrices": 1.0, "kernels": config.kernel_wd_mult, "rest": 0.0}
-    rate = {"matrices": 1.0, "kernels": config.kernel_lr_mult, "rest": 1.0}
-    return [
-        {"name": name, "params": group, "weight_decay": decay[name] * config.weight_decay, "rate": rate[name]}
-        for name, group in groups.items()
-        if group
-    ]
+        decayed = name.endswith("weight") and parameter.ndim > 1
+        default = ParamOptions("matrices") if decayed else ParamOptions("rest", wd_mult=0.0)
+        groups.setdefault(options.get(name, default), []).append(parameter)
+    recipe = {"kernels": (config.kernel_lr_mult, config.kernel_wd_mult)}
+    result = []
+    for option, parameters in groups.items():
+        lr_mult, wd_mult = recipe.get(option.group, (1.0, 1.0))
+        decay = config.weight_decay * option.wd_mult * wd_mult
+        group = {"name": option.group, "params": parameters, "weight_decay": decay}
+        result.append({**group, "lr_mult": option.lr_mult * lr_mult})
+    return result
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -50,4 +46,4 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of each group: `rate` times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["rate"]
+        group["lr"] = rate * group["lr_mult"]

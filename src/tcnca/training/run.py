@@ -19,7 +19,7 @@ from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import Task
 from tcnca.errors import CheckpointError
 from tcnca.models import SequenceModel
-from tcnca.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training.checkpoints import Checkpoints, Progress, read_progress
 from tcnca.training.evaluate import Score, autocast, evaluate
 from tcnca.training.files import beside, write_whole

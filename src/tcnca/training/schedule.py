@@ -16,7 +16,7 @@ def scheduled_lr(done: float, peak: float, schedule: ScheduleConfig) -> float:
     The warm-up takes its share of the run: `warmup_steps` of `max_steps`.
     """
     done = min(max(done, 0.0), 1.0)
-    warmup = schedule.warmup_steps / schedule.max_steps
+    warmup = schedule.effective_warmup_steps / schedule.max_steps
     if done < warmup:
         return schedule.warmup_start + (peak - schedule.warmup_start) * (done / warmup) ** schedule.warmup_power
     if warmup >= 1.0:

@@ -15,8 +15,8 @@ from tcnca.data.batch import IGNORE, Batch
 from tcnca.data.schema import Kind, num_examples
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
-from tcnca.models.heads import Head
-from tcnca.models.inputs import Input
+from tcnca.models.heads import HeadConfig
+from tcnca.models.inputs import InputConfig
 from tcnca.models.preprocessing import Preprocessing
 
 Metric = Literal["bits per byte", "accuracy", "mean squared error"]
@@ -51,12 +51,12 @@ class Task(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         """Configuration of the model's input."""
 
     @property
     @abc.abstractmethod
-    def head(self) -> Head:
+    def head(self) -> HeadConfig:
         """Configuration of the model's head."""
 
     @abc.abstractmethod

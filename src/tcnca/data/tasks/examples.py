@@ -22,7 +22,7 @@ from tcnca.data.store import Dataset
 from tcnca.data.tasks.base import SquaredError, Task, class_loss, class_metric_sums
 from tcnca.errors import ConfigError
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
-from tcnca.models.inputs import Input, TokenInputConfig, ValueInputConfig
+from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.preprocessing import Preprocessing
 
 
@@ -46,7 +46,7 @@ class ExampleTask(Task):
             raise ConfigError(f"max_length: expected None, since images are not truncated, got {max_length}")
 
     @property
-    def input(self) -> Input:
+    def input(self) -> InputConfig:
         """Tokens, or real values for pixels and signals."""
         if self._column == "pixels":
             return ValueInputConfig(features=1)

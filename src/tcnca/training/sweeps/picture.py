@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tcnca.training.files import beside
-from tcnca.training.recipe import parsed
+from tcnca.config import parse_value
 from tcnca.training.sweeps.plan import Sweep, is_number
 from tcnca.training.sweeps.table import Row, best_group, best_row
 
@@ -62,7 +62,7 @@ def draw(sweep: Sweep, rows: Sequence[Row]) -> Figure:
 
     # A seed is no quantity: what it repeats has a place of its own, unless nothing else varies.
     keys = sweep.compared or sweep.varied
-    numeric = [key for key in keys if all(is_number(parsed(text)) for text in sweep.grid[key])]
+    numeric = [key for key in keys if all(is_number(parse_value(text)) for text in sweep.grid[key])]
     best = best_group(sweep, rows)
     names = list(dict.fromkeys(_name(row, keys) for row in rows))
     lines = len(rows) // len(sweep.grid[numeric[0]]) if numeric else len(names)
@@ -136,7 +136,7 @@ def _name(row: Row, keys: Sequence[str]) -> str:
 
 
 def _scale(axes: Axes, texts: Sequence[str]) -> None:
-    numbers = sorted(float(parsed(text)) for text in texts)
+    numbers = sorted(float(parse_value(text)) for text in texts)
     positive = [number for number in numbers if number > 0]
     if numbers[0] >= 0 and positive and positive[-1] > 10 * positive[0]:
         if numbers[0] > 0:
@@ -178,7 +178,7 @@ def handle(label: str, **style: Any) -> Artist:
 
 
 def _number(row: Row, key: str) -> float:
-    return float(parsed(row.point.values[key]))
+    return float(parse_value(row.point.values[key]))
 
 
 def _drawable(row: Row, split: str) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcnca.config import parse_value, resolve
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.training.processes import check_device
-from tcnca.training.recipe import Recipe, differences, load_recipe, located, parsed, same_key
+from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.record import read_record
 from tcnca.training.run import RECIPE
 from tcnca.training.sweeps.variants import VARIANT, Variants
@@ -200,7 +201,7 @@ def _pieces(key: str, text: str) -> list[str]:
 
 def folder_name(values: dict[str, str]) -> str:
     """A readable name for a run that any file system takes."""
-    numbers = {key: parsed(text) for key, text in values.items()}
+    numbers = {key: parse_value(text) for key, text in values.items()}
     # 1e-3 and 0.001 are one number, and get one name.
     texts = {key: str(numbers[key]) if is_number(numbers[key]) else text for key, text in values.items()}
     label = ",".join(f"{key}={text.replace(' ', '')}" for key, text in texts.items())
@@ -217,7 +218,7 @@ def _varied(grid: dict[str, list[str]]) -> list[str]:
 
 
 def _is_seed(key: str) -> bool:
-    return key != VARIANT and same_key(key, "batch.seed")
+    return key != VARIANT and resolve(Recipe, key) == "batch.seed"
 
 
 def is_number(value: Any) -> bool:
@@ -243,10 +244,10 @@ def _check_variants(variants: Variants, grid: dict[str, list[str]], advice: str)
         )
     for key in grid:
         # One that does not exist is no mistake of a variant.
-        located(key)
+        resolve(Recipe, key)
     for variant, changes in variants.changes.items():
         try:
-            twice = [(own, key) for own in _keys(changes) for key in grid if same_key(own, key)]
+            twice = [(own, key) for own in _keys(changes) for key in grid if resolve(Recipe, own) == resolve(Recipe, key)]
         except ConfigError as error:
             raise ConfigError(f"variant {variant}: {error}{advice}") from error
         for own, key in twice:

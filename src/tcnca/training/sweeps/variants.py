@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tcnca.errors import ConfigError
-from tcnca.training.shipped import read_yaml
+from tcnca.recipes import find, read_yaml
 
 VARIANT = "variant"
 """What stands for a key where the value is the name of a variant."""
@@ -50,7 +50,7 @@ def load_variants(name: str, only: Sequence[str] = ()) -> Variants:
         name: name or file.
         only: the variants that are wanted; none for all.
     """
-    values = read_yaml(name, "variants", "variants")
+    values = read_yaml(find(name, "variants"), name)
     try:
         for key in values:
             if key not in _KEYS:

@@ -1,0 +1,144 @@
+"""The protocol of mixers: modules that mix each channel over time, such as the TCN and the EMA.
+
+Blocks, models, summaries and optimizers use mixers through this protocol alone. A new mixer is an operator in
+`tcnca.ops` and a file here with a `MixerConfig`, whose `kind` registers it, and a `Mixer`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from tcnca.config import Config, check_at_least
+from tcnca.errors import InputError, StateError
+from tcnca.ops import State, autocasts, check_tensor
+
+
+class ParamOptions(NamedTuple):
+    """How an optimizer treats a parameter."""
+
+    group: str
+    """Name of the parameter group. The group `kernels` is also scaled by the recipe's `optimizer.kernel_lr_mult` and
+    `optimizer.kernel_wd_mult`."""
+    lr_mult: float = 1.0
+    """Factor of the learning rate."""
+    wd_mult: float = 1.0
+    """Factor of the weight decay; 0 for none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig(Config, abc.ABC):
+    """Base of the mixers' configurations."""
+
+    @abc.abstractmethod
+    def build(self, d_model: int, causal: bool = True) -> Mixer:
+        """Return a new module for `d_model` channels."""
+
+
+class Mixer(nn.Module, abc.ABC):
+    """Base of the mixers.
+
+    Args:
+        d_model: number of channels.
+        config: the configuration that the module is built from.
+        causal: whether an output depends on the past and present only. Only causal mixers have a state.
+    """
+
+    state_class: ClassVar[type[State]]
+    """Class of the streaming state, whose tensors have the batch as their first dimension."""
+
+    def __init__(self, d_model: int, config: MixerConfig, causal: bool) -> None:
+        super().__init__()
+        check_at_least("d_model", d_model, 1)
+        self.d_model = d_model
+        self.config = config
+        self.causal = causal
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool | None = None,
+        inplace: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """Mix `x` over time.
+
+        Args:
+            x: `[batch, time, d_model]`, in the dtype of the parameters or under autocast.
+            lengths: `[batch]`, valid tokens of each row; the rest is padding.
+            state: the state that the previous call returned; None at the start of the sequence. Causal only.
+            return_state: whether to return the new state; by default if `state` is given.
+            inplace: whether the memory of `state` may be reused. `state` must not be used again.
+
+        Returns:
+            `[batch, time, d_model]`, or a tuple of it and the new state.
+        """
+        return_state = state is not None if return_state is None else return_state
+        if not self.causal and (state is not None or return_state):
+            raise StateError("state: expected None, got a request for one; bidirectional mixers have no state")
+        if not (state is None or isinstance(state, self.state_class)):
+            raise StateError(f"state: expected a {self.state_class.__name__}, got a {type(state).__name__}")
+        check_features("x", x, self)
+        y, new = self.mix(x, lengths, state, return_state, inplace)
+        if not return_state:
+            return y
+        assert new is not None
+        return y, new
+
+    @abc.abstractmethod
+    def mix(
+        self, x: Tensor, lengths: Tensor | None, state: Any, return_state: bool, inplace: bool
+    ) -> tuple[Tensor, State | None]:
+        """Implement `forward`: return the output, in the dtype of the operator's result, and the new state or None."""
+
+    @abc.abstractmethod
+    def initial_state(self, batch: int) -> State:
+        """Return the state before the first token."""
+
+    @abc.abstractmethod
+    def macs(self, length: int) -> int:
+        """Return the multiply-accumulate operations for one token of a sequence of `length`."""
+
+    @property
+    @abc.abstractmethod
+    def receptive_field(self) -> int | None:
+        """Number of inputs that one output depends on; None if there is no limit."""
+
+    @property
+    @abc.abstractmethod
+    def signature(self) -> str:
+        """What two mixers must share for one to continue from a state of the other."""
+
+    def param_options(self) -> dict[str, ParamOptions]:
+        """Return the options of parameters, by name, that the optimizer should not treat by its general rule.
+
+        The general rule is: matrices called `weight` are decayed, everything else is not.
+        """
+        return {}
+
+
+def check_features(name: str, x: Tensor, module: Mixer) -> None:
+    """Raise an InputError unless `x` is `[batch, time, d_model]` in the dtype of the module's parameters."""
+    check_tensor(name, x)
+    width = module.d_model
+    if x.dim() != 3 or x.shape[2] != width or x.shape[1] < 1:
+        swapped = x.dim() == 3 and x.shape[1] == width
+        hint = "; this looks like [batch, channels, time]: pass x.transpose(1, 2)" if swapped else ""
+        raise InputError(f"{name}: expected shape [batch, time, {width}], got {list(x.shape)}{hint}")
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        check_dtype(name, x, parameter)
+
+
+def check_dtype(name: str, x: Tensor, parameter: Tensor) -> None:
+    """Raise an InputError if `x` has another dtype than `parameter`, unless autocast is on."""
+    if x.dtype != parameter.dtype and not autocasts(x.device):
+        raise InputError(
+            f"{name}: expected {parameter.dtype}, the dtype of the parameters, got {x.dtype}; convert the input with "
+            f"{name}.to({parameter.dtype}) or the module with .to({x.dtype}), or use torch.autocast"
+        )

@@ -1,0 +1,519 @@
+"""Reads the checkpoints that MEGA's authors published into our MEGA.
+
+A checkpoint holds training arguments and weights. The first half of this file maps the arguments, with the documented
+defaults of each architecture of MEGA's published code, to our configuration; the second half maps the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcnca.errors import CheckpointError, ConfigError
+from tcnca.layers import AttentionConfig, EMAConfig
+from tcnca.models.config import ModelConfig
+from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
+from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
+from tcnca.models.model import SequenceModel
+from tcnca.models.serialization import fill
+
+PAD_TOKEN_ID = 1
+"""The padding symbol of every dictionary of MEGA."""
+
+Defaults = dict[str, Any]
+"""Arguments and their values; a function computes a default from other arguments."""
+
+_LANGUAGE_MODEL: Defaults = {
+    "decoder_embed_dim": 512,
+    "decoder_hidden_dim": 1664,
+    "decoder_ffn_embed_dim": lambda a: a["decoder_hidden_dim"],
+    "decoder_z_dim": 128,
+    "decoder_n_dim": 16,
+    "decoder_layers": 6,
+    "decoder_chunk_size": -1,
+    "max_target_positions": 1024,
+    "adaptive_softmax_cutoff": None,
+    "adaptive_input": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "dropout": 0.1,
+    "feature_dropout": False,
+    "rel_pos_bias": "simple",
+    "normalization_type": "layernorm",
+    "normalize_before": False,
+    "normalize_embedding": False,
+    "no_scale_embedding": False,
+    "no_affine_final_norm": False,
+    "share_decoder_input_output_embed": False,
+    "activation_fn": "silu",
+    "attention_activation_fn": "softmax",
+    "truncation_length": 2048,
+}
+_BIG: Defaults = {
+    "decoder_layers": 16,
+    "decoder_embed_dim": 1024,
+    "decoder_hidden_dim": 2048,
+    "decoder_ffn_embed_dim": 2048,
+    "decoder_z_dim": 256,
+}
+_ADAPTIVE: Defaults = {
+    "dropout": 0.3,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "activation_dropout": 0.1,
+    "adaptive_input": True,
+    "adaptive_softmax_cutoff": "20000,60000",
+}
+
+_CLASSIFIER: Defaults = {
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "act_dropout": 0.0,
+    "feature_dropout": False,
+    "encoder_hidden_dim": 2048,
+    "encoder_ffn_embed_dim": lambda a: a["encoder_hidden_dim"],
+    "z_dim": 128,
+    "n_dim": 2,
+    "encoder_layers": 6,
+    "encoder_embed_dim": 512,
+    "classifier_in_dim": lambda a: a["encoder_embed_dim"],
+    "classifier_out_dim": 2048,
+    "sentence_class_num": 2,
+    "activation_fn": "gelu",
+    "attention_activation_fn": "relu2",
+    "classifier_layers": 1,
+    "classifier_activation_fn": "gelu",
+    "encoder_normalize_before": False,
+    "normalize_embedding": False,
+    "layer_type": "transformer",
+    "chunk_size": -1,
+    "truncation_length": None,
+    "rel_pos_bias": "simple",
+    "sen_rep_type": "mp",
+    "use_p": False,
+    "max_positions": None,
+}
+
+
+def _lra(width: int, hidden: int, keys: int, layers: int, length: int, **more: Any) -> Defaults:
+    return {
+        **_CLASSIFIER,
+        "layer_type": "mega",
+        "encoder_embed_dim": width,
+        "encoder_hidden_dim": hidden,
+        "classifier_out_dim": hidden,
+        "z_dim": keys,
+        "n_dim": 16,
+        "encoder_layers": layers,
+        "activation_fn": "silu",
+        "max_positions": length,
+        "truncation_length": 1024,
+        **more,
+    }
+
+
+def _speech(width: int, hidden: int, keys: int) -> Defaults:
+    return _lra(
+        width,
+        hidden,
+        keys,
+        6,
+        16000,
+        classifier_out_dim=lambda a: 2 * a["encoder_embed_dim"],
+        dropout=0.0,
+        attention_dropout=0.0,
+        attention_activation_fn="laplace",
+        norm_type="batchnorm",
+        encoder_normalize_before=True,
+        sentence_class_num=10,
+        chunk_size=1000,
+        truncation_length=1000,
+        input_type="image",
+    )
+
+
+ARCHITECTURES: dict[str, Defaults] = {
+    "mega_lm": _LANGUAGE_MODEL,
+    "mega_lm_big": {**_LANGUAGE_MODEL, **_BIG},
+    "mega_lm_wiki103": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
+    "mega_lm_adaptive_big": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
+    "mega_lm_adaptive_base": {
+        **_LANGUAGE_MODEL,
+        **_ADAPTIVE,
+        "decoder_layers": 16,
+        "decoder_embed_dim": 768,
+        "decoder_hidden_dim": 1536,
+        "decoder_ffn_embed_dim": 1536,
+    },
+    "mega_lm_enwik8_base": {
+        **_LANGUAGE_MODEL,
+        "decoder_layers": 12,
+        "decoder_hidden_dim": 1024,
+        "decoder_ffn_embed_dim": 1024,
+    },
+    "mega_lm_enwik8_large": {
+        **_LANGUAGE_MODEL,
+        "decoder_layers": 24,
+        "decoder_embed_dim": 1024,
+        "decoder_hidden_dim": 1536,
+        "decoder_ffn_embed_dim": 1536,
+        "dropout": 0.2,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    },
+    "lra": _CLASSIFIER,
+    "mega_lra_listop": _lra(80, 160, 64, 6, 2002, norm_type="scalenorm", sentence_class_num=10),
+    "mega_lra_imdb": _lra(128, 256, 64, 4, 4002, norm_type="scalenorm"),
+    "mega_lra_aan": _lra(128, 256, 64, 6, 4002, classifier_in_dim=lambda a: 2 * a["encoder_embed_dim"]),
+    "mega_lra_cifar10": _lra(160, 320, 96, 8, 1024, norm_type="batchnorm", sentence_class_num=10, chunk_size=1024),
+    "mega_lra_pf32": _lra(128, 256, 64, 6, 1024, norm_type="batchnorm", chunk_size=1024),
+    "mega_lra_pf128": _lra(64, 128, 32, 4, 16384, norm_type="batchnorm", chunk_size=16384, truncation_length=4096),
+    "sc_raw": _speech(60, 120, 30),
+    "mega_sc_raw": _speech(60, 120, 30),
+    "mega_sc_raw_base": _speech(60, 120, 30),
+    "mega_sc_raw_big": _speech(72, 144, 36),
+}
+
+_NORMS = {
+    "layernorm": "layer",
+    "scalenorm": "scale",
+    "rmsnorm": "rms",
+    "batchnorm": "batch",
+    "syncbatchnorm": "sync_batch",
+}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "linear": "none",
+}
+_FUNCTIONS = {"softmax": "softmax", "relu2": "relu2", "laplace": "laplace"}
+_POSITIONS = {"simple": "simple", "rotary": "rotary"}
+_POOLINGS = {"mp": "mean", "cls": "first"}
+
+
+class Arguments:
+    """The arguments of a checkpoint, with the defaults of its architecture for missing ones.
+
+    `found` are values that follow from the weights, for arguments that neither the file nor the architecture has.
+    """
+
+    def __init__(self, given: Mapping[str, Any], fallback: str, **found: Any) -> None:
+        self.architecture = given.get("arch") or fallback
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(sorted(ARCHITECTURES))
+            raise CheckpointError(f"args.arch: expected one of {known}, got {self.architecture!r}")
+        self._values = {**found, **ARCHITECTURES[self.architecture], **given}
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        return value(self) if callable(value) else value
+
+    def get(self, name: str) -> Any:
+        """Return an argument that has no default, or None."""
+        return self._values.get(name)
+
+    def choice(self, name: str, table: dict[str, str]) -> Any:
+        """Return our name for the value of an argument."""
+        value = self._values[name]
+        if not isinstance(value, str) or value not in table:
+            raise CheckpointError(f"args.{name}: expected one of {', '.join(table)}, got {value!r}")
+        return table[value]
+
+    def number(self, name: str) -> int:
+        """Return a whole number."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"args.{name}: expected a whole number, got {value!r}")
+        return value
+
+    def require(self, name: str, expected: Any, why: str) -> None:
+        """Raise an error if an argument has another value, which our models do not support."""
+        value = self._values.get(name, expected)
+        if value != expected:
+            raise CheckpointError(f"args.{name}: expected {expected!r}, got {value!r}; {why}")
+
+    def chunk(self, name: str) -> int | None:
+        """Return a chunk size; MEGA writes -1 for none."""
+        value = self.number(name)
+        if value == 0:
+            raise CheckpointError(f"args.{name}: expected a chunk size, or a negative number for no chunks, got 0")
+        return value if value > 0 else None
+
+    def truncation(self) -> int | None:
+        """Return the truncation of the EMA's kernel, or None."""
+        if self["truncation_length"] is None:
+            return None
+        return max(self.number("truncation_length"), 0) or None
+
+
+def language_model_config(a: Arguments, vocab_size: int) -> ModelConfig:
+    """Return our configuration of a MEGA language model."""
+    a.require("adaptive_input", False, "adaptive input embeddings are not supported")
+    a.require("adaptive_softmax_cutoff", None, "the adaptive softmax is not supported")
+    a.require("decoder_input_dim", a["decoder_embed_dim"], "embeddings must be as wide as the layers")
+    chunk_size, positions = a.chunk("decoder_chunk_size"), a["max_target_positions"] or 1024
+    return ModelConfig(
+        num_layers=a["decoder_layers"],
+        d_model=a["decoder_embed_dim"],
+        d_ff=max(a.number("decoder_ffn_embed_dim"), 0),
+        mixer=EMAConfig(d_state=a["decoder_n_dim"], truncation=a.truncation()),
+        attention=_attention(a, a["decoder_z_dim"], a["decoder_hidden_dim"], chunk_size, positions),
+        input=TokenInputConfig(
+            vocab_size=vocab_size,
+            scale_embeddings=not a["no_scale_embedding"],
+            norm=bool(a["normalize_embedding"]),
+            pad_token_id=PAD_TOKEN_ID,
+        ),
+        head=LanguageModelHeadConfig(tie_embeddings=bool(a["share_decoder_input_output_embed"])),
+        activation=a.choice("activation_fn", _ACTIVATIONS),
+        norm=a.choice("normalization_type", _NORMS),
+        prenorm=bool(a["normalize_before"]),
+        final_norm_affine=not a["no_affine_final_norm"],
+        dropout=a["dropout"],
+        value_dropout=a["hidden_dropout"],
+        ff_dropout=a["activation_dropout"],
+        feature_dropout=bool(a["feature_dropout"]),
+    )
+
+
+def classifier_config(a: Arguments, vocab_size: int | None) -> ModelConfig:
+    """Return our configuration of a MEGA classifier; `vocab_size` is None for real-valued input."""
+    a.require("layer_type", "mega", "only MEGA's layers are supported")
+    a.require("use_p", False, "this is an option of Luna's layers")
+    kind = "text" if vocab_size is not None else "image"
+    a.require("input_type", kind, f"the weights belong to a model of {kind!r} input")
+    width, hidden = a.number("encoder_embed_dim"), a["encoder_hidden_dim"]
+    inputs = a["classifier_in_dim"]
+    if inputs not in (width, 2 * width):
+        raise CheckpointError(
+            f"args.classifier_in_dim: expected {width} for one document or {2 * width} for two, got {inputs}"
+        )
+    head: dict[str, Any] = {
+        "num_classes": a["sentence_class_num"],
+        "pooling": a.choice("sen_rep_type", _POOLINGS),
+        "hidden": a["classifier_out_dim"] if a.number("classifier_layers") > 0 else None,
+        "hidden_layers": max(a.number("classifier_layers"), 1),
+        "activation": a.choice("classifier_activation_fn", _ACTIVATIONS),
+        "dropout": a["dropout"],
+    }
+    embedding_norm = bool(a["normalize_embedding"])
+    chunk = a.chunk("chunk_size")
+    positions = a["max_positions"] or a.get("tokens_per_sample")
+    return ModelConfig(
+        num_layers=a["encoder_layers"],
+        d_model=width,
+        d_ff=max(a.number("encoder_ffn_embed_dim"), 0),
+        mixer=EMAConfig(d_state=a["n_dim"], truncation=a.truncation()),
+        attention=_attention(a, a["z_dim"], hidden, chunk, positions),
+        causal=False,
+        input=ValueInputConfig(norm=embedding_norm)
+        if vocab_size is None
+        else TokenInputConfig(vocab_size=vocab_size, norm=embedding_norm, pad_token_id=PAD_TOKEN_ID),
+        head=PairHeadConfig(**head) if inputs == 2 * width else ClassifierHeadConfig(**head),
+        activation=a.choice("activation_fn", _ACTIVATIONS),
+        norm=a.choice("norm_type", _NORMS),
+        prenorm=bool(a["encoder_normalize_before"]),
+        dropout=a["dropout"],
+        value_dropout=a["act_dropout"],
+        ff_dropout=a["act_dropout"],
+        feature_dropout=bool(a["feature_dropout"]),
+    )
+
+
+def _attention(a: Arguments, keys: int, values: int, chunk_size: int | None, positions: int | None) -> AttentionConfig:
+    return AttentionConfig(
+        d_key=keys,
+        d_value=values,
+        chunk_size=chunk_size,
+        activation=a.choice("attention_activation_fn", _FUNCTIONS),
+        position=a.choice("rel_pos_bias", _POSITIONS),
+        max_length=positions if chunk_size is None else None,
+        dropout=a["attention_dropout"],
+    )
+
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+# Prefixes of weights inside a layer, MEGA's and ours. In addition, the scale of ScaleNorm is called `scalar`.
+_LAYER_NAMES = {
+    "mega_layer.norm.norm.": "block.norm.",
+    "mega_layer.move.": "block.mixer.",
+    "mega_layer.v_proj.": "block.values.",
+    "mega_layer.mx_proj.": "block.gates.",
+    "mega_layer.h_proj.": "block.output.",
+    "mega_layer.rel_pos_bias.rel_pos_bias": "block.attention.bias",
+    "mega_layer.rel_pos_bias.": "block.attention.",
+    "mega_layer.gamma": "block.gamma",
+    "mega_layer.beta": "block.beta",
+    "nffn.norm.norm.": "feed_forward.norm.",
+    "nffn.fc1.": "feed_forward.up.",
+    "nffn.fc2.": "feed_forward.down.",
+}
+_MODEL_NAMES = {
+    "embed_tokens.embed.weight": "embedding.weight",
+    "embed_tokens.": "embedding.",
+    "embed_norm.norm.": "embedding.norm.",
+    "final_norm.norm.": "norm.",
+    "output_projection.weight": "head.weight",
+}
+_IGNORED = re.compile(r"(^|\.)(version|_float_tensor)$")
+
+
+def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> SequenceModel:
+    """Read a checkpoint of MEGA's published code: a language model, a classifier or a two-document classifier.
+
+    The file holds the training arguments as a namespace and the weights. Missing arguments have the defaults of the
+    architecture; an argument that our MEGA does not support is an error. Nothing in the file is executed: only
+    tensors, plain values and the namespace are read.
+
+    Returns:
+        Our MEGA in evaluation mode. `model(tokens).logits` for a language model, `model(inputs, lengths=…).logits`
+        for a classifier, `model(first, second, lengths=…, lengths2=…).logits` for a pair. Without lengths, MEGA's
+        padding symbol is masked.
+    """
+    arguments, weights = _read(Path(path))
+    if any(name.startswith("encoder.encoder.") for name in weights):
+        model = _classifier(arguments, weights, str(path))
+    elif any(name.startswith("decoder.layers.") for name in weights) and not any(
+        name.startswith("encoder.") for name in weights
+    ):
+        model = _language_model(arguments, weights, str(path))
+    else:
+        raise CheckpointError(
+            f"{path}: model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
+            f"got {sorted(weights)[:3]}"
+        )
+    return model.to(device).eval()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with torch.serialization.safe_globals(_readable()):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except Exception as error:  # arbitrary bytes can fail anywhere in the unpickler
+        # PyTorch's message would advise to trust the file.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{path}: cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
+            f"because loading it could run code{f' (found: {found[1]})' if found else ''}"
+        ) from error
+    for name, kind in (("args", argparse.Namespace), ("model", dict)):
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
+            got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
+            raise CheckpointError(f"{path}: {name}: expected a {kind.__name__}, got {got}")
+    weights = {}
+    for name, tensor in content["model"].items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path}: model: {name}: expected a tensor, got {tensor!r}")
+        if not _IGNORED.search(name):
+            weights[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return vars(content["args"]), weights
+
+
+def _readable() -> list[Any]:
+    """Return the types that a checkpoint may contain: the namespace, and NumPy scalars in its logs."""
+    scalar = np.float64(0).__reduce__()[0]
+    numbers = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
+    return [argparse.Namespace, np.dtype, scalar, (scalar, "numpy.core.multiarray.scalar"), *numbers]
+
+
+def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+    # Adaptive embeddings have other names; the error about the arguments is clearer than a missing weight.
+    name = "decoder.embed_tokens.weight"
+    vocabulary = _rows(weights.get(name, torch.zeros(PAD_TOKEN_ID + 1, 1)), name, where)
+    config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
+    output = "decoder.output_projection.weight"
+    if getattr(config.head, "tie_embeddings", False) and output in weights:
+        if not torch.equal(weights[output], weights[name]):
+            raise CheckpointError(
+                f"{where}: {output}: expected the values of {name}, which it shares by "
+                f"args.share_decoder_input_output_embed, got others"
+            )
+        weights = {key: tensor for key, tensor in weights.items() if key != output}
+    renamed = {_rename(key.removeprefix("decoder."), key, where): tensor for key, tensor in weights.items()}
+    return _filled(config, renamed, where)
+
+
+def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+    name = "encoder.encoder.embed_tokens.embed.weight"
+    vocabulary = _rows(weights[name], name, where) if name in weights else None
+    found = {"norm_type": _norm_of(weights)}
+    config = _configured(where, lambda: classifier_config(Arguments(given, "lra", **found), vocabulary))
+    renamed = {}
+    for name, tensor in weights.items():
+        hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", name)
+        if hidden:
+            renamed[f"head.hidden.{hidden[1]}.{hidden[2]}"] = tensor
+        elif name == "sentence_projection_layer.weight":
+            renamed["head.output.weight"] = tensor
+        else:
+            renamed[_rename(name.removeprefix("encoder.encoder."), name, where)] = tensor
+    return _filled(config, renamed, where)
+
+
+def _rows(tensor: Tensor, name: str, where: str) -> int:
+    if tensor.dim() != 2:
+        raise CheckpointError(f"{where}: {name}: expected shape [vocab_size, d_model], got {list(tensor.shape)}")
+    return tensor.shape[0]
+
+
+def _configured(where: str, make: Callable[[], ModelConfig]) -> ModelConfig:
+    try:
+        return make()
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: invalid arguments: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> SequenceModel:
+    with torch.device("meta"):
+        model = SequenceModel(config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    directions = 1 if config.causal else 2
+    for name, tensor in weights.items():
+        if ".mixer." in name and not name.endswith("omega"):
+            # MEGA's is [directions · channels, d_state, 1], or without the 1 for γ.
+            if tensor.dim() in (2, 3) and tensor.shape[0] % directions == 0:
+                weights[name] = tensor.reshape(directions, tensor.shape[0] // directions, -1)
+        elif name in shapes and _sizes(tensor.shape) == _sizes(shapes[name]):
+            # MEGA's may have another number of dimensions of size 1: the vector of a real-valued input, a rotary bias.
+            weights[name] = tensor.reshape(shapes[name])
+    fill(model, weights, where)
+    return model
+
+
+def _sizes(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size > 1]
+
+
+def _rename(short: str, name: str, where: str) -> str:
+    layer = _LAYER.fullmatch(short)
+    table, inner, front = (_LAYER_NAMES, layer[2], f"layers.{layer[1]}.") if layer else (_MODEL_NAMES, short, "")
+    for theirs, ours in table.items():
+        if inner.startswith(theirs):
+            rest = inner.removeprefix(theirs)
+            return front + ours + ("weight" if rest == "scalar" else rest)
+    raise CheckpointError(f"{where}: {name}: expected a weight of MEGA, got an unknown one")
+
+
+def _norm_of(weights: dict[str, Tensor]) -> str:
+    names = {name.rsplit(".", 1)[1] for name in weights if ".layers.0.mega_layer.norm.norm." in name}
+    if "scalar" in names:
+        return "scalenorm"
+    if "running_mean" in names:
+        return "batchnorm"
+    return "layernorm" if "bias" in names else "rmsnorm"

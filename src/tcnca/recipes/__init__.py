@@ -1,0 +1,124 @@
+"""The built-in recipes and variants: their names, what they are, and how their YAML files are read.
+
+This package does not import PyTorch, so that the command line can list recipes, and answer a misspelt one, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tcnca.config import YamlLoader, closest
+from tcnca.errors import ConfigError
+
+FAMILIES: dict[str, str] = {
+    "tcnca": "TCNCA (paper): residual TCN and chunked attention, joined by MEGA's gates",
+    "tcnca-linear": "TCNCA-linear (ours, recommended): TCNCA with a linear chain of dilated convolutions",
+    "tcnca-simple": "TCNCA-simple (paper): TCN, chunked attention and MLP with plain residual connections",
+    "mega": "MEGA (baseline, Ma et al.): EMA in place of the TCN",
+    "tcn-mlp": "TCN-MLP (paper): the TCN and the MLP, without attention",
+    "ema-mlp": "EMA-MLP (paper): the EMA and the MLP, without attention",
+}
+"""What each family of models is, and whether it is the paper's or ours."""
+
+_FOLDERS = {"recipe": Path(__file__).parent, "variants": Path(__file__).parent / "variants"}
+
+
+def builtin(what: Literal["recipe", "variants"] = "recipe") -> list[str]:
+    """Return the names of the built-in recipes or variants. Files that only others extend begin with `_`."""
+    names = [path.stem for path in _FOLDERS[what].glob("*.yaml") if not path.stem.startswith("_")]
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def descriptions() -> dict[str, dict[str, str]]:
+    """Return what each built-in recipe is, in groups."""
+    groups: dict[str, dict[str, str]] = {
+        "Your own data: `tcnca train NAME data=FILE`": {},
+        "Small: minutes on a laptop": {},
+        "EnWik8": {},
+        "Long-Range Arena": {},
+        "Associative recall": {},
+    }
+    own, small, enwik8, arena, recall = groups.values()
+    for name in builtin():
+        layers = read_recipe(name)
+        if name.endswith("-small"):
+            group = small
+        elif "-" not in name:
+            group = own
+        else:
+            group = {"enwik8": enwik8, "recall": recall}.get(name.partition("-")[0], arena)
+        group[name] = layers[-1].get("about", "")
+    return groups
+
+
+def find(name: str, what: Literal["recipe", "variants"] = "recipe", near: Path | None = None) -> Path:
+    """Return the file of a built-in recipe or of variants, by name, or of a user's, by path.
+
+    Args:
+        name: name or path; a path ends in .yaml or .yml or has a folder in it.
+        what: it names.
+        near: folder to which a path is relative; None for the working directory.
+    """
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        path = Path(name) if near is None else near / name
+        if not path.is_file():
+            raise ConfigError(f"{what}: expected a file, got {path}, which does not exist")
+        return path
+    path = _FOLDERS[what] / f"{name}.yaml"
+    if path.is_file():
+        return path
+    known = builtin(what)
+    close = closest(name, known)
+    if close:
+        raise ConfigError(f"{what}: did you mean {close}? Got {name!r}")
+    listed = "a name that `tcnca recipes` lists" if what == "recipe" else f"one of {', '.join(known)}"
+    raise ConfigError(f"{what}: expected {listed}, or a file that ends in .yaml, got {name!r}")
+
+
+def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
+    """Return the keys and values of a YAML file; errors begin with `label`, by default the path."""
+    label = label or str(path)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label}: expected text, got {error.reason} at byte {error.start}") from error
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ConfigError(f"{label}: expected YAML, but {error.problem}{where}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{label}: expected YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{label}: expected keys and values, got {values!r}")
+    return values
+
+
+def read_recipe(name: str) -> list[dict[str, Any]]:
+    """Return the layers of a recipe: first that which it `extends` in the end, last the recipe itself.
+
+    `extends: NAME` names a built-in recipe, and `extends: FILE.yaml` a file next to the one that says so.
+    """
+    layers: list[dict[str, Any]] = []
+    seen: list[Path] = []
+    path, label = find(name), name
+    while True:
+        if path in seen:
+            names = " extends ".join(each.stem for each in [*seen, path])
+            raise ConfigError(f"{name}: expected recipes that extend others, got a cycle: {names}")
+        seen.append(path)
+        values = read_yaml(path, label)
+        parent = values.pop("extends", None)
+        layers.insert(0, values)
+        if parent is None:
+            return layers
+        if not isinstance(parent, str):
+            raise ConfigError(f"{label}: extends: expected the name or file of a recipe, got {parent!r}")
+        try:
+            path = find(parent, near=path.parent)
+        except ConfigError as error:
+            raise ConfigError(f"{label}: extends: {error}") from error
+        label = parent

@@ -1,0 +1,212 @@
+"""What `save` writes, `load` reads to the last bit, and a damaged folder is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import tcnca.models.serialization
+from tcnca import (
+    CheckpointError,
+    ClassifierHeadConfig,
+    ModelConfig,
+    PairHeadConfig,
+    RegressionHeadConfig,
+    SequenceModel,
+    ValueInputConfig,
+    load,
+    save,
+)
+from tests.comparison import assert_close
+from tests.examples import FAMILY, VOCABULARY, pairwise, small_config, small_model
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, 9))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(small_model(), tmp_path / "model")
+
+
+def assert_same(loaded: SequenceModel, model: SequenceModel, *inputs: Tensor) -> None:
+    assert loaded.config == model.config
+    expected, got = model.state_dict(), loaded.state_dict()
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+    with torch.no_grad():
+        assert torch.equal(loaded(*inputs).logits, model(*inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FAMILY), ("tcnca", torch.bfloat16)]
+)
+def test_language_model_comes_back(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = small_model(family, dtype)
+    assert_same(load(save(model, tmp_path)), model, tokens())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ClassifierHeadConfig(num_classes=3, hidden=5, hidden_layers=2),
+        RegressionHeadConfig(outputs=2, pooling="last"),
+        PairHeadConfig(hidden=5, combination="features"),
+    ],
+    ids=["classifier", "regression", "pair"],
+)
+def test_every_head_comes_back(tmp_path: Path, head: Any) -> None:
+    model = small_model(small_config(head=head, causal=False, input=ValueInputConfig(features=3, norm=True)))
+    inputs = [torch.randn(2, 9, 3, dtype=torch.float64) for _ in range(head.documents)]
+    assert_same(load(save(model, tmp_path)), model, *inputs)
+
+
+@pytest.mark.parametrize(("position", "chunk_size"), pairwise(["none", "simple", "rotary", "rope"], [2, None]))
+def test_changed_chunk_size_comes_back(tmp_path: Path, position: str, chunk_size: int | None) -> None:
+    model, x = small_model(position=position, max_length=9), tokens()
+    before = model(x).logits
+    loaded = load(save(model.set_chunk_size(chunk_size), tmp_path))
+    assert_same(loaded, model, x)
+    # The bias keeps its length, so the chunk size can be set back.
+    assert torch.equal(loaded.set_chunk_size(4)(x).logits, before)
+
+
+def test_statistics_of_batch_norms_come_back(tmp_path: Path) -> None:
+    model = small_model(norm="batch")
+    model.train()(tokens())
+    model.eval()
+    assert any(int(value) == 1 for name, value in model.state_dict().items() if name.endswith("num_batches_tracked"))
+    assert_same(load(save(model, tmp_path)), model, tokens())
+
+
+def test_loaded_model_can_be_used_streamed_and_trained(folder: Path) -> None:
+    model, x = load(folder), tokens()
+    assert not any(module.training for module in model.modules())
+    with torch.no_grad():
+        _, state = model(x[:, :5])
+        assert_close(model(x[:, 5:], state=state).logits, model(x).logits[:, 5:])
+    model(x).logits.sum().backward()
+    assert all(parameter.grad is not None and parameter.is_leaf for parameter in model.parameters())
+
+
+def test_folder_holds_the_weights_and_the_configuration_and_nothing_else(tmp_path: Path) -> None:
+    model, umask = small_model().train(), os.umask(0o022)
+    try:
+        folder = save(model, tmp_path / "new" / "nested")
+    finally:
+        os.umask(umask)
+    assert model.training
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {
+        CONFIG: "0o644",
+        WEIGHTS: "0o644",
+    }
+    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    assert content.keys() == {"format", "model", "preprocessing"}
+    assert ModelConfig.from_dict(content["model"]) == model.config
+    assert safetensors.torch.load_file(folder / WEIGHTS).keys() == model.state_dict().keys()
+
+
+def test_saving_again_replaces(folder: Path) -> None:
+    other = small_model("mega")
+    assert_same(load(str(save(other, str(folder)))), other, tokens())
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(tcnca.models.serialization, "save_file"), (Path, "write_text"), (os, "replace")],
+    ids=["weights", "configuration", "moving"],
+)
+def test_failed_saving_leaves_the_earlier_model_and_nothing_else(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(place, name, fail)
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(OSError, match="no space left"):
+            save(small_model("mega"), target)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: no such file; expected a folder"):
+        load(folder)
+
+
+def test_file_instead_of_a_folder(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json.*no such file"):
+        load(folder / CONFIG)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a folder .*, got a file"):
+        save(small_model(), folder / CONFIG)
+
+
+@pytest.mark.parametrize("content", [b"", b"not tensors", bytes(100)], ids=["empty", "text", "zeros"])
+def test_weights_that_are_not_safetensors(folder: Path, content: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(WEIGHTS)}: cannot be read as safetensors"):
+        load(folder)
+
+
+FORMAT = b'{"format": "tcnca-model-2"'
+CONFIGURATIONS = {
+    "empty": (b"", "is not JSON"),
+    "no-text": (b"\xff\xfe", "is not JSON"),
+    "list": (b"[]", "format: expected 'tcnca-model-2', got 'list'"),
+    "other-format": (b'{"format": "tcnca-model-1"}', "format: expected 'tcnca-model-2', got 'tcnca-model-1'"),
+    "no-model": (FORMAT + b"}", "model: expected"),
+    "no-preprocessing": (FORMAT + b', "model": {}}', "preprocessing: expected"),
+    "unknown-field": (FORMAT + b', "model": {"layer": 2}, "preprocessing": {}}', "layer"),
+    "wrong-field": (FORMAT + b', "model": {"num_layers": 0}, "preprocessing": {}}', "num_layers: "),
+    "unknown-fact": (FORMAT + b', "model": {}, "preprocessing": {"median": 1}}', "preprocessing.median"),
+    "wrong-fact": (FORMAT + b', "model": {}, "preprocessing": {"byte_map": [1, 1]}}', "byte_map: expected"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_configuration_of_no_model(folder: Path, case: str) -> None:
+    content, message = CONFIGURATIONS[case]
+    (folder / CONFIG).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(CONFIG)}: .*{re.escape(message)}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.update({"layers.0.block.gamma": torch.zeros(2, 5)}),
+            "layers.0.block.gamma: expected shape [2, 4], got [2, 5]",
+        ),
+        (lambda w: w.pop("layers.1.block.output.bias"), "missing ['layers.1.block.output.bias']"),
+        (lambda w: w.update({"layers.2.block.gamma": torch.zeros(2, 4)}), "unknown ['layers.2.block.gamma']"),
+        (lambda w: w.update({"layers.0.block.gamma": torch.zeros(2, 4).long()}), "expected floating-point numbers"),
+    ],
+    ids=["shape", "missing", "unknown", "dtype"],
+)
+def test_weights_that_do_not_fit(folder: Path, change: Callable[[dict[str, Tensor]], Any], message: str) -> None:
+    weights = safetensors.torch.load_file(folder / WEIGHTS)
+    change(weights)
+    safetensors.torch.save_file(weights, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(WEIGHTS)}: .*{re.escape(message)}"):
+        load(folder)
