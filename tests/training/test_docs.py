@@ -162,7 +162,7 @@ def test_commands_are_accepted() -> None:
             assert dataclasses.replace(trained, data=wanted.data, eval=wanted.eval) == wanted
         elif recipe_name := found.get("recipe") or found.get("name"):
             load_recipe(recipe_name).override(changes).validate()
-    assert names == {"train", "eval", "sweep", "recipes", "prepare", "models", "list"} & names | {"train", "eval", "sweep"}
+    assert {"train", "eval", "sweep", "recipes"} <= names
 
 
 @pytest.mark.usefixtures("_page_files")
@@ -207,6 +207,19 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert names["score"] == names["result"].scores["test"]
     assert f"accuracy {names['score'].value} 500" in capsys.readouterr().out
     assert (tmp_path / "runs" / "first" / "model.safetensors").is_file()
+
+
+def test_recorded_runs_can_be_repeated() -> None:
+    experiments = PATH.parents[1] / "benchmarks" / "experiments"
+    blocks_of_runs = json.loads((experiments / "tcn-block" / "runs.json").read_text(encoding="utf-8"))
+    for found in blocks_of_runs.values():
+        for run in found["runs"] if isinstance(found, dict) and "runs" in found else []:
+            if run.get("overrides") is not None:
+                name, *common = found["recipe"].partition(",")[0].split()
+                load_recipe(name).override([*common, *run["overrides"].split()]).validate()
+    for run in json.loads((experiments / "recall" / "runs.json").read_text(encoding="utf-8"))["runs"]:
+        _, found = parse(shlex.split(run["command"])[1:])
+        load_recipe(found["recipe"]).override(found["changes"]).validate()
 
 
 if __name__ == "__main__":
