@@ -1,11 +1,12 @@
-"""docs/training.md: its tables of keys, its commands and its code.
+"""docs/training.md: its table of keys, its commands and its code.
 
-`python -m tests.training.test_docs` writes the tables of keys again.
+`python -m tests.training.test_docs` writes the table of keys again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -23,78 +24,81 @@ from tcnca.config import Config, field_texts, keys, resolve
 from tcnca.errors import ConfigError
 from tcnca.models import ModelConfig
 from tcnca.training import Recipe, load_recipe
-from tcnca.training.sweeps import load_variants, parse_grid
+from tcnca.training.sweeps.plan import load_variants, parse_grid
 
 PATH = Path(__file__).parents[2] / "docs" / "training.md"
 PAGE = PATH.read_text(encoding="utf-8")
 HEADER = "| key | default | |\n|---|---|---|\n"
-FROM_TASK = "from the task"
 TASK_KEYS = ("causal", "input", "head", "input.vocab_size", "input.features", "head.num_classes", "head.outputs")
 
 
-def tables() -> str:
-    """Return one table of keys, defaults and field texts for each section of a recipe."""
-    texts, recipe = field_texts(Recipe), Recipe()
-    parts = [HEADER + _row("about", _default(recipe.about), texts["about"])]
-    for field in dataclasses.fields(Recipe):
-        if isinstance(section := getattr(recipe, field.name), Config):
-            parts.append(HEADER + "".join(_rows(field.name, type(section))))
-        elif field.name == "model":
-            parts.append(HEADER + "".join(_model_rows()))
-        elif field.name != "about":
-            parts[0] += _row(field.name, _default(section), texts[field.name])
-    return "\n".join(parts)
+@functools.cache
+def key_table() -> str:
+    """Return the table of all keys of a recipe, from the fields of the configurations and the texts below them."""
+    rows = []
+    for name, value in _defaults(Recipe).items():
+        if name == "model":
+            rows.append(_row("model.preset", "`null`", "A model that `tcnca models` lists; the other keys change it"))
+            rows += [*_rows(ModelConfig, "model."), *_model_part_rows()]
+        elif isinstance(value, Config):
+            rows += _rows(type(value), f"{name}.")
+        else:
+            rows.append(_row(name, _format(value), field_texts(Recipe)[name]))
+    return HEADER + "".join(rows)
 
 
-def _model_rows() -> Iterator[str]:
-    yield _row("model.preset", "`null`", "A model of `tcnca models`; the other keys change it.")
-    yield from _rows("model", ModelConfig)
+def _rows(cls: type[Config], prefix: str) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(cls), field_texts(cls)
+    for name, value in _defaults(cls).items():
+        key = f"{prefix}{name}"
+        default = "from the task" if key.removeprefix("model.") in TASK_KEYS else _format(value)
+        text = texts[name].rstrip(".")
+        choices = [choice for choice in _choices(hints[name]) if f"`{choice}`" not in text]
+        yield _row(key, default, text + (f" (`{'`, `'.join(_choices(hints[name]))}`)" if choices else ""))
+
+
+def _model_part_rows() -> Iterator[str]:
+    """Yield the rows of mixer, attention, input and head. A row that not all kinds share is marked with its kinds."""
     for part, hint in typing.get_type_hints(ModelConfig).items():
-        kinds = list(_kinds(hint))
-        seen: set[tuple[str, str]] = set()
-        for cls in kinds:
-            for row in _rows(f"model.{part}", cls):
-                key = row.split("`")[1].rpartition(".")[2]
-                holders = [each for each in kinds if key in field_texts(each)]
-                same = {(_default(getattr(each(), key)), field_texts(each)[key]) for each in holders}
-                # A field that only some kinds have, or that differs between kinds, is marked with its kind.
-                names = [each._kind for each in (holders if len(same) == 1 else [cls])]
-                mark = "" if len(names) == len(kinds) else f"`{'`, `'.join(names)}`: "
-                if (key, mark) not in seen:
-                    seen.add((key, mark))
-                    head, default, text = row.split(" | ", 2)
-                    yield f"{head} | {default} | {mark}{text}"
+        kinds = {cls._kind: list(_rows(cls, f"model.{part}.")) for cls in _classes(hint)}
+        for row in dict.fromkeys(row for rows in kinds.values() for row in rows):
+            names = [kind for kind, rows in kinds.items() if row in rows]
+            key, default, text = row.split(" | ", 2)
+            yield row if len(names) == len(kinds) else f"{key} | {default} | `{'`, `'.join(names)}`: {text}"
 
 
-def _kinds(hint: Any) -> Iterator[type[Config]]:
-    """Yield the configurations that a field can hold."""
+def _classes(hint: Any) -> Iterator[type[Config]]:
+    """Yield the configurations that a field of this type can hold."""
     for member in typing.get_args(hint) or (hint,):
         if isinstance(member, type) and issubclass(member, Config):
-            if member._kind:
-                yield member
+            yield from [member] if member._kind else ()
             for each in member.__subclasses__():
-                yield from _kinds(each)
+                yield from _classes(each)
 
 
-def _rows(section: str, cls: type[Config]) -> Iterator[str]:
-    texts, config = field_texts(cls), cls()
-    for field in dataclasses.fields(cls):
-        key = f"{section}.{field.name}"
-        default = FROM_TASK if key.removeprefix("model.") in TASK_KEYS else _default(getattr(config, field.name))
-        yield _row(key, default, texts[field.name])
+def _choices(hint: Any) -> list[str]:
+    """Return the names that a value of this type is chosen from."""
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(hint)]
+    found = [choice for member in typing.get_args(hint) for choice in _choices(member)]
+    return found + [cls._kind for cls in _classes(hint) if len(list(_classes(hint))) > 1]
 
 
-def _default(value: Any) -> str:
+def _defaults(cls: type[Config]) -> dict[str, Any]:
+    config = cls()
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(cls)}
+
+
+def _format(value: Any) -> str:
     if isinstance(value, Config):
         return f"`{value._kind}`"
-    value = list(value) if isinstance(value, tuple) else value
     text = value if isinstance(value, str) and value else json.dumps(value)
-    return f"`{re.sub(r'(e-)0|[.]0$', r'\1', text)}`"
+    return "`" + re.sub(r"(e-)0|[.]0$", r"\1", text) + "`"
 
 
 def _row(key: str, default: str, text: str) -> str:
-    text = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text.replace("|", "\\|")).rstrip(".")
-    return f"| `{key}` | {default} | {re.sub(r'\bNone\b', 'null', text)} |\n"
+    text = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", re.sub(r"\bNone\b", "null", text))
+    return f"| `{key}` | {default} | {text.rstrip('.')} |\n"
 
 
 def blocks(language: str) -> list[str]:
@@ -114,10 +118,10 @@ def commands() -> list[list[str]]:
 def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
     """Return the command and its parameters as the command line understands them, without running it."""
     command, name = typer.main.get_command(app), ""
-    while isinstance(command, TyperGroup):
+    while isinstance(command, TyperGroup) and arguments:
         name, *arguments = arguments
         command = command.commands[name]
-    return name, command.make_context(name, arguments).params
+    return name, command.make_context(name, arguments).params if arguments else {}
 
 
 @pytest.fixture
@@ -127,15 +131,15 @@ def _page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_tables_are_up_to_date() -> None:
-    assert PAGE.endswith(f"\n\n{tables()}"), "run python -m tests.training.test_docs"
+def test_key_table_is_up_to_date() -> None:
+    assert PAGE.endswith(f"\n\n{key_table()}"), "run python -m tests.training.test_docs"
 
 
-def test_tables_have_every_key() -> None:
-    listed = set(re.findall(r"^\| `([\w.]+)` \|", tables(), re.MULTILINE))
+def test_key_table_has_every_key() -> None:
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", key_table(), re.MULTILINE))
     sections = {key.rpartition(".")[0] for key in keys(Recipe)}
-    missing = {key for key in keys(Recipe) if key not in listed | sections and not key.startswith("data.task.")}
-    assert {key for key in missing if not key.endswith(".kind")} == set()
+    expected = {key for key in keys(Recipe) if not key.startswith("data.task.")} - sections
+    assert {key for key in expected - listed if not key.endswith(".kind")} == set()
 
 
 @pytest.mark.usefixtures("_page_files")
@@ -223,4 +227,4 @@ def test_recorded_runs_can_be_repeated() -> None:
 
 
 if __name__ == "__main__":
-    PATH.write_text(PAGE[: PAGE.index(HEADER)] + tables() if HEADER in PAGE else PAGE + "\n" + tables(), "utf-8")
+    PATH.write_text(PAGE.partition(HEADER)[0].rstrip("\n") + "\n\n" + key_table(), encoding="utf-8")
