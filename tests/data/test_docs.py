@@ -17,7 +17,7 @@ def test_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.delenv("TCNCA_DATA", raising=False)
     rows = (f"{'good' if number % 2 else 'bad'} film {number},{number % 2}" for number in range(100))
     Path("reviews.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
-    tcnca.data.prepare("reviews", origin="reviews.csv")
+    tcnca.data.prepare_dataset("reviews", origin="reviews.csv")
     (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     assert "range(1000)" in code
     exec(code.replace("range(1000)", "range(2)"), {})
