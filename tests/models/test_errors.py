@@ -151,7 +151,11 @@ PACKINGS: dict[str, tuple[int, dict[str, Any], str]] = {
     "cu-float": (1, {"cu_seqlens": [0.0, 7.0]}, r"cu_seqlens: expected whole numbers .*torch\.float32"),
     "cu-start": (1, {"cu_seqlens": [1, 7]}, r"cu_seqlens: expected values that rise from 0 to 7, .*got \[1, 7\]"),
     "cu-falls": (1, {"cu_seqlens": [0, 4, 3, 7]}, r"cu_seqlens: expected values that rise .*got \[0, 4, 3, 7\]"),
-    "max-too-small": (1, {"cu_seqlens": [0, 3, 7], "max_seqlen": 3}, r"max_seqlen: expected documents of at most 3 tokens, got \[4\]"),
+    "max-too-small": (
+        1,
+        {"cu_seqlens": [0, 3, 7], "max_seqlen": 3},
+        r"max_seqlen: expected documents of at most 3 tokens, got \[4\]",
+    ),
     "max-alone": (2, {"max_seqlen": 7}, "max_seqlen: expected None without cu_seqlens, got 7"),
     "several": (
         2,

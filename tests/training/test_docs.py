@@ -1,232 +1,231 @@
-"""What docs/training.md says is so: its keys and defaults, its commands, its code."""
+"""docs/training.md: its table of keys, its commands and its code.
+
+`python -m tests.training.test_docs` writes the table of keys again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import shlex
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import typer
 from typer.core import TyperGroup
 
 from tcnca.cli import app
-from tcnca.config import parse_value
-from tcnca.data import Task
+from tcnca.config import Config, field_texts, keys, resolve
 from tcnca.errors import ConfigError
-from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
-from tcnca.models import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    ModelConfig,
-    PairHeadConfig,
-    RegressionHeadConfig,
-    TokenInputConfig,
-    ValueInputConfig,
-    preset,
-)
+from tcnca.models import ModelConfig
 from tcnca.training import Recipe, load_recipe
 from tcnca.training.sweeps.plan import load_variants, parse_grid
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-PARTS = ("data", "batch", "optimizer", "schedule", "eval", "checkpoint", "runtime")
-MODEL_PARTS = {
-    "mixer": (TCNConfig(), EMAConfig()),
-    "attention": (AttentionConfig(),),
-    "input": (TokenInputConfig(), ValueInputConfig()),
-    "head": (LanguageModelHeadConfig(), ClassifierHeadConfig(), RegressionHeadConfig(), PairHeadConfig()),
-}
-WORDS = {"TCN": TCNConfig(), "chunked": AttentionConfig()}
-THE_TASKS = "the task's"
-SIZES = {"input.vocab_size", "input.features", "head.num_classes", "head.outputs"}
+PATH = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = PATH.read_text(encoding="utf-8")
+HEADER = "| key | default | |\n|---|---|---|\n"
+TASK_KEYS = ("causal", "input", "head", "input.vocab_size", "input.features", "head.num_classes", "head.outputs")
+
+
+@functools.cache
+def key_table() -> str:
+    """Return the table of all keys of a recipe, from the fields of the configurations and the texts below them."""
+    rows = []
+    for name, value in _defaults(Recipe).items():
+        if name == "model":
+            rows.append(_row("model.preset", "`null`", "A model that `tcnca models` lists; the other keys change it"))
+            rows += [*_rows(ModelConfig, "model."), *_model_part_rows()]
+        elif isinstance(value, Config):
+            rows += _rows(type(value), f"{name}.")
+        else:
+            rows.append(_row(name, _format(value), field_texts(Recipe)[name]))
+    return HEADER + "".join(rows)
+
+
+def _rows(cls: type[Config], prefix: str) -> Iterator[str]:
+    hints, texts = typing.get_type_hints(cls), field_texts(cls)
+    for name, value in _defaults(cls).items():
+        key = f"{prefix}{name}"
+        default = "from the task" if key.removeprefix("model.") in TASK_KEYS else _format(value)
+        text = texts[name].rstrip(".")
+        choices = [choice for choice in _choices(hints[name]) if f"`{choice}`" not in text]
+        yield _row(key, default, text + (f" (`{'`, `'.join(_choices(hints[name]))}`)" if choices else ""))
+
+
+def _model_part_rows() -> Iterator[str]:
+    """Yield the rows of mixer, attention, input and head. A row that not all kinds share is marked with its kinds."""
+    for part, hint in typing.get_type_hints(ModelConfig).items():
+        kinds = {cls._kind: list(_rows(cls, f"model.{part}.")) for cls in _classes(hint)}
+        for row in dict.fromkeys(row for rows in kinds.values() for row in rows):
+            names = [kind for kind, rows in kinds.items() if row in rows]
+            key, default, text = row.split(" | ", 2)
+            yield row if len(names) == len(kinds) else f"{key} | {default} | `{'`, `'.join(names)}`: {text}"
+
+
+def _classes(hint: Any) -> Iterator[type[Config]]:
+    """Yield the configurations that a field of this type can hold."""
+    for member in typing.get_args(hint) or (hint,):
+        if isinstance(member, type) and issubclass(member, Config):
+            # Tests add kinds of their own.
+            yield from [member] if member._kind and member.__module__.startswith("tcnca.") else ()
+            for each in member.__subclasses__():
+                yield from _classes(each)
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the names that a value of this type is chosen from: kinds of configurations, or literals."""
+    kinds = [cls._kind for cls in _classes(hint)]
+    members = [hint, *typing.get_args(hint)]
+    literals = [typing.get_args(member) for member in members if typing.get_origin(member) is typing.Literal]
+    return (kinds if len(kinds) > 1 else []) + [str(choice) for group in literals for choice in group]
+
+
+def _defaults(cls: type[Config]) -> dict[str, Any]:
+    config = cls()
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(cls)}
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, Config):
+        return f"`{value._kind}`"
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return "`" + re.sub(r"(e-)0|[.]0$", r"\1", text) + "`"
+
+
+def _row(key: str, default: str, text: str) -> str:
+    text = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", re.sub(r"\bNone\b", "null", text))
+    return f"| `{key}` | {default} | {text.rstrip('.')} |\n"
 
 
 def blocks(language: str) -> list[str]:
+    """Return the code blocks of the page in a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def tables() -> dict[str, dict[str, str]]:
-    """For each part of a recipe, its keys and what the page says of their defaults."""
-    found: dict[str, dict[str, str]] = {}
-    for body in re.findall(r"^\| key \| default \| \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
-        for line in body.splitlines():
-            row = re.fullmatch(r"\| `(\w+)\.([\w.]+)` \| (.+?) \| (\S.*) \|", line)
-            assert row, line
-            keys = found.setdefault(row[1], {})
-            assert row[2] not in keys, line
-            keys[row[2]] = row[3]
-    return found
-
-
-def default(cell: str) -> Any:
-    """The value that a cell shows."""
-    if cell in WORDS:
-        return WORDS[cell]
-    code = re.fullmatch(r"`(.+)`", cell)
-    assert code, cell
-    return parse_value(code[1])
-
-
-def shown(value: Any) -> Any:
-    """A value as YAML has it."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def fields(config: Any) -> dict[str, Any]:
-    return {field.name: shown(getattr(config, field.name)) for field in dataclasses.fields(config)}
-
-
-def same(one: Any, other: Any) -> bool:
-    # To Python, true is 1.
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
-def test_there_is_a_table_for_each_part() -> None:
-    recipe = {field.name for field in dataclasses.fields(Recipe)}
-    assert set(tables()) == {*PARTS, "model"} == recipe - {"about"}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_key_has_its_true_default(part: str) -> None:
-    true, said = fields(getattr(Recipe(), part)), tables()[part]
-    assert list(said) == list(true)
-    for key, cell in said.items():
-        assert same(default(cell), true[key]), f"{part}.{key}: the page says {cell}, it is {true[key]!r}"
-
-
-def test_every_key_of_a_model_has_its_true_default() -> None:
-    said = tables()["model"]
-    true: dict[str, list[Any]] = {"preset": [Recipe().model.get("preset")]}
-    true |= {key: [value] for key, value in fields(ModelConfig()).items()}
-    for part, kinds in MODEL_PARTS.items():
-        for kind in kinds:
-            for key, value in fields(kind).items():
-                true.setdefault(f"{part}.{key}", []).append(value)
-    assert set(said) == set(true)
-    tasks = {key for key, cell in said.items() if cell == THE_TASKS}
-    assert tasks == {"causal", "input", "head"} | SIZES
-    for key in set(said) - tasks:
-        # Those of a TCN and of an EMA may differ.
-        cells = said[key].split("; EMA ")
-        for place, value in enumerate(true[key]):
-            cell = cells[min(place, len(cells) - 1)]
-            assert same(default(cell), value), f"model.{key}: the page says {cell}, it is {value!r}"
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_what_the_task_decides_is_not_given(causal: bool) -> None:
-    stand = SimpleNamespace(input=ValueInputConfig(features=3), head=ClassifierHeadConfig(num_classes=7), causal=causal)
-    config = Recipe().model_config(cast(Task, stand))
-    assert (config.input, config.head, config.causal) == (stand.input, stand.head, causal)
-    # With a preset, they are the preset's.
-    assert Recipe(model={"preset": "tcnca-enwik8"}).model_config(cast(Task, stand)) == preset("tcnca-enwik8").model
-
-
 def commands() -> list[list[str]]:
-    """The arguments of each `tcnca …` on the page, in blocks and in the text."""
+    """Return the arguments of each `tcnca …` on the page, in blocks and in the text."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    text = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
-    lines += re.findall(r"`(tcnca [^`]+)`", text)
+    lines += re.findall(r"`(tcnca [^`]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
     found = [shlex.split(line, comments=True) for line in lines]
     assert all("tcnca" in words for words in found)
     return [words[words.index("tcnca") + 1 :] for words in found]
 
 
-def given(arguments: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command and its parameters, as the command line understands them, without running it."""
+def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return the command and its parameters as the command line understands them, without running it."""
     command, name = typer.main.get_command(app), ""
-    while isinstance(command, TyperGroup):
-        name, arguments = arguments[0], arguments[1:]
-        found = command.commands.get(name)
-        assert found is not None, f"there is no command {name}"
-        command = found
-    return name, command.make_context(name, list(arguments)).params
-
-
-def accepted(recipe: Recipe, changes: list[str]) -> Recipe:
-    """The recipe with changes, which its model must know as well."""
-    wanted = recipe.override(changes)
-    model = dict(wanted.model)
-    name = model.pop("preset", None)
-    (preset(name).model if name else ModelConfig(head=ClassifierHeadConfig())).override(**model)
-    return wanted
+    while isinstance(command, TyperGroup) and arguments:
+        name, *arguments = arguments
+        command = command.commands[name]
+    return name, command.make_context(name, arguments).params if arguments else {}
 
 
 @pytest.fixture
-def recipe_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in zip(("reviews.yaml", "shapes.yaml"), blocks("yaml"), strict=True):
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("recipe_of_the_page")
-@pytest.mark.parametrize("arguments", commands(), ids=shlex.join)
-def test_commands_are_accepted(arguments: list[str]) -> None:
-    name, found = given(arguments)
-    changes = list(found.get("changes") or [])
-    if name == "sweep":
-        for key, values in parse_grid(changes).items():
-            for value in values:
-                accepted(load_recipe(found["recipe"]), [f"{key}={value}"])
-        if found["variants"]:
-            variants = load_variants(found["variants"], found["only"].split(",") if found["only"] else [])
-            assert variants.recipe == found["recipe"]
-            for each in variants.changes.values():
-                accepted(load_recipe(found["recipe"]), each)
-    elif name == "eval":
-        # A run is called by the recipe that it was trained with.
-        trained = load_recipe(Path(found["run"]).name)
-        wanted = accepted(trained, changes)
-        assert dataclasses.replace(trained, data=wanted.data, eval=wanted.eval) == wanted
-    elif name in ("train", "recipes") and (found.get("recipe") or found.get("name")):
-        accepted(load_recipe(found.get("recipe") or found["name"]), changes)
+def test_key_table_is_up_to_date() -> None:
+    assert PAGE.endswith(f"\n\n{key_table()}"), "run python -m tests.training.test_docs"
 
 
-def test_each_command_is_shown() -> None:
-    assert {"train", "eval", "sweep", "recipes"} <= {arguments[0] for arguments in commands()}
+def test_key_table_has_every_key() -> None:
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", key_table(), re.MULTILINE))
+    sections = {key.rpartition(".")[0] for key in keys(Recipe)}
+    missing = {key for key in keys(Recipe) if not key.startswith(("data.task.", "model.mixer."))} - sections - listed
+    assert {key for key in missing if not key.endswith(".kind")} == set()
 
 
-@pytest.mark.usefixtures("recipe_of_the_page")
-def test_changes_do_what_the_page_says() -> None:
+@pytest.mark.usefixtures("_page_files")
+def test_commands_are_accepted() -> None:
+    names = set()
+    for arguments in commands():
+        name, found = parse(arguments)
+        names.add(name)
+        changes = list(found.get("changes") or [])
+        if name == "sweep":
+            recipe = load_recipe(found["recipe"])
+            for key, values in parse_grid(changes).items():
+                for value in values:
+                    recipe.override([f"{key}={value}"]).validate()
+            if found["variants"]:
+                variants = load_variants(found["variants"], found["only"].split(",") if found["only"] else [])
+                assert variants.recipe == found["recipe"]
+                for each in variants.changes.values():
+                    recipe.override(each).validate()
+        elif name == "eval":
+            # A run directory has the name of its recipe.
+            trained = load_recipe(Path(found["run"]).name)
+            wanted = trained.override(changes)
+            assert dataclasses.replace(trained, data=wanted.data, eval=wanted.eval) == wanted
+        elif recipe_name := found.get("recipe") or found.get("name"):
+            load_recipe(recipe_name).override(changes).validate()
+    assert {"train", "eval", "sweep", "recipes"} <= names
+
+
+@pytest.mark.usefixtures("_page_files")
+def test_overrides_do_what_the_page_says() -> None:
     recipe = load_recipe("reviews.yaml")
     assert (recipe.data.source, recipe.optimizer.lr) == ("reviews.csv", 1e-3)
     short, full, listed = (
-        recipe.override(given(arguments)[1]["changes"])
+        recipe.override(parse(arguments)[1]["changes"])
         for arguments in commands()
         if arguments[:2] == ["train", "reviews.yaml"]
     )
     assert (short.optimizer.lr, short.batch.size) == (3e-4, 16)
-    assert (full.optimizer.lr, full.model["attention.dropout"]) == (3e-4, 0.1)
+    assert (full.optimizer.lr, full.model_config().attention.dropout) == (3e-4, 0.1)  # type: ignore[union-attr]
     assert (listed.optimizer.betas, listed.schedule.max_steps) == ((0.9, 0.999), 10_000)
-    assert (listed.data.task, listed.eval.batches) == ({"longest": 1000}, None)
-    (other,) = (given(arguments)[1]["changes"] for arguments in commands() if arguments[1:2] == ["enwik8-mega"])
+    assert (listed.data.task, listed.eval.batches) == ({"max_length": 1000}, None)
+    (other,) = (parse(arguments)[1]["changes"] for arguments in commands() if arguments[1:2] == ["enwik8-mega"])
     changed = load_recipe("enwik8-mega").override(other)
     assert (changed.data.source, changed.model["preset"]) == ("my.txt", "tcnca-enwik8")
 
 
-def test_names_of_several_keys_need_their_part() -> None:
-    sentence = re.search(r"^(.+) are names of several keys", PAGE, re.MULTILINE)
+def test_short_and_foreign_names_are_as_the_page_says() -> None:
+    for name, key in re.findall(r"`(\w+)` is\s+`([\w.]+)`", PAGE):
+        assert resolve(Recipe, name) == resolve(Recipe, key)
+    sentence = re.search(r"^- (.+) are names of several keys", PAGE, re.MULTILINE)
     assert sentence
-    last = [f"{part}.{key}".split(".") for part, keys in tables().items() for key in keys]
-    several = set()
-    for name in {path[-1] for path in last}:
+    ambiguous = set()
+    for name in {key.rpartition(".")[2] for key in keys(Recipe)}:
         try:
-            Recipe().override([f"{name}=1"])
-        except ConfigError as error:
-            several |= {name} if "several keys" in str(error) else set()
-    assert set(re.findall(r"`(\w+)`", sentence[1])) == several
+            resolve(Recipe, name)
+        except ConfigError:
+            ambiguous.add(name)
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == ambiguous
 
 
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks("python"):
-        exec(compile(block, "docs/training.md", "exec"), names)
+        exec(compile(block, PATH.name, "exec"), names)
     assert names["result"].step == 20
-    # The model that was loaded is the one that was trained.
+    # The loaded model is the trained one.
     assert names["score"] == names["result"].scores["test"]
     assert f"accuracy {names['score'].value} 500" in capsys.readouterr().out
     assert (tmp_path / "runs" / "first" / "model.safetensors").is_file()
+
+
+def test_recorded_runs_can_be_repeated() -> None:
+    experiments = PATH.parents[1] / "benchmarks" / "experiments"
+    blocks_of_runs = json.loads((experiments / "tcn-block" / "runs.json").read_text(encoding="utf-8"))
+    for found in blocks_of_runs.values():
+        for run in found["runs"] if isinstance(found, dict) and "runs" in found else []:
+            if run.get("overrides") is not None:
+                name, *common = found["recipe"].partition(",")[0].split()
+                load_recipe(name).override([*common, *run["overrides"].split()]).validate()
+    for run in json.loads((experiments / "recall" / "runs.json").read_text(encoding="utf-8"))["runs"]:
+        _, found = parse(shlex.split(run["command"])[1:])
+        load_recipe(found["recipe"]).override(found["changes"]).validate()
+
+
+if __name__ == "__main__":
+    PATH.write_text(PAGE.partition(HEADER)[0].rstrip("\n") + "\n\n" + key_table(), encoding="utf-8")
