@@ -152,7 +152,7 @@ def run(model: SequenceModel, task: Task, batch: Batch) -> None:
     assert int(task.metric_sums(logits, batch)[1]) > 0
 
 
-SHRUNK = {"num_layers": 1, "d_model": 8, "d_ff": 8, "d_key": 4, "d_value": 8}
+SHRUNK: dict[str, Any] = {"num_layers": 1, "d_model": 8, "d_ff": 8, "d_key": 4, "d_value": 8}
 
 
 @pytest.mark.parametrize(
