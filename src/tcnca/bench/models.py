@@ -76,9 +76,9 @@ class Candidate:
 
 def candidates(settings: Settings) -> list[Candidate]:
     """Return all models. The oracle of an EMA uses another algorithm."""
-    # The fused scan does not support truncation: its kernels are as long as the sequence.
-    fused = {"backend": "triton", "truncation": None}
-    scan = fused if settings.device.type == "cuda" else {"backend": "scan"}
+    # The Triton scan does not support truncation: its kernels are as long as the sequence.
+    triton = {"backend": "triton", "truncation": None}
+    scan = triton if settings.device.type == "cuda" else {"backend": "scan"}
     fft, other = {"backend": "fft"}, {"backend": "scan"}
     return [
         Candidate(name="tcnca", label="TCNCA", family="tcnca", overrides={}, exact={}),
