@@ -457,9 +457,7 @@ def _resolve(schema: _Schema, key: str) -> str:
     section, _, name = key.rpartition(".")
     found: list[str] = []
     if name in _FOREIGN:
-        found = _matches(schema, f"{section}.{_FOREIGN[name].rpartition('.')[2]}" if section else _FOREIGN[name])
-        # A model by itself has no section called `model`.
-        found = found or _matches(schema, _FOREIGN[name].removeprefix("model."))
+        found = [path for path in _foreign(schema, name) if not section or f".{section}." in f".{path}"]
     found = found or _matches(schema, key)
     if len(found) == 1:
         return found[0]
@@ -484,6 +482,12 @@ def _matches(schema: _Schema, key: str) -> list[str]:
     return [path for paths in by_section.values() for path in _shallowest(paths)]
 
 
+def _foreign(schema: _Schema, name: str) -> list[str]:
+    """Return the paths that a name of another library stands for."""
+    # A model by itself has no section called `model`.
+    return _matches(schema, _FOREIGN[name]) or _matches(schema, _FOREIGN[name].removeprefix("model."))
+
+
 def _shallowest(paths: list[str]) -> list[str]:
     depth = min(path.count(".") for path in paths)
     return [path for path in paths if path.count(".") == depth]
@@ -491,14 +495,15 @@ def _shallowest(paths: list[str]) -> list[str]:
 
 def _unknown(schema: _Schema, key: str) -> ConfigError:
     names: dict[str, str] = {}
-    for foreign, path in _FOREIGN.items():
-        found = _matches(schema, path) or _matches(schema, path.removeprefix("model."))
+    for foreign in _FOREIGN:
+        found = _foreign(schema, foreign)
         names |= {foreign: found[0]} if len(found) == 1 else {}
     for path in reversed(schema.keys):
         names[path.rpartition(".")[2]] = (_matches(schema, path.rpartition(".")[2]) or [path])[0]
     names |= {path: path for path in schema.keys}
-    close = closest(key, names) or closest(key.rpartition(".")[2], names)
-    if close:
+    guesses = [(text, close) for text in (key, key.rpartition(".")[2]) if (close := closest(text, names))]
+    if guesses:
+        _, close = max(guesses, key=lambda guess: difflib.SequenceMatcher(None, *guess).ratio())
         return ConfigError(f"{key}: did you mean {names[close]}?")
     listed = schema.help or f"its keys are {', '.join(schema.keys)}"
     return ConfigError(f"{key}: expected a key of {schema.name}; {listed}")
@@ -584,7 +589,8 @@ def _changed(name: str, value: Any, hint: Any, changes: dict[str, Any]) -> Any:
         if changes and value is None:
             raise ConfigError(f"{name}.{next(iter(changes))}: expected no key of {name}, which is set to None")
     elif value is None and kinds:
-        value = next(iter(kinds.values()))()
+        fields = {path.partition(".")[0] for path in changes} - {"kind"}
+        value = next((cls for cls in kinds.values() if fields <= set(_hints(cls))), next(iter(kinds.values())))()
     if not changes:
         return value
     if OwnKeys() in getattr(hint, "__metadata__", ()):

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from tcnca.cli import app
-from tcnca.config import parse_value
+from tcnca.config import parse_value as parsed
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
@@ -67,7 +67,7 @@ def default(cell: str) -> Any:
         return WORDS[cell]
     code = re.fullmatch(r"`(.+)`", cell)
     assert code, cell
-    return parse_value(code[1])
+    return parsed(code[1])
 
 
 def shown(value: Any) -> Any:
