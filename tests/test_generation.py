@@ -107,30 +107,6 @@ def test_seed_makes_it_reproducible() -> None:
     assert not torch.equal(first, other)
 
 
-def test_without_a_generator_it_is_pytorchs_seed_that_counts() -> None:
-    model, start = small_model(), prompt()
-    drawn = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        drawn.append(generate(model, start, 20))
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
-def test_generator_leaves_pytorchs_seed_alone() -> None:
-    model, start = small_model(), prompt()
-    before = torch.get_rng_state()
-    generate(model, start, 5, generator=seeded(1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_only_the_most_likely_token_is_greedy(temperature: float) -> None:
-    model, start = lively_model(), prompt()
-    greedy = generate(model, start, 15, temperature=0.0)
-    assert torch.equal(generate(model, start, 15, top_k=1, temperature=temperature), greedy)
-
-
 def test_low_temperature_is_greedy() -> None:
     model, start = lively_model(), prompt()
     greedy = generate(model, start, 15, temperature=0.0)
@@ -168,16 +144,6 @@ def test_top_k_draws_from_so_many_and_as_before(top_k: int) -> None:
     assert bool(((got - expected).abs() <= 5 * deviation + 1 / draws).all())
 
 
-def test_shape_and_type_of_what_is_generated() -> None:
-    model = small_model()
-    for tokens in (0, 1, 4):
-        drawn = generate(model, prompt(3), tokens)
-        assert drawn.shape == (3, tokens)
-        assert drawn.dtype == torch.long
-        assert not drawn.requires_grad
-    assert all(token.shape == (3,) for token in stream(model, prompt(3), 2))
-
-
 def test_stream_yields_what_generate_returns() -> None:
     model, start = small_model(), prompt()
     streamed = torch.stack(list(stream(model, start, 9, generator=seeded(1), top_k=4)), 1)
@@ -207,14 +173,6 @@ def test_stream_is_lazy() -> None:
     assert calls == [5, 1, 1]
 
 
-def test_no_step_is_wasted() -> None:
-    """The last token need not be read: nobody asks what follows it."""
-    model = small_model()
-    calls = count_calls(model)
-    generate(model, prompt(time=5), 4)
-    assert calls == [5, 1, 1, 1]
-
-
 def test_text_as_long_as_a_full_simple_bias_reaches() -> None:
     """The bias has to reach over what is read, and the last token is not."""
     model = small_model("mega-full", max_length=9)
@@ -240,27 +198,11 @@ def test_gradients_stay_as_the_caller_has_them() -> None:
             assert not torch.is_grad_enabled()
 
 
-def test_generation_builds_no_graph() -> None:
-    model = small_model()
-    states: list[Any] = []
-    model.register_forward_hook(lambda module, inputs, output: states.append(output.state))
-    generate(model, prompt(), 3)
-    assert states
-    assert not any(tensor.requires_grad for state in states for tensor in state.tensors().values())
-
-
 def test_generation_works_in_inference_mode() -> None:
     model, start = small_model("mega"), prompt()
     expected = generate(model, start, 6, temperature=0.0)
     with torch.inference_mode():
         assert torch.equal(generate(model, start, 6, temperature=0.0), expected)
-
-
-def test_prompt_is_left_alone() -> None:
-    start = prompt()
-    before = start.clone()
-    generate(small_model(), start, 5)
-    assert torch.equal(start, before)
 
 
 def test_prompts_of_bytes_keep_their_zeros() -> None:

@@ -80,7 +80,7 @@ __all__ = [
 
 # Modules that public names come from, in the order in which they are searched.
 _SOURCES = ("errors", "layers", "models", "generation")
-_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "training")
+_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "recipes", "training")
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tcnca.errors import InputError
 from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_tensor, take_time
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
@@ -182,7 +182,7 @@ class GraphedStep:
             stream = torch.cuda.Stream()
             self._warm_up(model, state, stream)
             # Other threads, for example one that pins memory, may continue: the capture concerns this thread only.
-            with capturing(stream, error_mode="thread_local") as self._graph:
+            with capture_graph(stream, error_mode="thread_local") as self._graph:
                 logits, after = model(self._token.unsqueeze(1), state=state, inplace=True)
                 assert after is not None
                 for name, tensor in after.tensors().items():

@@ -74,13 +74,6 @@ def test_neither_packing_nor_order_matters(tmp_path: Path) -> None:
     assert_same_content(acl_citations.read(write(tmp_path / "turned", files(papers=PAPERS[::-1]))), expected)
 
 
-def test_texts_are_as_they_stand_but_cut(tmp_path: Path) -> None:
-    long = [(name, text + b"x" * 5000) for name, text in PAPERS]
-    content = acl_citations.read(write(tmp_path, files(papers=long)))
-    expected = {text[:4000] for _, text in long}
-    assert set(texts(split(content, "train")["first"])) <= expected
-
-
 @pytest.mark.parametrize("name", ["acl_papers_fulltext.tsv", "acl_citation_edges.tsv"])
 def test_missing_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, files())

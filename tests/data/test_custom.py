@@ -134,15 +134,6 @@ def test_packed_files_are_known_by_their_first_bytes(tmp_path: Path, name: str, 
     assert b"".join(np.asarray(p["bytes"]).tobytes() for parts in content.splits.values() for p in parts) == packed
 
 
-def test_a_packed_file_in_a_folder(tmp_path: Path) -> None:
-    for name in ("a.txt", "deep/b.log.gz"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        _make(tmp_path, name)
-    with pytest.raises(DataError, match=rf"b\.log\.gz: {PACKED}"):
-        read_custom(tmp_path)
-    assert read_custom(tmp_path, CustomOptions(kind="language")).kind == "language"
-
-
 @pytest.mark.parametrize("text", ["BZh9 is how it begins.", "PK for short", "7z is a packer"])
 def test_texts_that_only_look_packed(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
@@ -245,12 +236,6 @@ def test_hidden_files_are_skipped(tmp_path: Path) -> None:
     assert b"".join(_bytes(read_custom(_write(tmp_path, files))).values()) == b"a" * 50 + b"c" * 50
 
 
-def test_named_files_and_folders_are_the_splits(tmp_path: Path) -> None:
-    files = {"Training/b.txt": b"b1", "Training/a.txt": b"a1", "train-more": b"c1", "DEV.txt": b"d", "tests/x": b"x"}
-    found = _bytes(read_custom(_write(tmp_path, files)))
-    assert found == {"train": b"a1b1c1", "validation": b"d", "test": b"x"}
-
-
 def test_missing_validation_is_the_end_of_training(tmp_path: Path) -> None:
     train = _noise(200)
     found = _bytes(read_custom(_write(tmp_path, {"train.txt": train, "test.txt": b"test"})))
@@ -263,11 +248,6 @@ def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
     message = r"README: expected a name that starts with train, valid or test; .* or give --kind .*"
     with pytest.raises(DataError, match=message + r" \(in a recipe: data\.custom\.kind=…\)$"):
         read_custom(tmp_path)
-
-
-def test_a_folder_that_merely_has_tests_is_not_split_by_name(tmp_path: Path) -> None:
-    files = {"src/a.py": b"a" * 50, "tests/b.py": b"b" * 50}
-    assert len(_bytes(read_custom(_write(tmp_path, files)))["train"]) == 90
 
 
 def _many(folder: Path, count: int = 40) -> dict[str, bytes]:

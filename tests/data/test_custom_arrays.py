@@ -104,17 +104,6 @@ def test_arrays_are_named(tmp_path: Path) -> None:
     assert read_custom(path, CustomOptions(values="ecg", targets="beat")).kind == "regression"
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({"labels": "Y"}, "classification"), ({"targets": "Y"}, "regression"), ({"kind": "forecast"}, "forecast")],
-)
-def test_arrays_that_are_not_named_are_left_out(tmp_path: Path, options: dict[str, Any], kind: str) -> None:
-    path = _npz(tmp_path / "a.npz", X=_noise(20, 5), Y=np.arange(20) % 2, n=np.full(20, 3))
-    content = read_custom(path, CustomOptions(**options))
-    assert content.kind == kind
-    assert _array(content, "train").shape == (18, 5, 1)
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression", "forecast"])
 def test_the_kind_decides_between_labels_and_targets(tmp_path: Path, kind: Any) -> None:
     path = _npz(tmp_path / "a.npz", x=_noise(20, 5), labels=np.arange(20) % 2, targets=np.arange(20.0))
@@ -137,17 +126,6 @@ def test_sequences_are_cut_to_their_lengths(tmp_path: Path) -> None:
         assert column.values.shape[1:] == (2,)
         kept -= {np.ascontiguousarray(column[index]).tobytes() for index in range(len(column))}
     assert not kept
-
-
-def test_what_lies_beyond_the_length_makes_no_difference(tmp_path: Path) -> None:
-    """Sequences that differ in their padding alone are the same, and stay together."""
-    values = np.repeat(_noise(20, 6), 2, axis=0)
-    values[1::2, 4:] = 0
-    content = read_custom(_npz(tmp_path / "a.npz", values=values, lengths=np.full(40, 4)))
-    for split in content.splits:
-        column = _column(content, split)
-        found = [column[index].tobytes() for index in range(len(column))]
-        assert len(found) == 2 * len(set(found))
 
 
 def test_the_same_sequence_never_is_in_two_splits(tmp_path: Path) -> None:
@@ -191,15 +169,6 @@ def test_files_give_the_splits(tmp_path: Path) -> None:
     np.testing.assert_array_equal(_array(content, "test")[..., 0], test.astype(np.float32))
 
 
-def test_series_give_the_splits(tmp_path: Path) -> None:
-    np.save(tmp_path / "train.npy", np.arange(100.0))
-    np.save(tmp_path / "test.npy", np.arange(9.0))
-    content = read_custom(tmp_path)
-    assert list(content.splits) == ["train", "validation", "test"]
-    np.testing.assert_array_equal(_array(content, "validation").ravel(), np.arange(95, 100))
-    np.testing.assert_array_equal(_array(content, "test").ravel(), np.arange(9))
-
-
 def test_scale_is_that_of_training(tmp_path: Path) -> None:
     train, test = _noise(50, 6, 3), 100 + _noise(5, 6, 3)
     train[..., 1] = 0.1
@@ -209,13 +178,6 @@ def test_scale_is_that_of_training(tmp_path: Path) -> None:
     deviation = [np.sqrt(sum((f - sum(f) / 300) ** 2) / 300) for f in wanted.T]
     np.testing.assert_allclose(content.metadata["std"], [deviation[0], 1.0, deviation[2]], rtol=1e-12)
     np.testing.assert_array_equal(_array(content, "train"), train.astype(np.float32))
-
-
-def test_scale_leaves_out_padding(tmp_path: Path) -> None:
-    values = np.full((20, 4), 1e6)
-    values[:, :2] = np.arange(40).reshape(20, 2)
-    content = read_custom(_npz(tmp_path / "a.npz", values=values, lengths=np.full(20, 2)))
-    assert content.metadata["mean"][0] < 40
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.bool_, np.float16, ">f8"])
@@ -398,15 +360,6 @@ def test_what_is_not_a_file_of_numpy(tmp_path: Path, ending: str, content: bytes
     _refused(path, "cannot be read")
 
 
-def test_a_npz_with_a_flipped_bit(tmp_path: Path) -> None:
-    path = tmp_path / "a.npz"
-    np.savez(path, values=VALUES)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    _refused(path, "^, array 'values': cannot be read .*CRC")
-
-
 def test_two_files_for_a_split(tmp_path: Path) -> None:
     for name in ("train1.npz", "train2.npz", "test.npz"):
         np.savez(tmp_path / name, values=VALUES)
@@ -433,3 +386,10 @@ def test_archive_packed_in_an_unknown_way(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"signals\.npz, array 'labels': cannot be read \(That compression method"):
         read_custom(path)
+
+
+def test_scale_leaves_out_padding(tmp_path: Path) -> None:
+    values = np.full((20, 4), 1e6)
+    values[:, :2] = np.arange(40).reshape(20, 2)
+    content = read_custom(_npz(tmp_path / "a.npz", values=values, lengths=np.full(20, 2)))
+    assert content.metadata["mean"][0] < 40

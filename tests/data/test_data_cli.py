@@ -12,7 +12,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tcnca.cli import app
-from tcnca.cli import data as data_command
 from tcnca.data import list_datasets, prepare_dataset
 from tcnca.data.schema import Ragged
 from tcnca.data.store import DatasetWriter
@@ -57,22 +56,6 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def test_help_names_every_command_and_option() -> None:
-    output = runner.invoke(app, ["data", "--help"], env={"COLUMNS": "200"}).output
-    for command in ("prepare", "list", "show"):
-        assert command in output
-    options = {
-        "prepare": "out from size seed workers unverified force kind text second label split values labels targets "
-        "lengths validation test",
-        "list": "data json",
-        "show": "data split index count full picture",
-    }
-    for command, names in options.items():
-        output = runner.invoke(app, ["data", command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-        for name in names.split():
-            assert f"--{name}" in output
-
-
 def test_list_without_any_set(tmp_path: Path) -> None:
     rows = json.loads(run("list", "--data", tmp_path, "--json").stdout)
     assert [row["name"] for row in rows] == [entry.name for entry in list_datasets()]
@@ -110,13 +93,6 @@ def test_list_says_what_is_prepared(tmp_path: Path, sources: Path) -> None:
     assert found["enwik8"] == "no"
     plain = run("list", "--data", tmp_path).stdout
     assert "your own: language; book.txt" in plain
-
-
-def test_list_with_an_unverified_set(tmp_path: Path) -> None:
-    with DatasetWriter(tmp_path / "image") as writer:
-        writer.append("train", {"pixels": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, np.int64)})
-        writer.commit({"dataset": "image", "kind": "classification", "verified": False, "request": {"size": None}})
-    assert states(tmp_path)["image"] == "yes, unverified"
 
 
 def test_prepare_a_made_set(tmp_path: Path) -> None:
@@ -193,8 +169,7 @@ def test_an_interrupted_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatc
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    # By its full name: the package has the table of commands under the short one.
-    monkeypatch.setattr(data_command, "prepare_dataset", interrupted)
+    monkeypatch.setattr("tcnca.data.prepare_dataset", interrupted)
     result = run("prepare", "listops", "--out", tmp_path, code=130)
     assert "stopped; the same command continues from here" in result.stderr
 
@@ -246,13 +221,6 @@ def test_show_of_pictures(pictures: Path) -> None:
         assert sheet.getpixel((4 + 4 * 8, 4 + 16 + 8 * 8)) == 0
 
 
-def test_pictures_that_are_made_have_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    output = shows("pathfinder", "--count", 1, "--split", "test")
-    assert "█" in output
-    assert [path.name for path in tmp_path.iterdir()] == ["pathfinder-test.png"]
-
-
 @pytest.mark.parametrize(
     ("text", "label"),
     [
@@ -269,16 +237,6 @@ def test_show_prints_what_is_there(tmp_path: Path, text: str, label: str) -> Non
         writer.commit({"kind": "classification", "class_names": [label], "verified": False, "request": {}})
     output = shows("mine", "--data", tmp_path, "--count", 1)
     assert output == f"mine, train 0: {label}\n{text}\n\n"
-
-
-def test_folders_are_printed_as_they_are(tmp_path: Path, sources: Path) -> None:
-    sets = tmp_path / "a[bold]b"
-    source = (sources / "book.txt").rename(sources / "book[red].txt")
-    output = run("prepare", "mine", "--from", source, "--out", sets).stdout
-    assert f"ready in {sets / 'mine'}" in output
-    listed = run("list", "--data", sets).stdout
-    assert str(sets) in listed
-    assert "book[red].txt" in listed
 
 
 @pytest.mark.parametrize(
@@ -307,3 +265,10 @@ def test_the_wrong_file_is_told_what_is_read(tmp_path: Path) -> None:
     for name, form in (("text", "aclImdb_v1.tar.gz"), ("image", "cifar-10-python.tar.gz")):
         result = run("prepare", name, "--from", tmp_path / "reviews.csv", "--out", tmp_path, code=1)
         assert f"{name} is read from {form}" in result.stderr
+
+
+def test_list_with_an_unverified_set(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "image") as writer:
+        writer.append("train", {"pixels": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(2, np.int64)})
+        writer.commit({"dataset": "image", "kind": "classification", "verified": False, "request": {"size": None}})
+    assert states(tmp_path)["image"] == "yes, unverified"

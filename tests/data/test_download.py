@@ -150,20 +150,6 @@ def test_next_call_goes_on_after_the_connection_kept_failing(host: Host, tmp_pat
     assert seen[0] == len(part)
 
 
-def test_next_call_goes_on_after_an_interrupt(host: Host, tmp_path: Path) -> None:
-    def interrupt(received: int, total: int | None) -> None:
-        if received > 5000:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        download_file(host.download(), tmp_path, interrupt)
-    assert names(tmp_path) == [f"{NAME}.part", f"{NAME}.part.json"]
-    size = (tmp_path / f"{NAME}.part").stat().st_size
-    assert size > 5000
-    assert download_file(host.download(), tmp_path).read_bytes() == DATA
-    assert host.starts() == [None, f"bytes={size}-"]
-
-
 def leave_part(host: Host, folder: Path, size: int | None = len(DATA)) -> int:
     """A download that was broken off; the bytes that it had received."""
     host.drops = [4000] + [0] * 4
@@ -171,13 +157,6 @@ def leave_part(host: Host, folder: Path, size: int | None = len(DATA)) -> int:
         download_file(host.download(size=size), folder)
     host.asked.clear()
     return (folder / f"{NAME}.part").stat().st_size
-
-
-def test_server_that_ignores_ranges_makes_it_start_over(host: Host, tmp_path: Path) -> None:
-    kept = leave_part(host, tmp_path)
-    host.ranges = False
-    assert download_file(host.download(), tmp_path).read_bytes() == DATA
-    assert host.starts() == [f"bytes={kept}-"]
 
 
 def test_server_that_ignores_ranges_and_drops_does_not_hold_us_for_ever(host: Host, tmp_path: Path) -> None:
@@ -271,14 +250,6 @@ def test_bytes_are_taken_as_they_are_stored(host: Host, tmp_path: Path) -> None:
     assert download_file(host.download(), tmp_path).read_bytes() == DATA
 
 
-def test_length_may_be_unknown(host: Host, tmp_path: Path) -> None:
-    host.measured = False
-    seen: list[tuple[int, int | None]] = []
-    path = download_file(host.download(size=None), tmp_path, lambda received, total: seen.append((received, total)))
-    assert path.read_bytes() == DATA
-    assert seen[-1] == (len(DATA), None)
-
-
 def test_checksum_that_the_host_states_is_checked(host: Host, tmp_path: Path) -> None:
     host.headers = {"X-Linked-Etag": f'"{sha256(DATA)}"'}
     path = download_file(host.download(None, None), tmp_path)
@@ -308,3 +279,24 @@ def test_checksum_is_asked_of_the_address_itself(host: Host, tmp_path: Path) -> 
     host.headers = {"X-Linked-Etag": f'"{sha256(DATA)}"', "Location": "http://127.0.0.1:9/elsewhere"}
     assert load_checksum(download_file(host.download(None, None), tmp_path))
     assert [headers["method"] for headers in host.asked] == ["HEAD", "GET"]
+
+
+def test_next_call_goes_on_after_an_interrupt(host: Host, tmp_path: Path) -> None:
+    def interrupt(received: int, total: int | None) -> None:
+        if received > 5000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download_file(host.download(), tmp_path, interrupt)
+    assert names(tmp_path) == [f"{NAME}.part", f"{NAME}.part.json"]
+    size = (tmp_path / f"{NAME}.part").stat().st_size
+    assert size > 5000
+    assert download_file(host.download(), tmp_path).read_bytes() == DATA
+    assert host.starts() == [None, f"bytes={size}-"]
+
+
+def test_server_that_ignores_ranges_makes_it_start_over(host: Host, tmp_path: Path) -> None:
+    kept = leave_part(host, tmp_path)
+    host.ranges = False
+    assert download_file(host.download(), tmp_path).read_bytes() == DATA
+    assert host.starts() == [f"bytes={kept}-"]

@@ -438,14 +438,6 @@ def test_a_stream_shows_all_that_is_not_held_out_and_nothing_else() -> None:
     assert shown == set(map(tuple, allowed.tolist()))
 
 
-def test_holding_out_does_not_change_the_distribution_of_labels() -> None:
-    shown = stream(LISTS, 500).take(0, 0, 8000)["labels"]
-    drawn = LISTS.examples(CounterRNG("labels"), 8000)["labels"]
-    counts = np.array([[np.count_nonzero(labels == value) for value in range(10)] for labels in (shown, drawn)])
-    # Chi-square of two samples of equal size; 27.9 is exceeded once in a thousand times.
-    assert float((np.diff(counts, axis=0) ** 2 / counts.sum(axis=0)).sum()) < 27.9
-
-
 @pytest.mark.parametrize("shape", [(6,), (6, 3, 2), (0, 4), (3, 0)], ids=str)
 def test_fingerprints_are_hashes_of_the_input(shape: tuple[int, ...]) -> None:
     values = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)

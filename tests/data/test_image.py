@@ -49,11 +49,6 @@ def pickled(prefix: str = "") -> Files:
     return files | {f"{prefix}batches.meta": b"cos\nsystem\n(S'false'\ntR."}
 
 
-def pickled_today() -> Files:
-    batches = ((name, *batch(place)) for place, name in enumerate(NAMES))
-    return {name: pickle.dumps({"data": pixels, "labels": labels}, 2) for name, pixels, labels in batches}
-
-
 def binary(prefix: str = "") -> Files:
     files = {}
     for place, name in enumerate(NAMES):
@@ -135,17 +130,6 @@ def test_every_form_gives_the_same(tmp_path: Path) -> None:
         assert_same_content(content, expected)
 
 
-@pytest.mark.usefixtures("published")
-def test_batches_pickled_anew_are_read_if_wanted(tmp_path: Path) -> None:
-    """Their images are the published ones, whatever the bytes of the pickles are."""
-    folder = write(tmp_path / "new", pickled_today())
-    with pytest.raises(DataError, match=r"data_batch_1: expected the md5 checksum [0-9a-f]{32}, got"):
-        image.read(folder)
-    content = image.read(folder, unverified=True)
-    assert content.verified
-    assert_same_content(content, image.read(written(tmp_path / "old.npz", arrays(GRAY))))
-
-
 class Evil:
     """Writes a file on being unpickled."""
 
@@ -188,14 +172,6 @@ def test_pickle_of_another_kind_is_refused(tmp_path: Path, call: bytes, message:
     folder = write(tmp_path, dict.fromkeys(NAMES, call))
     with pytest.raises(DataError, match=rf"data_batch_1: .*{message}"):
         image.read(folder, unverified=True)
-
-
-def test_pickle_with_odd_labels_is_refused(tmp_path: Path) -> None:
-    pixels, labels = batch(0)
-    for wrong, message in ((labels[1:], "expected 4 labels, got 3"), ([*labels[1:], 10], "got 10 for image 3")):
-        folder = write(tmp_path, dict.fromkeys(NAMES, python2_batch(pixels, wrong)))
-        with pytest.raises(DataError, match=message):
-            image.read(folder, unverified=True)
 
 
 @pytest.mark.usefixtures("published")
@@ -252,15 +228,6 @@ def test_huge_arrays_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.Monkey
         image.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GRAY), ".gz")))
 
 
-@pytest.mark.usefixtures("published")
-def test_missing_batches_are_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, pickled())
-    (folder / "data_batch_3").unlink()
-    (folder / "test_batch").unlink()
-    with pytest.raises(DataError, match="is incomplete, data_batch_3, test_batch not found"):
-        image.read(folder)
-
-
 @pytest.mark.parametrize("data", [b"", bytes(3072), bytes(3074)])
 def test_binary_batch_of_odd_size_is_refused(tmp_path: Path, data: bytes) -> None:
     folder = write(tmp_path, binary())
@@ -286,3 +253,12 @@ def test_pickle_cannot_make_numpy_take_bytes_for_objects() -> None:
     pixels, labels = unpickle_batch(b"\x80\x02}(U\x04data" + start + state + b"U\x06labels](K\x04eu.", "batch")
     assert not pixels.dtype.hasobject
     assert (pixels.shape, labels) == ((1, 3072), [4])
+
+
+@pytest.mark.usefixtures("published")
+def test_missing_batches_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, pickled())
+    (folder / "data_batch_3").unlink()
+    (folder / "test_batch").unlink()
+    with pytest.raises(DataError, match="is incomplete, data_batch_3, test_batch not found"):
+        image.read(folder)

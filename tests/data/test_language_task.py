@@ -98,19 +98,6 @@ def test_an_epoch_covers_the_split(run: int) -> None:
     assert cuts == set(range(run))
 
 
-def test_a_short_text_is_seen_evenly() -> None:
-    text = np.random.default_rng(1).integers(0, 256, 700).astype(np.uint8)
-    task = LanguageTask(Dataset("short", {}, {"train": {"bytes": text}}))
-    whole, seen = text.tobytes(), np.zeros(700, int)
-    for step in range(600):
-        for row in task.batch(step, 4 * task.chunk_size).inputs.numpy().astype(np.uint8):
-            begin = whole.find(row.tobytes())
-            seen[begin : begin + len(row)] += 1
-    # The last byte is a target only. At the ends, where runs overlap, a byte is seen at most twice as often.
-    assert seen[:-1].min() > 0.5 * seen[:-1].mean()
-    assert seen[:-1].max() < 2 * seen[:-1].mean()
-
-
 def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
     steps = [0, 7, 1000, 3, 123_456]
     task = language()
@@ -202,15 +189,6 @@ def test_carried_calls_go_on_inside_a_segment() -> None:
     np.testing.assert_array_equal(inputs, np.append(10, DISTINCT[:-1]).reshape(5, 50))
 
 
-def test_separate_calls_never_go_on() -> None:
-    batches = list(language(eval_length=60, carry_state=False).eval_batches("validation", 3))
-    assert [tuple(batch.inputs.shape) for batch in batches] == [(3, 60), (2, 60)]
-    assert not any(batch.continues for batch in batches)
-    assert batches[0].lengths is None
-    assert batches[1].lengths is not None
-    assert batches[1].lengths.tolist() == [60, 10]
-
-
 def tiny_model(task: LanguageTask) -> SequenceModel:
     return small_model("tcnca", input=task.input, head=task.head, causal=task.causal)
 
@@ -282,15 +260,6 @@ def test_symbols_that_occur_are_the_tokens() -> None:
     assert task.preprocessing() == Preprocessing(task="language", byte_map=tuple(symbols))
     with pytest.raises(VocabularyError, match="expected bytes that occur in the training data"):
         task.encode(b"banz")
-
-
-def test_all_bytes_are_tokens_by_default() -> None:
-    task = language()
-    assert task.input == TokenInputConfig(vocab_size=256, scale_embeddings=True)
-    everything = bytes(range(256))
-    assert task.encode(everything).tolist() == [list(range(256))]
-    assert task.decode(torch.arange(256)) == everything
-    assert task.sizes == {"train": 1003, "validation": 250, "test": 41}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from tcnca import ModelConfig, SequenceModel
-from tcnca.data import CustomOptions, Dataset, Task, load, load_task, prepare_dataset
-from tcnca.data.generate import Plan, generate_in_memory
-from tcnca.data.load import STREAM_EVAL_SIZE, _split_validation, load_examples
+from tcnca.data import CustomOptions, Dataset, Task, load_task, prepare_dataset
+from tcnca.data.load import STREAM_EVAL_SIZE, load_examples
 from tcnca.data.schema import Columns, Ragged
 from tcnca.data.store import DatasetWriter
 from tcnca.data.tasks import (
@@ -110,21 +108,6 @@ def test_own_data_goes_through_a_model(tmp_path: Path, name: str) -> None:
     assert counted == ({"series.npy": 2 * 14}.get(name) or expected)
 
 
-def test_a_name_and_its_short_form(tmp_path: Path) -> None:
-    prepare_dataset("recall", tmp_path, size=40)
-    for name in ("recall", "recall-64", "recall-64-10"):
-        found = load_task(name, tmp_path)
-        assert isinstance(found, RecallTask)
-        assert found.name == "recall-64-10"
-        assert found.sizes == {"train": 40, "validation": 4, "test": 4}
-
-
-def test_a_set_that_was_moved_keeps_its_task(tmp_path: Path) -> None:
-    prepared = prepare_dataset("recall", tmp_path, size=40)
-    shutil.move(prepared.folder, tmp_path / "my-recall")
-    assert isinstance(load_task(tmp_path / "my-recall"), RecallTask)
-
-
 @pytest.mark.parametrize("name", ["text", "image", "listops", "recall"])
 def test_a_file_of_your_own_may_be_called_like_a_known_set(tmp_path: Path, name: str) -> None:
     path = write_own(tmp_path / "corpus", name)
@@ -190,18 +173,6 @@ def test_shares_that_cannot_be_held_out(tmp_path: Path, share: float) -> None:
         load_task("text", tmp_path, val_fraction=share)
 
 
-def test_equal_texts_are_held_out_together() -> None:
-    texts = [f"review {number // 2}".encode() for number in range(400)]
-    columns: Columns = {"tokens": Ragged.from_bytes(texts), "labels": np.arange(400) // 2 % 2}
-    held = _split_validation(Dataset("twice", {}, {"train": columns}), 0.1, 0)
-    train, validation = (
-        {bytes(tokens[place]) for place in range(len(tokens))}
-        for tokens in (held.splits[split]["tokens"] for split in ("train", "validation"))
-    )
-    assert not train & validation
-    assert (len(train), len(validation)) == (180, 20)
-
-
 def test_holding_out_where_there_is_a_validation_split(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"val_fraction: expected 0, since reviews\.csv has a validation split, got 0\.1"
@@ -250,19 +221,3 @@ def test_examples_of_a_set_that_is_not_prepared(tmp_path: Path) -> None:
     assert len(data.columns("test")["labels"]) == 5
     with pytest.raises(DataError, match="text: is not prepared"):
         load_examples("text", tmp_path, "train", 5)
-
-
-def test_a_stream_makes_what_it_tests_on_when_it_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[dict[str, int]] = []
-
-    def noted(plan: Plan) -> dict[str, Columns]:
-        sizes.append(dict(plan.sizes))
-        return generate_in_memory(plan)
-
-    monkeypatch.setattr(load, "generate_in_memory", noted)
-    found = load_task("recall-16", tmp_path, stream=True)
-    found.batch(0, 4)
-    assert all(sum(wanted.values()) == 0 for wanted in sizes)
-    counts = [found.metric_sums(torch.zeros(len(batch), 17, 10), batch)[1] for batch in found.eval_batches("test", 64)]
-    assert sum(map(int, counts)) == STREAM_EVAL_SIZE
-    assert sizes[-1] == {"train": 0, "validation": 0, "test": STREAM_EVAL_SIZE}

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tcnca.data import CustomOptions, Dataset, prepare_dataset
+from tcnca.data import CustomOptions, Dataset, data_folder, prepare_dataset
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset
 from tcnca.data.datasets.spec import Download
-from tcnca.data.prepare import data_folder
 from tcnca.data.schema import Columns, Content, Ragged
 from tcnca.errors import ConfigError, DataError
 
@@ -213,18 +212,6 @@ def test_a_set_of_other_files_is_not_taken_for_the_published_one(tmp_path: Path)
         prepare_dataset("enwik8", tmp_path / "sets")
 
 
-def test_the_progress_is_told(tmp_path: Path, table: Path) -> None:
-    told: list[tuple[str, int, int | None]] = []
-    prepare_dataset("recall", tmp_path, size=40, progress=lambda *news: told.append(news))
-    assert [news for news in told if news[0].startswith("generating")] == [
-        ("generating recall-64-10", 0, 1000),
-        ("generating recall-64-10", 1000, 1000),
-    ]
-    assert told[-1] == ("storing", 48, None)
-    prepare_dataset("reviews", tmp_path, origin=table, progress=lambda *news: told.append(news))
-    assert ("reading reviews.csv", 0, None) in told
-
-
 DOWNLOAD = Download(url="https://example.org/tiny.bin", filename="tiny.bin", checksum=None, size=60)
 
 
@@ -291,14 +278,6 @@ def test_a_set_that_the_public_does_not_have(tmp_path: Path) -> None:
         prepare_dataset("acl-citations", tmp_path, origin=tmp_path, size=5)
 
 
-def test_where_sets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TCNCA_DATA", str(tmp_path / "kept"))
-    assert data_folder() == tmp_path / "kept"
-    assert prepare_dataset("recall-16-4", size=2).folder == tmp_path / "kept" / "recall-16-4"
-    monkeypatch.delenv("TCNCA_DATA")
-    assert data_folder() == Path("data")
-
-
 # What a training run does before its first step, in a process of its own: nothing is in memory yet.
 FIRST_BATCH = """
 import sys, time
@@ -310,6 +289,7 @@ print(time.perf_counter() - start, *batch.inputs.shape)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "batch"), [("listops", 3000, 64), ("letters", None, 65_536)])
 def test_the_first_batch_comes_at_once(tmp_path: Path, name: str, size: int | None, batch: int) -> None:
     letters = tmp_path / "letters.txt"
@@ -373,3 +353,11 @@ def test_sets_that_differ_have_other_digests(tmp_path: Path) -> None:
     digests = [prepared.data.digest for prepared in sets]
     assert digests[0] == digests[1] != digests[2]
     assert len(digests[0]) == 64
+
+
+def test_where_sets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TCNCA_DATA", str(tmp_path / "kept"))
+    assert data_folder() == tmp_path / "kept"
+    assert prepare_dataset("recall-16-4", size=2).folder == tmp_path / "kept" / "recall-16-4"
+    monkeypatch.delenv("TCNCA_DATA")
+    assert data_folder() == Path("data")

@@ -94,14 +94,6 @@ def test_every_form_gives_the_same(tmp_path: Path) -> None:
         assert_same_content(retrieval.read(form), expected)
 
 
-@pytest.mark.usefixtures("published")
-def test_parts_are_small_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "_PART", 2)
-    content = retrieval.read(write(tmp_path, files()))
-    for _ in range(2):
-        assert [len(part["labels"]) for part in content.splits["train"]] == [2, 2, 1]
-
-
 def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
     folder = write(tmp_path, files())
     with pytest.raises(DataError, match=r"train\.tsv: expected 147,086 pairs, got 5; .*--unverified"):

@@ -74,20 +74,6 @@ def test_numpy_scalars_are_the_same_key(kind: Any) -> None:
     assert CounterRNG(cast(int, kind(7)), "golden", 3).raw(4).tolist() == RAW
 
 
-def test_uniform_numbers_are_uniform() -> None:
-    numbers = np.sort(CounterRNG("uniform").uniform(100_000))
-    # Statistic of Kolmogorov and Smirnov at a significance of 0.1 %.
-    assert np.abs(numbers - np.arange(100_000) / 100_000).max() < 1.95 / np.sqrt(100_000)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 10), (-3, 4)])
-def test_integers_fill_their_range_evenly(low: int, high: int) -> None:
-    numbers = CounterRNG("integers", low).integers(low, high, 20_000)
-    assert numbers.dtype == np.int64
-    assert set(numbers.tolist()) == set(range(low, high))
-    assert chi_square(np.bincount(numbers - low)) < 3
-
-
 @pytest.mark.parametrize("width", [1, 3, 1000, 2**31 + 1, 2**53])
 def test_extreme_bits_stay_in_range(width: int) -> None:
     assert Constant(0).integers(5, 5 + width, 1).item() == 5

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
 
 from tcnca.data import Dataset, SplitSummary, summarize_data
 from tcnca.data.schema import Columns, Ragged
-from tcnca.data.show import RenderedExample, render_example, render_pixels, save_images
+from tcnca.data.show import render_example, render_pixels
 from tcnca.errors import DataError
 
 CLASS_NAMES = {"class_names": ["cat", "dog"]}
@@ -39,12 +37,6 @@ def test_long_text_is_cut_unless_it_is_wanted_whole() -> None:
     assert render_example(data, "train", 0).body == f"{'ab' * 480} … {'ab' * 20} (1,400 tokens)"
     assert render_example(data, "train", 0, full=True).body == "ab" * 700
     assert render_example(data, "train", 1).body == "c" * 1000
-
-
-def test_symbols_by_their_names() -> None:
-    tokens = np.array([[3, 0, 1, 4]], np.uint8)
-    data = made({"tokens": tokens, "labels": np.array([1])}, symbols=["0", "1", "2", "[MAX", "]"])
-    assert render_example(data, "train", 0).body == "[MAX 0 1 ]"
 
 
 def test_pairs_show_both() -> None:
@@ -106,27 +98,6 @@ def test_shades_grow_with_brightness() -> None:
 def pictures() -> Dataset:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32)).astype(np.uint8)
     return made({"pixels": pixels, "labels": np.arange(5) % 2})
-
-
-@pytest.mark.parametrize(("side", "factor"), [(32, 8), (128, 2), (300, 1)])
-def test_a_picture_file_holds_the_pictures(tmp_path: Path, side: int, factor: int) -> None:
-    random = np.random.default_rng(1).integers(0, 256, (5, side, side)).astype(np.uint8)
-    examples = [RenderedExample(title=f"number {n}", body="", image=random[n]) for n in range(5)]
-    path = tmp_path / "new" / "sheet.png"
-    save_images(path, [examples[0], RenderedExample(title="text", body="words"), *examples[1:]])
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with Image.open(path) as file:
-        assert file.format == "PNG"
-        sheet = np.asarray(file.convert("L"))
-    # Four in a row, each magnified to about 256 pixels, under a line of text.
-    cell = side * factor + 8
-    assert sheet.shape == (2 * (cell + 16), 4 * cell)
-    for number, picture in enumerate(random):
-        top, left = number // 4 * (cell + 16) + 4 + 16, number % 4 * cell + 4
-        large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
-        np.testing.assert_array_equal(sheet[top : top + side * factor, left : left + side * factor], large)
-        # The title is written above it.
-        assert (sheet[top - 14 : top, left : left + 60] > 200).any()
 
 
 def bars(values: NDArray[np.float32], width: int = 80) -> list[str]:

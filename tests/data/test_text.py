@@ -117,21 +117,6 @@ def test_other_reviews_are_refused_unless_wanted(tmp_path: Path, monkeypatch: py
     assert not imdb.read(folder, unverified=True).verified
 
 
-@pytest.mark.usefixtures("published")
-@pytest.mark.parametrize("what", ["text", "label", "missing"])
-def test_any_change_is_noticed(tmp_path: Path, what: str) -> None:
-    folder = write(tmp_path, files())
-    victim = folder / "test/pos/97_1.txt"
-    if what == "text":
-        victim.write_bytes(b"Again?")
-    elif what == "label":
-        victim.rename(folder / "test/neg/97_1.txt")
-    else:
-        victim.unlink()
-    with pytest.raises(DataError, match="in test"):
-        imdb.read(folder)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

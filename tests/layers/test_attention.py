@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca import AttentionConfig, ConfigError, StateError
+from tcnca import AttentionConfig
 from tcnca.layers import ChunkedAttention
 from tcnca.layers.attention import Position
 from tcnca.ops import ATTENTION_ACTIVATIONS
@@ -82,37 +82,6 @@ def test_streaming_after_set_chunk(position: str) -> None:
             y, state = module(q[:, piece], k[:, piece], v[:, piece], state=state, return_state=True)
             pieces.append(y)
     assert_close(torch.cat(pieces, 1), parallel)
-
-
-def test_set_chunk_beyond_the_reach_of_a_simple_bias_is_refused() -> None:
-    module = _attention(position="simple")
-    with pytest.raises(ConfigError, match=r"chunk_size: expected at most 16, .*got 17"):
-        module.set_chunk_size(17)
-    assert module.chunk_size == 5
-
-
-@pytest.mark.parametrize("position", ["none", "rotary", "rope"])
-def test_set_chunk_has_no_limit_for_other_positions(position: str) -> None:
-    module = _attention(position=position)
-    module.set_chunk_size(1000)
-    q, k, v = _qkv()
-    with torch.no_grad():
-        assert_close(module(q, k, v), formulas.attention(module, q, k, v))
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True])
-def test_chunk_size_must_be_a_positive_whole_number(chunk_size: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^chunk_size: "):
-        _attention().set_chunk_size(chunk_size)
-
-
-def test_state_of_another_chunk_is_refused() -> None:
-    module = _attention()
-    q, k, v = _qkv()
-    _, state = module(q, k, v, return_state=True)
-    module.set_chunk_size(6)
-    with pytest.raises(StateError, match=r"state\.keys"):
-        module(q, k, v, state=state)
 
 
 @pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)

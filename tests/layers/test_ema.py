@@ -50,13 +50,6 @@ def test_spread_start(causal: bool) -> None:
     assert torch.allclose(quartiles, torch.tensor([0.625, 0.75, 0.875]), atol=0.02)
 
 
-@pytest.mark.parametrize(("causal", "learned"), [(True, 32), (False, 64)], ids=["causal", "bidirectional"])
-def test_number_of_parameters_a_channel(causal: bool, learned: int) -> None:
-    module = EMA(10, EMAConfig(d_state=8), causal)
-    without_skip = sum(parameter.numel() for name, parameter in module.named_parameters() if name != "omega")
-    assert without_skip == 10 * learned
-
-
 @pytest.mark.parametrize(
     ("causal", "backend", "truncation", "output"),
     pairwise([True, False], ["fft", "scan", "recurrent"], [None, 1, 4, 50], get_args(EMAOutput)),

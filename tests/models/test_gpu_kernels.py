@@ -42,7 +42,7 @@ def test_layer_is_that_of_plain_pytorch(
     layer = layer.cuda().eval()
     x, lengths = torch.randn(3, 200, 64, device="cuda"), torch.tensor([200, 130, 1], device="cuda")
     results = []
-    for kernels in ("auto", "plain"):
+    for kernels in ("auto", "off"):
         monkeypatch.setenv("TCNCA_KERNELS", kernels)
         with torch.autocast("cuda", torch.bfloat16):
             y = layer(x, lengths=lengths)
@@ -76,7 +76,7 @@ def test_model_under_autocast_is_that_of_plain_pytorch(
     tokens = torch.randint(VOCABULARY, (2, 256), device="cuda")
     lengths = torch.tensor([256, 77], device="cuda") if padded else None
     logits, gradients = _step(model, tokens, lengths, compile)
-    monkeypatch.setenv("TCNCA_KERNELS", "plain")
+    monkeypatch.setenv("TCNCA_KERNELS", "off")
     plain_logits, plain_gradients = _step(model, tokens, lengths, compile)
     assert not torch.equal(logits, plain_logits)  # or both ran the same way
     assert_close(logits, plain_logits, dtype=torch.bfloat16)

@@ -78,11 +78,6 @@ def test_regression_head_without_pooling_gives_values_at_every_time(activation: 
     assert_close(values, _through(model, _features(model, x), activation))
 
 
-def test_regression_has_a_bias_and_classifiers_have_none() -> None:
-    assert "head.output.bias" in small_model(head=RegressionHeadConfig()).state_dict()
-    assert "head.output.bias" not in small_model(head=ClassifierHeadConfig()).state_dict()
-
-
 def _pair(combination: str = "concat", **fields: Any) -> SequenceModel:
     return small_model("tcnca", causal=False, head=PairHeadConfig(num_classes=3, combination=combination, **fields))  # type: ignore[arg-type]
 
@@ -100,12 +95,6 @@ def test_pair_is_second_then_first_or_both_with_product_and_difference(
     logits = model(first, second, lengths=LENGTHS, lengths2=lengths2).logits
     joined = [v, u] if combination == "concat" else [u, v, u * v, u - v]
     assert_close(logits.detach(), _through(model, torch.cat(joined, -1)))
-
-
-def test_a_causal_pair_model_reads_whole_documents() -> None:
-    model = small_model("mega", head=PairHeadConfig(pooling="last"))
-    assert not model.streams
-    assert model(_tokens(), _tokens()).state is None
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
@@ -143,10 +132,6 @@ def test_last_norm_without_affine_is_one_with_scales_of_one(norm: str) -> None:
         for name in learned:
             weights[name].fill_(float(name == "norm.weight"))
         assert_close(affine(x).logits, plain(x).logits)
-
-
-def test_post_norm_models_have_no_last_norm() -> None:
-    assert small_model("tcnca", prenorm=False).norm is None
 
 
 def test_embeddings_are_scaled_by_the_root_of_the_width() -> None:

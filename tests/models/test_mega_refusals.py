@@ -1,10 +1,9 @@
-"""What cannot be read of MEGA's checkpoints is refused by a CheckpointError that names it, and nothing is executed."""
+"""What is wrong with a checkpoint of MEGA is refused by a CheckpointError that names it, and nothing is executed."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -20,9 +19,11 @@ from hypothesis import strategies as st
 from tcnca import CheckpointError, load_mega_checkpoint
 from tests.models.mega_files import CLASSIFIER, LANGUAGE_MODEL, random_weights, write
 
+LM, LRA = LANGUAGE_MODEL, CLASSIFIER
+
 
 class Malicious:
-    """Unpickling it makes a folder: a stand-in for any command."""
+    """Unpickling it creates a folder: a stand-in for any command."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -31,143 +32,78 @@ class Malicious:
         return os.mkdir, (str(self.marker),)
 
 
-def in_extra_state(bad: Any) -> dict[str, Any]:
-    return {"extra_state": {"train_iterator": {"epoch": 3}, "note": bad}}
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "extra state": lambda bad: {"extra_state": {"train_iterator": {"epoch": 3}, "note": bad}},
+    "arguments": lambda bad: {"args": argparse.Namespace(**LM, lr=[0.1, bad])},
+    "weights": lambda bad: {"model": {**random_weights(LM), "decoder.version": bad}},
+}
 
 
-def in_namespace(bad: Any) -> dict[str, Any]:
-    return {"args": argparse.Namespace(**LANGUAGE_MODEL, note=bad)}
-
-
-def in_namespace_list(bad: Any) -> dict[str, Any]:
-    return {"args": argparse.Namespace(**LANGUAGE_MODEL, lr=[0.1, bad])}
-
-
-def among_weights(bad: Any) -> dict[str, Any]:
-    return {"model": {**random_weights(LANGUAGE_MODEL), "decoder.version": bad}}
-
-
-@pytest.mark.parametrize(
-    ("place", "zipped"),
-    [(in_extra_state, True), (in_namespace, False), (in_namespace_list, True), (among_weights, True)],
-)
-def test_malicious_pickle_is_refused_and_not_executed(
-    tmp_path: Path, place: Callable[[Any], dict[str, Any]], zipped: bool
-) -> None:
+@pytest.mark.parametrize(("place", "zipped"), [("extra state", True), ("arguments", False), ("weights", True)])
+def test_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, place: str, zipped: bool) -> None:
     marker, path = tmp_path / "marker", tmp_path / "malicious.pt"
-    content = {"args": argparse.Namespace(**LANGUAGE_MODEL), "model": random_weights(LANGUAGE_MODEL)}
-    torch.save({**content, **place(Malicious(marker))}, path, _use_new_zipfile_serialization=zipped)
+    content = {"args": argparse.Namespace(**LM), "model": random_weights(LM), **PLACES[place](Malicious(marker))}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(CheckpointError, match=r"malicious\.pt.*refused.*could run code"):
         load_mega_checkpoint(path)
     assert not marker.exists()
-    # The file does bite: read without care it makes the folder.
+    # The file is harmful: read without care it creates the folder.
     torch.load(path, weights_only=False)
     assert marker.is_dir()
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_bare_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, protocol: int) -> None:
-    marker, path = tmp_path / "marker", tmp_path / "malicious.pt"
-    path.write_bytes(pickle.dumps(Malicious(marker), protocol))
-    with pytest.raises(CheckpointError, match=r"malicious\.pt"):
-        load_mega_checkpoint(path)
-    assert not marker.exists()
-
-
-def numpy_1_names(path: Path) -> None:
-    """Rename NumPy's parts to what they were called when MEGA was trained."""
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in parts.items():
-            archive.writestr(name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
-
-
 @pytest.mark.parametrize("old", [False, True], ids=["numpy-2", "numpy-1"])
-def test_numbers_of_numpy_in_the_logs_are_no_obstacle(tmp_path: Path, old: bool) -> None:
+def test_numpy_scalars_in_the_logs_can_be_read(tmp_path: Path, old: bool) -> None:
     numbers = [kind(1) for kind in (np.float64, np.float32, np.float16, np.int64, np.int32, np.uint8, np.bool_)]
-    log = {"val_loss": np.float64(1.25), "best": np.float32(1.0), "meters": {"numbers": numbers}}
-    weights = random_weights(LANGUAGE_MODEL)
-    path = write(tmp_path / "lm.pt", {**LANGUAGE_MODEL, "lr": [np.float64(0.005)]}, weights, extra_state=log)
-    if old:
-        numpy_1_names(path)
-    model = load_mega_checkpoint(path)
-    assert torch.equal(model.embedding.weight, weights["decoder.embed_tokens.weight"])
-
-
-LM, LRA = LANGUAGE_MODEL, CLASSIFIER
-
-
-@pytest.mark.parametrize(
-    ("base", "name", "value"),
-    [
-        (LM, "arch", "transformer_lm_gpt"),
-        (LM, "adaptive_input", True),
-        (LM, "adaptive_softmax_cutoff", "20000,60000"),
-        (LM, "decoder_input_dim", 4),
-        (LM, "activation_fn", "tanh"),
-        (LM, "attention_activation_fn", "sigmoid"),
-        (LM, "rel_pos_bias", "alibi"),
-        (LM, "normalization_type", "groupnorm"),
-        (LM, "decoder_chunk_size", 0),
-        (LM, "activation_fn", None),
-        (LRA, "layer_type", "transformer"),
-        (LRA, "use_p", True),
-        (LRA, "norm_type", "groupnorm"),
-        (LRA, "sen_rep_type", "max"),
-        (LRA, "classifier_in_dim", 7),
-        (LRA, "input_type", "image"),
-    ],
-    ids=lambda value: str(value) if not isinstance(value, dict) else value["arch"],
-)
-def test_argument_that_our_mega_cannot_honor(tmp_path: Path, base: dict[str, Any], name: str, value: Any) -> None:
-    path = write(tmp_path / "checkpoint.pt", {**base, name: value}, random_weights(base))
-    with pytest.raises(
-        CheckpointError, match=rf"checkpoint\.pt.*args\.{name}: expected .*, got {re.escape(repr(value))}"
-    ):
-        load_mega_checkpoint(path)
-
-
-@pytest.mark.parametrize("architecture", ["mega_lm_wiki103", "mega_lm_adaptive_big", "mega_lm_adaptive_base"])
-def test_architecture_with_adaptive_embeddings_says_so(tmp_path: Path, architecture: str) -> None:
-    path = write(tmp_path / "wiki.pt", {"arch": architecture}, random_weights(LM))
-    with pytest.raises(CheckpointError, match=r"args\.adaptive_input: expected False, got True"):
-        load_mega_checkpoint(path)
-
-
-def test_classifier_of_no_known_architecture_is_taken_for_one_of_transformers(tmp_path: Path) -> None:
-    args = {name: value for name, value in LRA.items() if name not in ("arch", "layer_type")}
-    path = write(tmp_path / "lra.pt", args, random_weights(LRA))
-    with pytest.raises(CheckpointError, match=r"args\.layer_type: expected 'mega', got 'transformer'"):
-        load_mega_checkpoint(path)
+    weights = random_weights(LM)
+    path = write(tmp_path / "lm.pt", {**LM, "lr": [np.float64(0.005)]}, weights, extra_state={"numbers": numbers})
+    if old:  # the names of NumPy's modules when MEGA was trained
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in parts.items():
+                archive.writestr(name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    assert torch.equal(load_mega_checkpoint(path).embedding.weight, weights["decoder.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(
-    ("base", "name", "value", "ours"),
+    ("base", "changes", "message"),
     [
-        (LM, "decoder_layers", 0, "num_layers"),
-        (LM, "decoder_embed_dim", "wide", "d_model"),
-        (LM, "decoder_n_dim", -1, "d_state"),
-        (LM, "dropout", 2.0, "dropout"),
-        (LM, "decoder_ffn_embed_dim", "wide", "d_ff"),
-        (LM, "truncation_length", "long", "mixer.truncation"),
-        (LRA, "encoder_embed_dim", None, "d_model"),
-        (LRA, "classifier_layers", None, "head.hidden_layers"),
+        (LM, {"arch": "transformer_lm_gpt"}, "args.arch: expected one of"),
+        (LM, {"arch": "mega_lm_wiki103"}, "args.adaptive_input: expected False, got True"),
+        (LM, {"adaptive_softmax_cutoff": "20000,60000"}, "args.adaptive_softmax_cutoff: expected None"),
+        (LM, {"decoder_input_dim": 4}, "args.decoder_input_dim: expected 6, got 4"),
+        (LM, {"activation_fn": "tanh"}, "args.activation_fn: expected one of silu"),
+        (LM, {"activation_fn": None}, "args.activation_fn: expected one of silu"),
+        (LM, {"rel_pos_bias": "alibi"}, "args.rel_pos_bias: expected one of simple"),
+        (LM, {"decoder_chunk_size": 0}, "args.decoder_chunk_size: expected a chunk size"),
+        (LM, {"truncation_length": "long"}, "args.truncation_length: expected a whole number, got 'long'"),
+        (LM, {"decoder_layers": 0}, "num_layers: "),
+        (LM, {"decoder_embed_dim": "wide"}, "d_model: "),
+        (LM, {"dropout": 2.0}, "dropout: "),
+        (LRA, {"layer_type": "luna"}, "args.layer_type: expected 'mega', got 'luna'"),
+        (LRA, {"use_p": True}, "args.use_p: expected False"),
+        (LRA, {"sen_rep_type": "max"}, "args.sen_rep_type: expected one of mp"),
+        (LRA, {"classifier_in_dim": 7}, "args.classifier_in_dim: expected 6 for one document"),
+        (LRA, {"input_type": "image"}, "args.input_type: expected 'text', got 'image'"),
+        (LRA, {"encoder_embed_dim": None}, "args.encoder_embed_dim: expected a whole number, got None"),
     ],
-    ids=lambda value: str(value) if not isinstance(value, dict) else value["arch"],
+    ids=str,
 )
-def test_argument_of_no_sense(tmp_path: Path, base: dict[str, Any], name: str, value: Any, ours: str) -> None:
-    """The message names the argument, or the field of ours that it would set."""
-    path = write(tmp_path / "checkpoint.pt", {**base, name: value}, random_weights(base))
-    named = rf"(args\.{name}|{re.escape(ours)}): .*{re.escape(repr(value))}"
-    with pytest.raises(CheckpointError, match=rf"checkpoint\.pt.* {named}"):
+def test_argument_that_is_not_supported(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    if changes.get("arch", "").startswith("mega_lm_wiki"):
+        path = write(tmp_path / "checkpoint.pt", changes, random_weights(base))
+    else:
+        path = write(tmp_path / "checkpoint.pt", {**base, **changes}, random_weights(base))
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.pt: .*{re.escape(message)}"):
         load_mega_checkpoint(path)
 
 
-UNTIED = {**LANGUAGE_MODEL, "share_decoder_input_output_embed": False, "rel_pos_bias": "simple"}
-BATCHED = {**CLASSIFIER, "norm_type": "batchnorm", "rel_pos_bias": "rotary"}
-SCALED = {**CLASSIFIER, "norm_type": "scalenorm", "input_type": "image", "encoder_normalize_before": True}
+UNTIED = {**LM, "share_decoder_input_output_embed": False, "rel_pos_bias": "simple"}
+BATCHED = {**LRA, "norm_type": "batchnorm", "rel_pos_bias": "rotary"}
+SCALED = {**LRA, "norm_type": "scalenorm", "input_type": "image", "encoder_normalize_before": True}
 
 
 @pytest.mark.parametrize("args", [UNTIED, BATCHED, SCALED], ids=["lm", "batch", "scale"])
@@ -190,95 +126,56 @@ def test_missing_weight_and_weight_of_the_wrong_shape(tmp_path: Path, args: dict
 
 
 @pytest.mark.parametrize(
-    ("args", "name", "named"),
+    ("args", "name", "value", "named"),
     [
-        (LM, "decoder.layers.0.mega_layer.k_proj.weight", "decoder.layers.0.mega_layer.k_proj.weight"),
-        (LM, "decoder.layers.7.mega_layer.gamma", "layers.7.block.gamma"),
-        (LM, "decoder.project_in_dim.weight", "decoder.project_in_dim.weight"),
-        (LRA, "encoder.encoder.layers.0.self_attn.weight", "encoder.encoder.layers.0.self_attn.weight"),
-        (LRA, "classifier.1.0.weight", "head.hidden.1.weight"),
-        (LRA, "lm_head.weight", "lm_head.weight"),
+        (LM, "decoder.layers.0.mega_layer.k_proj.weight", torch.zeros(2, 2), "mega_layer.k_proj.weight: expected"),
+        (LM, "decoder.layers.7.mega_layer.gamma", torch.zeros(2, 2), "unknown ['layers.7.block.gamma']"),
+        (LRA, "lm_head.weight", torch.zeros(2, 2), "lm_head.weight: expected a weight of MEGA"),
+        (LM, "decoder.layers.0.mega_layer.gamma", None, "mega_layer.gamma: expected a tensor, got None"),
+        (LM, "decoder.output_projection.weight", torch.zeros(9, 6), "output_projection.weight: expected the values of"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value["arch"],
+    ids=["unknown", "layer", "other", "no-tensor", "tied"],
 )
-def test_surplus_weight(tmp_path: Path, args: dict[str, Any], name: str, named: str) -> None:
-    weights = {**random_weights(args), name: torch.zeros(2, 2)}
+def test_weight_that_does_not_fit(tmp_path: Path, args: dict[str, Any], name: str, value: Any, named: str) -> None:
+    path = write(tmp_path / "checkpoint.pt", args, {**random_weights(args), name: value})
     with pytest.raises(CheckpointError, match=rf"checkpoint\.pt.*{re.escape(named)}"):
-        load_mega_checkpoint(write(tmp_path / "checkpoint.pt", args, weights))
-
-
-@pytest.mark.parametrize("value", [3, None, [1.0]], ids=str)
-def test_weight_that_is_no_tensor(tmp_path: Path, value: Any) -> None:
-    name = "decoder.layers.0.mega_layer.gamma"
-    weights = {**random_weights(LM), name: value}
-    with pytest.raises(CheckpointError, match=rf"checkpoint\.pt.*{re.escape(name)}"):
-        load_mega_checkpoint(write(tmp_path / "checkpoint.pt", LM, weights))
+        load_mega_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ([1, 2], "got list"),
-        ({"model": random_weights(LM)}, "got NoneType"),
-        ({"args": dict(LM), "model": random_weights(LM)}, "got dict"),
-        ({"args": argparse.Namespace(**LM)}, "got NoneType"),
-        ({"args": argparse.Namespace(**LM), "model": {}}, "got []"),
-        ({"args": argparse.Namespace(**LM), "model": {"fc.weight": torch.zeros(2)}}, "fc.weight"),
+        ([1, 2], "args: expected a Namespace, got list"),
+        ({"args": dict(LM), "model": random_weights(LM)}, "args: expected a Namespace, got dict"),
+        ({"args": argparse.Namespace(**LM)}, "model: expected a dict, got NoneType"),
+        ({"args": argparse.Namespace(**LM), "model": {"fc.weight": torch.zeros(2)}}, "got ['fc.weight']"),
         ({"args": argparse.Namespace(**LM), "model": {"encoder.layers.0.w": torch.zeros(2)}}, "encoder.layers.0.w"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["list", "dict", "no-model", "other", "encoder"],
 )
-def test_file_that_holds_something_else(tmp_path: Path, content: Any, named: str) -> None:
+def test_file_of_something_else(tmp_path: Path, content: Any, named: str) -> None:
     path = tmp_path / "other.pt"
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=rf"other\.pt.*expected.*{re.escape(named)}"):
+    with pytest.raises(CheckpointError, match=rf"other\.pt: .*{re.escape(named)}"):
         load_mega_checkpoint(path)
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_missing_folder_and_truncated_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent\.pt: no such file"):
         load_mega_checkpoint(tmp_path / "absent.pt")
-
-
-def test_folder_instead_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         load_mega_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"hello world\n", b'{"format": 1}', b"PK\x03\x04" + bytes(50)],
-    ids=["empty", "text", "json", "zip"],
-)
-def test_file_that_is_no_checkpoint(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "other.pt"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"other\.pt: cannot be read"):
-        load_mega_checkpoint(path)
-
-
-@pytest.mark.parametrize(("part", "zipped"), [(0.1, True), (0.5, False), (0.99, True)])
-def test_truncated_file(tmp_path: Path, part: float, zipped: bool) -> None:
-    path = tmp_path / "cut.pt"
-    content = {"args": argparse.Namespace(**LM), "model": random_weights(LM)}
-    torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * part)])
-    with pytest.raises(CheckpointError, match=r"cut\.pt: cannot be read"):
-        load_mega_checkpoint(path)
+    whole = write(tmp_path / "whole.pt", LM, random_weights(LM)).read_bytes()
+    for content in (b"", b"hello world\n", b"PK\x03\x04" + bytes(50), whole[: len(whole) // 10], whole[:-20]):
+        (tmp_path / "cut.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"cut\.pt: cannot be read"):
+            load_mega_checkpoint(tmp_path / "cut.pt")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @given(content=st.binary(max_size=60))
-def test_any_bytes_at_all(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("bytes") / "noise.pt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"noise\.pt"):
         load_mega_checkpoint(path)
-
-
-def test_tied_output_that_is_not_the_embedding(tmp_path: Path) -> None:
-    weights = random_weights(LM)
-    weights["decoder.output_projection.weight"] = weights["decoder.embed_tokens.weight"] + 1.0
-    with pytest.raises(CheckpointError, match=r"output_projection\.weight: expected the values of "):
-        load_mega_checkpoint(write(tmp_path / "checkpoint.pt", LM, weights))

@@ -1,9 +1,9 @@
-"""Chunked attention against loops over single numbers, the position biases, gradients and precision."""
+"""Chunked attention: its sums written out, position biases, gradients, precision and state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from tcnca import StateError
 from tcnca.ops import (
     ATTENTION_ACTIVATIONS,
     AttentionState,
@@ -28,15 +29,15 @@ from tcnca.ops import (
 from tests.comparison import assert_close
 from tests.ops.properties import THOROUGH, in_pieces, leaf
 
-every_function = pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
-CHUNKS = st.none() | st.integers(1, 9)
+every_activation = pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
+CHUNKS = st.none() | st.integers(1, 7)
 
 
-def naive_weights(scores: list[float], function: str) -> list[float]:
-    if function == "softmax":
+def naive_weights(scores: list[float], activation: str) -> list[float]:
+    if activation == "softmax":
         exponentials = [math.exp(score) for score in scores]
         return [value / sum(exponentials) for value in exponentials]
-    if function == "relu2":
+    if activation == "relu2":
         return [max(score, 0.0) ** 2 for score in scores]
     return [0.5 * (1 + math.erf((score - 0.707107) / (0.282095 * math.sqrt(2)))) for score in scores]
 
@@ -47,31 +48,31 @@ def naive_attention(
     v: Tensor,
     chunk_size: int | None,
     causal: bool,
-    function: str,
+    activation: str,
     bias: Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Query by query over the real keys of its chunk; zeros for queries that are padding."""
+    """Query by query over the valid keys of its chunk; zeros for queries that are padding."""
     out = torch.zeros_like(v)
     for row in range(q.shape[0]):
-        real = q.shape[1] if lengths is None else lengths[row]
-        for query in range(real):
+        valid = q.shape[1] if lengths is None else lengths[row]
+        for query in range(valid):
             start = 0 if chunk_size is None else query // chunk_size * chunk_size
-            stop = real if chunk_size is None else min(start + chunk_size, real)
+            stop = valid if chunk_size is None else min(start + chunk_size, valid)
             seen = [key for key in range(start, stop) if key <= query or not causal]
             # `relu2` and `laplace` divide by the number of keys seen.
-            scale = q.shape[2] ** -0.5 if function == "softmax" else 1 / len(seen)
+            scale = q.shape[2] ** -0.5 if activation == "softmax" else 1 / len(seen)
             scores = [
                 sum(a * b for a, b in zip(q[row, query].tolist(), k[row, key].tolist(), strict=True)) * scale
                 + (0.0 if bias is None else float(bias[key - query + (len(bias) - 1) // 2]))
                 for key in seen
             ]
-            for key, weight in zip(seen, naive_weights(scores, function), strict=True):
+            for key, weight in zip(seen, naive_weights(scores, activation), strict=True):
                 out[row, query] += weight * v[row, key]
     return out
 
 
-def example(time: int, batch: int = 2, width: int = 3, d_value: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(time: int, batch: int = 2, width: int = 3, d_value: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     shapes = ((batch, time, width), (batch, time, width), (batch, time, d_value))
     # Twice as wide as normal: a softmax that is far from uniform.
@@ -79,7 +80,7 @@ def example(time: int, batch: int = 2, width: int = 3, d_value: int = 2) -> tupl
     return q, k, v
 
 
-@every_function
+@every_activation
 @THOROUGH
 @given(
     time=st.integers(1, 14),
@@ -90,35 +91,27 @@ def example(time: int, batch: int = 2, width: int = 3, d_value: int = 2) -> tupl
     data=st.data(),
 )
 def test_equals_the_sums_written_out(
-    function: str, time: int, chunk_size: int | None, causal: bool, with_bias: bool, beyond: int, data: st.DataObject
+    activation: str, time: int, chunk_size: int | None, causal: bool, with_bias: bool, beyond: int, data: st.DataObject
 ) -> None:
-    q, k, v = example(time)
-    reach = min(chunk_size or time, time) + beyond
-    bias = torch.randn(2 * reach - 1, dtype=torch.float64) if with_bias else None
+    q, k, v = inputs(time)
+    max_length = min(chunk_size or time, time) + beyond
+    bias = torch.randn(2 * max_length - 1, dtype=torch.float64) if with_bias else None
     lengths = data.draw(st.none() | st.lists(st.integers(0, time), min_size=2, max_size=2), "lengths")
-    out, _ = chunked_attention(
-        q,
-        k,
-        v,
-        chunk_size=chunk_size,
-        causal=causal,
-        activation=function,
-        bias=bias,
-        lengths=None if lengths is None else torch.tensor(lengths),
-    )
-    expected = naive_attention(q, k, v, chunk_size, causal, function, bias, lengths)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "activation": activation, "bias": bias}
+    out, _ = chunked_attention(q, k, v, lengths=None if lengths is None else torch.tensor(lengths), **options)
+    expected = naive_attention(q, k, v, chunk_size, causal, activation, bias, lengths)
     for row, length in enumerate(lengths or [time] * 2):
         assert_close(out[row, :length], expected[row, :length])
 
 
-@every_function
-def test_a_query_that_sees_nothing_gets_zeros(function: str) -> None:
-    q, k, v = example(4)
+@every_activation
+def test_a_query_that_sees_nothing_gets_zeros(activation: str) -> None:
+    q, k, v = inputs(4)
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[2] = False
-    out = attend(q, k, v, activation=function, mask=mask)
+    out = attend(q, k, v, activation=activation, mask=mask)
     assert not out[:, 2].any()
-    assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, activation=function))
+    assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, activation=activation))
 
 
 def test_attention_functions_of_known_values() -> None:
@@ -128,25 +121,13 @@ def test_attention_functions_of_known_values() -> None:
     assert_close(laplace(x), torch.tensor(naive_weights(x.tolist(), "laplace"), dtype=torch.float64))
 
 
-def test_laplace_meets_relu2_in_value_and_slope() -> None:
-    # How MEGA chose its two constants, which it gives with six digits: as many as float32 has.
-    x = leaf(1) * 0 + math.sqrt(0.5)
-    for what, smooth, sharp in zip(("value", "slope"), _at(laplace, x), _at(relu2, x), strict=True):
-        assert_close(smooth, sharp, what, dtype=torch.float32)
-
-
-def _at(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    y = function(x)
-    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
-
-
-@every_function
+@every_activation
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
-def test_dropout_drops_weights_and_scales_the_rest(function: str, streaming: bool) -> None:
+def test_dropout_drops_weights_and_scales_the_rest(activation: str, streaming: bool) -> None:
     time = 12
-    q, k, _ = example(time, batch=8)
+    q, k, _ = inputs(time, batch=8)
     identity = torch.eye(time, dtype=torch.float64).expand(8, -1, -1)
-    options: dict[str, Any] = {"chunk_size": 6, "activation": function, "return_state": streaming}
+    options: dict[str, Any] = {"chunk_size": 6, "activation": activation, "return_state": streaming}
     weights, _ = chunked_attention(q, k, identity, **options)
     dropped, _ = chunked_attention(q, k, identity, dropout=0.25, **options)
     kept = dropped != 0
@@ -185,25 +166,15 @@ def test_each_row_may_have_its_own_positions() -> None:
     assert_close(rotate(x, positions), expected)
 
 
-@given(query=st.integers(0, 300), key=st.integers(0, 300), shift=st.integers(0, 1000))
-def test_rotated_scores_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 8, dtype=torch.float64)
-    scores = [(rotate(q, torch.tensor([query + by])) * rotate(k, torch.tensor([key + by]))).sum() for by in (0, shift)]
-    # Measured against the greatest score there could be: the score itself may be near zero.
-    size = float(q.norm() * k.norm())
-    assert_close(scores[1] / size + 2, scores[0] / size + 2)
-
-
-@given(reach=st.integers(1, 8), width=st.integers(1, 3).map(lambda half: 2 * half), start=st.integers(0, 9))
-def test_rotary_bias_is_the_product_of_turned_vectors(reach: int, width: int, start: int) -> None:
+@given(max_length=st.integers(1, 8), width=st.integers(1, 3).map(lambda half: 2 * half), start=st.integers(0, 9))
+def test_rotary_bias_is_the_product_of_turned_vectors(max_length: int, width: int, start: int) -> None:
     torch.manual_seed(0)
     alpha, beta = torch.randn(2, width, dtype=torch.float64)
-    bias = rotary_bias(alpha, beta, reach)
-    places = range(start, start + reach)
+    bias = rotary_bias(alpha, beta, max_length)
+    places = range(start, start + max_length)
     expected = [[dot(naive_turn(alpha.tolist(), m), naive_turn(beta.tolist(), n)) for n in places] for m in places]
     indices = torch.tensor(places)
-    assert bias.shape == (2 * reach - 1,)
+    assert bias.shape == (2 * max_length - 1,)
     assert_close(offset_bias(bias, indices, indices), torch.tensor(expected, dtype=torch.float64))
 
 
@@ -213,36 +184,38 @@ def test_bias_is_looked_up_by_key_minus_query() -> None:
     assert offset_bias(bias, query, key).tolist() == [[-3.0, -2.0, 1.0], [-1.0, 0.0, 3.0]]
 
 
-@every_function
-@pytest.mark.parametrize("chunk_size", [None, 3], ids=["full", "chunks"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("lengths", [None, [5, 2]], ids=str)
+@every_activation
+@pytest.mark.parametrize(
+    ("chunk_size", "causal", "lengths"),
+    [(None, True, None), (3, True, [5, 2]), (3, False, None), (None, False, [5, 2])],
+)
 def test_gradients_are_those_of_the_function(
-    function: str, chunk_size: int | None, causal: bool, lengths: list[int] | None
+    activation: str, chunk_size: int | None, causal: bool, lengths: list[int] | None
 ) -> None:
-    real = None if lengths is None else torch.tensor(lengths)
+    valid = None if lengths is None else torch.tensor(lengths)
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "activation": function, "bias": bias}
-        return chunked_attention(q, k, v, lengths=real, **options)[0]
+        options: dict[str, Any] = {"chunk_size": chunk_size, "causal": causal, "activation": activation, "bias": bias}
+        return chunked_attention(q, k, v, lengths=valid, **options)[0]
 
     assert gradcheck(run, (leaf(2, 5, 2), leaf(2, 5, 2), leaf(2, 5, 1), leaf(9)))
 
 
-@every_function
-@pytest.mark.parametrize("lengths", [None, [3, 0]], ids=str)
-@pytest.mark.parametrize("time", [1, 2, 5], ids=["one token", "within a chunk", "many chunks"])
-@pytest.mark.parametrize("chunk_size", [None, 3], ids=["full", "chunks"])
+@every_activation
+@pytest.mark.parametrize(
+    ("chunk_size", "time", "lengths"),
+    [(3, 1, None), (3, 2, [3, 0]), (3, 5, [3, 0]), (None, 1, [3, 0]), (None, 5, None)],
+)
 def test_gradients_through_the_state(
-    function: str, chunk_size: int | None, time: int, lengths: list[int] | None
+    activation: str, chunk_size: int | None, time: int, lengths: list[int] | None
 ) -> None:
-    real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
+    valid = None if lengths is None else torch.tensor(lengths).clamp(max=time)
     position = torch.tensor([2, 1])
     slots = 2 if chunk_size is None else chunk_size
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         state = AttentionState(keys, values, position)
-        options: dict[str, Any] = {"chunk_size": chunk_size, "activation": function, "bias": bias, "lengths": real}
+        options: dict[str, Any] = {"chunk_size": chunk_size, "activation": activation, "bias": bias, "lengths": valid}
         out, new = chunked_attention(q, k, v, state=state, return_state=True, **options)
         assert new is not None
         return out, new.keys, new.values
@@ -256,16 +229,18 @@ def test_gradients_of_the_position_functions() -> None:
     assert gradcheck(lambda x: rotate(x, torch.tensor([0, 3, 11])), (leaf(2, 3, 4),))
 
 
-@every_function
+@every_activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 32]], ids=["one call", "token by token", "pieces"])
-def test_lower_precision_is_close_to_float64(function: str, dtype: torch.dtype, sizes: list[int]) -> None:
+def test_lower_precision_is_close_to_float64(activation: str, dtype: torch.dtype, sizes: list[int]) -> None:
     q, k, v = (torch.randn(2, 40, 8).to(dtype) for _ in range(3))
     bias = torch.randn(31).to(dtype)
     expected, _ = chunked_attention(
-        q.double(), k.double(), v.double(), chunk_size=16, activation=function, bias=bias.double()
+        q.double(), k.double(), v.double(), chunk_size=16, activation=activation, bias=bias.double()
     )
-    out, state = in_pieces(partial(chunked_attention, chunk_size=16, activation=function, bias=bias), [q, k, v], sizes)
+    out, state = in_pieces(
+        partial(chunked_attention, chunk_size=16, activation=activation, bias=bias), [q, k, v], sizes
+    )
     assert out.dtype == dtype
     assert state.tensors()["keys"].dtype == state.tensors()["values"].dtype == dtype
     assert_close(out, expected)
@@ -278,3 +253,58 @@ def test_lower_precision_rotations_are_close_to_float64(dtype: torch.dtype) -> N
     turned = rotate(x, positions)
     assert turned.dtype == dtype
     assert_close(turned, rotate(x.double(), positions))
+
+
+@given(chunk_size=st.integers(1, 7), time=st.integers(1, 20))
+def test_the_state_holds_one_chunk_and_full_attention_everything(chunk_size: int, time: int) -> None:
+    q, k, v = inputs(time)
+    _, state = chunked_attention(q, k, v, chunk_size=chunk_size, return_state=True)
+    assert state is not None
+    assert (state.keys.shape, state.values.shape) == ((2, chunk_size, 3), (2, chunk_size, 2))
+    unfinished = time % chunk_size
+    assert torch.equal(state.keys[:, :unfinished], k[:, time - unfinished :])
+    _, state = chunked_attention(q, k, v, chunk_size=None, return_state=True)
+    assert state is not None
+    assert torch.equal(state.values, v)
+
+
+@every_activation
+@given(chunk_size=st.integers(1, 7), at=st.integers(1, 13))
+def test_chunks_do_not_see_each_other(activation: str, chunk_size: int, at: int) -> None:
+    q, k, v = inputs(14)
+    out, _ = chunked_attention(q, k, v.requires_grad_(), chunk_size=chunk_size, causal=False, activation=activation)
+    reached = torch.autograd.grad(out[:, at].sum(), v)[0].abs().sum((0, 2)).nonzero().flatten()
+    start = at // chunk_size * chunk_size
+    visible = list(range(start, min(start + chunk_size, 14)))
+    assert set(reached.tolist()) <= set(visible)
+    # The others may give a key that they see a weight of zero.
+    if activation == "softmax":
+        assert reached.tolist() == visible
+
+
+def test_padding_does_not_make_the_cache_of_full_attention_grow() -> None:
+    q, k, v = (torch.randn(2, 3, 2, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(15, dtype=torch.float64)
+    state = None
+    for lengths in ([1, 0], [1, 2], [1, 0], [1, 1]):
+        # A max_length of 8 is enough: no row has more than four tokens.
+        _, state = chunked_attention(
+            q, k, v, chunk_size=None, bias=bias, lengths=torch.tensor(lengths), state=state, return_state=True
+        )
+    assert state is not None
+    assert state.position.tolist() == [4, 3]
+    assert state.keys.shape[1] == 4
+
+
+def test_a_chunked_state_is_refused_by_full_attention() -> None:
+    q, k, v = (torch.randn(1, 6, 2) for _ in range(3))
+    _, state = chunked_attention(q, k, v, chunk_size=4, return_state=True)
+    with pytest.raises(StateError, match=r"state\.position: expected at most 4 tokens"):
+        chunked_attention(q, k, v, chunk_size=None, state=state)
+
+
+def test_keys_and_values_are_kept_in_the_type_of_the_queries() -> None:
+    q, k = torch.randn(1, 3, 2), torch.randn(1, 3, 2)
+    _, state = chunked_attention(q, k, torch.randn(1, 3, 2, dtype=torch.bfloat16), chunk_size=4, return_state=True)
+    assert state is not None
+    assert (state.keys.dtype, state.values.dtype) == (torch.float32, torch.float32)

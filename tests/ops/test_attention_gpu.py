@@ -1,9 +1,9 @@
-"""Attention's kernels on a GPU, against float64 in plain PyTorch."""
+"""Attention's kernels on a GPU, against the naive version in float64."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tcnca.ops import ATTENTION_ACTIVATIONS, chunked_attention
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
-from tests.ops.test_attention_fused import BRAIN, FULL, HALF, Case, assert_right, by_kernels, in_plain
+from tests.ops.test_attention_triton import BRAIN, FULL, HALF, Case, assert_right, by_kernels, naively
 
 pytestmark = pytest.mark.gpu
 
@@ -32,21 +32,14 @@ CASES = [
     Case(shape=(2, 700, 64, 192), chunk_size=300, dtype=FULL, lengths=(700, 333)),
 ]
 CASES += [
-    case
-    for function in ATTENTION_ACTIVATIONS
+    dataclasses.replace(case, activation=activation)
+    for activation in ATTENTION_ACTIVATIONS
     for case in (
-        Case(
-            shape=(4, 515, 64, 256),
-            chunk_size=128,
-            causal=False,
-            dtype=BRAIN,
-            activation=function,
-            lengths=(515, 0, 1, 300),
-        ),
-        Case(shape=(4, 512, 96, 320), chunk_size=128, causal=False, dtype=HALF, activation=function),
-        Case(shape=(2, 5000, 32, 128), chunk_size=4096, causal=False, dtype=BRAIN, activation=function),
-        Case(shape=(2, 1300, 128, 512), chunk_size=512, dtype=BRAIN, activation=function, bias=False),
-        Case(shape=(2, 200, 16, 64), chunk_size=64, causal=False, dtype=FULL, activation=function),
+        Case(shape=(4, 515, 64, 256), chunk_size=128, causal=False, dtype=BRAIN, lengths=(515, 0, 1, 300)),
+        Case(shape=(4, 512, 96, 320), chunk_size=128, causal=False, dtype=HALF),
+        Case(shape=(2, 5000, 32, 128), chunk_size=4096, causal=False, dtype=BRAIN),
+        Case(shape=(2, 1300, 128, 512), chunk_size=512, dtype=BRAIN, bias=False),
+        Case(shape=(2, 200, 16, 64), chunk_size=64, causal=False, dtype=FULL),
     )
 ]
 
@@ -56,51 +49,27 @@ def test_output_and_gradients_are_right(case: Case) -> None:
     assert_right(case, "cuda")
 
 
-@pytest.fixture
-def narrow_slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two blocks of 128 keys of the longest chunk below in memory at once."""
-    plan: Any = importlib.import_module("tcnca.ops.attention.triton.plan")
-    monkeypatch.setattr(plan.tiles, "SLAB", 2 * 2 * 2 * 128 * 1536)
-    plan.backward.cache_clear()
-    yield plan
-    plan.backward.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
 @pytest.mark.parametrize("chunk_size", [None, 400])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
+@pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
 def test_slabs_add_up(
-    function: str, causal: bool, chunk_size: int | None, dtype: torch.dtype, narrow_slabs: Any
+    activation: str, causal: bool, chunk_size: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time = 1500
-    lengths = (1500, 0, 777)
-    case = Case(
-        shape=(3, time, 64, 512),
-        chunk_size=chunk_size,
-        causal=causal,
-        activation=function,
-        dtype=dtype,
-        lengths=lengths,
+    plan: Any = importlib.import_module("tcnca.ops.attention.triton_launch")
+    # Two blocks of 128 keys of the longest chunk in memory at once.
+    monkeypatch.setattr(plan, "SLAB_BYTES", 2 * 2 * 2 * 128 * 1536)
+    plan.backward_plan.cache_clear()
+    shape, lengths = (3, 1500, 64, 512), (1500, 0, 777)
+    options: dict[str, Any] = {"activation": activation, "dtype": dtype, "lengths": lengths}
+    assert_right(Case(shape=shape, chunk_size=chunk_size, causal=causal, **options), "cuda")
+    assert plan.backward_plan.cache_info().currsize == 1
+    device = torch.cuda.current_device()
+    signature = plan.Signature(
+        *shape, (64, 64, 512), dtype, None, None, chunk_size or 0, causal, activation, 0.0, device
     )
-    assert_right(case, "cuda")
-    assert narrow_slabs.backward.cache_info().currsize == 1
-    call = narrow_slabs.Call(
-        3,
-        time,
-        64,
-        512,
-        (64, 64, 512),
-        dtype,
-        None,
-        None,
-        chunk_size or 0,
-        causal,
-        function,
-        0.0,
-        torch.cuda.current_device(),
-    )
-    assert len(narrow_slabs.backward(call, 512, False).parts) > 2
+    assert len(plan.backward_plan(signature, 512, False).parts) > 2
+    plan.backward_plan.cache_clear()
 
 
 @pytest.mark.parametrize("chunk_size", [64, 300], ids=["one block", "several"])
@@ -123,7 +92,7 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
     unit = torch.eye(time, device="cuda", dtype=BRAIN).repeat(2, 1, 1).requires_grad_()
     torch.manual_seed(3)
     weights = by_kernels(q, k, unit, chunk_size=time, causal=False, dropout=0.25)
-    plain = in_plain(q, k, unit, chunk_size=time, causal=False)
+    plain = naively(q, k, unit, chunk_size=time, causal=False)
     kept = weights != 0
     assert abs(float(kept.double().mean()) - 0.75) < 0.01
     assert_close(weights, plain * kept / 0.75)
@@ -137,7 +106,7 @@ def test_auto_takes_the_kernels_for_half_precision() -> None:
     auto, _ = chunked_attention(q, k, v, chunk_size=128)
     assert torch.equal(auto, by_kernels(q, k, v, chunk_size=128))
     single, _ = chunked_attention(q.float(), k.float(), v.float(), chunk_size=128)
-    assert torch.equal(single, in_plain(q.float(), k.float(), v.float(), chunk_size=128))
+    assert torch.equal(single, naively(q.float(), k.float(), v.float(), chunk_size=128))
 
 
 def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None:
@@ -145,7 +114,7 @@ def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     with torch.autocast("cuda", BRAIN):
         out, state = chunked_attention(*leaves, chunk_size=128, return_state=True, backend="triton")
-    truth = in_plain(*exact, chunk_size=128)
+    truth = naively(*exact, chunk_size=128)
     assert out.dtype == BRAIN
     assert state is not None
     assert state.keys.dtype == FULL
@@ -158,10 +127,10 @@ def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ATTENTION_ACTIVATIONS)
-def test_a_compiled_call_is_not_compiled_again_for_another_length(function: str) -> None:
+@pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
+def test_a_compiled_call_is_not_compiled_again_for_another_length(activation: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        out, _ = chunked_attention(q * 2, k, v, chunk_size=256, bias=bias, activation=function, backend="triton")
+        out, _ = chunked_attention(q * 2, k, v, chunk_size=256, bias=bias, activation=activation, backend="triton")
         return out + 1
 
     torch.compiler.reset()
@@ -186,20 +155,17 @@ def test_a_compiled_call_is_not_compiled_again_for_another_length(function: str)
 
 
 def test_no_kernel_is_compiled_again_for_another_length() -> None:
-    start: Any = importlib.import_module("tcnca.ops.triton_kernels.start")
-
-    def count() -> int:
-        return int(start.loaded.cache_info().currsize)
+    launcher: Any = importlib.import_module("tcnca.ops.launcher")
 
     def run(batch: int, time: int) -> None:
         case = Case(shape=(batch, time, 48, 200), chunk_size=256, dtype=BRAIN, beyond=256)
         case.run(case.leaves("cuda"), torch.randn(batch, time, 200, device="cuda"), by_kernels)
 
     run(2, 600)
-    before = count()
+    before = launcher.load_kernel.cache_info().currsize
     for batch, time in ((2, 601), (1, 1), (3, 1024), (2, 5000)):
         run(batch, time)
-    assert count() == before
+    assert launcher.load_kernel.cache_info().currsize == before
 
 
 def test_rows_that_are_not_aligned_are_right() -> None:
@@ -229,7 +195,7 @@ def test_graphs_replay_to_the_bit() -> None:
     q, k, v = (torch.randn(2, 600, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
     expected = by_kernels(q, k, v, chunk_size=256)
     torch.cuda.synchronize()
-    with capturing() as graph:
+    with capture_graph() as graph:
         out = by_kernels(q, k, v, chunk_size=256)
     out.fill_(float("nan"))
     graph.replay()
@@ -238,20 +204,20 @@ def test_graphs_replay_to_the_bit() -> None:
 
 
 def test_a_first_call_may_be_captured() -> None:
-    start: Any = importlib.import_module("tcnca.ops.triton_kernels.start")
-    plan: Any = importlib.import_module("tcnca.ops.attention.triton.plan")
+    launcher: Any = importlib.import_module("tcnca.ops.launcher")
+    plan: Any = importlib.import_module("tcnca.ops.attention.triton_launch")
     case = Case(shape=(2, 600, 64, 256), chunk_size=256, dtype=BRAIN)
     leaves, slope = case.leaves("cuda"), torch.randn(2, 600, 256, device="cuda")
     expected = case.run(leaves, slope, by_kernels)
     torch.cuda.synchronize()
     # PyTorch's own kernels are loaded; ours are loaded anew.
-    for cache in (start.loaded, plan.forward, plan.backward):
+    for cache in (launcher.load_kernel, plan.forward_plan, plan.backward_plan):
         cache.cache_clear()
     # What `expected` holds ties its leaves to the stream that it ran on, and no other may wait for a capture.
     fresh = [leaf.detach().requires_grad_() for leaf in leaves]
-    with capturing() as graph:
+    with capture_graph() as graph:
         captured = case.run(fresh, slope, by_kernels)
-    assert start.loaded.cache_info().currsize > 0, "the capture loaded no kernel"
+    assert launcher.load_kernel.cache_info().currsize > 0, "the capture loaded no kernel"
     graph.replay()
     torch.cuda.synchronize()
     for name, value in expected.items():

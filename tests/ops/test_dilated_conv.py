@@ -1,9 +1,8 @@
-"""The dilated depthwise convolution against sums written out, and what a streaming operator promises."""
+"""The dilated depthwise convolution against explicit sums, and the properties of a streaming operator."""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,30 +14,12 @@ from torch.autograd import gradcheck
 
 from tcnca.ops import ConvState, dilated_conv, initial_conv_state
 from tests.comparison import assert_close
-from tests.ops.properties import (
-    EXTRA,
-    SIZES,
-    THOROUGH,
-    WAITING,
-    Case,
-    assert_causal,
-    assert_inplace_changes_nothing,
-    assert_layout_does_not_matter,
-    assert_padding_gives_no_nan,
-    assert_padding_ignored,
-    assert_ragged_stream,
-    assert_split_invariant,
-    assert_state_left_alone,
-    counts,
-    in_pieces,
-    leaf,
-    some_lengths,
-)
+from tests.ops import properties
+from tests.ops.properties import EXTRA, SIZES, THOROUGH, WAITING, Case, counts, in_pieces, leaf, some_lengths
 
 BATCH, CHANNELS = 3, 2
 KERNEL_SIZES = st.integers(1, 5)
 DILATIONS = st.integers(1, 5)
-HALVES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def conv_case(time: int, kernel_size: int, dilation: int, causal: bool = True) -> Case:
@@ -51,18 +32,15 @@ def conv_case(time: int, kernel_size: int, dilation: int, causal: bool = True) -
     return Case(operator, (leaf(BATCH, time, CHANNELS),), {"weight": weight, "bias": bias})
 
 
-def naive_conv(x: Tensor, weight: Tensor, dilation: int, bias: Tensor | None, causal: bool) -> Tensor:
-    """Tap `j` looks `j` dilations back; not causal, half of the taps (the smaller half) look ahead."""
-    kernel_size = weight.shape[1]
+def explicit_conv(x: Tensor, weight: Tensor, dilation: int, bias: Tensor | None, causal: bool) -> Tensor:
+    """Tap `j` looks `j` dilations back; in a bidirectional convolution the smaller half of the taps looks ahead."""
+    time, kernel_size = x.shape[1], weight.shape[1]
     ahead = 0 if causal else (kernel_size - 1) // 2
-    y = torch.zeros_like(x)
-    for row, time, channel in itertools.product(*map(range, x.shape)):
-        total = 0.0 if bias is None else float(bias[channel])
-        for tap in range(kernel_size):
-            source = time - (tap - ahead) * dilation
-            if 0 <= source < x.shape[1]:
-                total += float(weight[channel, tap]) * float(x[row, source, channel])
-        y[row, time, channel] = total
+    y = torch.zeros_like(x) if bias is None else torch.zeros_like(x) + bias
+    for now, tap in itertools.product(range(time), range(kernel_size)):
+        source = now - (tap - ahead) * dilation
+        if 0 <= source < time:
+            y[:, now] += weight[:, tap] * x[:, source]
     return y
 
 
@@ -70,134 +48,99 @@ def naive_conv(x: Tensor, weight: Tensor, dilation: int, bias: Tensor | None, ca
 @given(
     time=st.integers(1, 12), kernel_size=KERNEL_SIZES, dilation=DILATIONS, causal=st.booleans(), with_bias=st.booleans()
 )
-def test_equals_the_sum_written_out(time: int, kernel_size: int, dilation: int, causal: bool, with_bias: bool) -> None:
+def test_equals_the_explicit_sum(time: int, kernel_size: int, dilation: int, causal: bool, with_bias: bool) -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, time, 2), (2, kernel_size)))
     bias = torch.randn(2, dtype=torch.float64) if with_bias else None
     y, _ = dilated_conv(x, weight, dilation, bias=bias, causal=causal)
-    assert_close(y, naive_conv(x, weight, dilation, bias, causal))
+    assert_close(y, explicit_conv(x, weight, dilation, bias, causal))
 
 
 @pytest.mark.parametrize(("kernel_size", "past", "future"), [(1, 0, 0), (2, 1, 0), (3, 1, 1), (4, 2, 1), (5, 2, 2)])
-def test_centered_taps_lie_on_both_sides(kernel_size: int, past: int, future: int) -> None:
+def test_bidirectional_taps_are_centered(kernel_size: int, past: int, future: int) -> None:
     x = leaf(1, 41, 1)
     y, _ = dilated_conv(x, torch.ones(1, kernel_size, dtype=torch.float64), 3, causal=False)
-    (reached,) = torch.autograd.grad(y[0, 20, 0], x)
-    times = reached.flatten().nonzero().flatten().tolist()
-    assert times == list(range(20 - 3 * past, 20 + 3 * future + 1, 3))
-
-
-def test_channels_do_not_mix() -> None:
-    x = leaf(1, 9, 3)
-    y, _ = dilated_conv(x, torch.randn(3, 3, dtype=torch.float64), 2)
-    (reached,) = torch.autograd.grad(y[..., 1].sum(), x)
-    assert reached[..., 1].any()
-    assert not reached[..., [0, 2]].any()
+    (gradient,) = torch.autograd.grad(y[0, 20, 0], x)
+    assert gradient.flatten().nonzero().flatten().tolist() == list(range(20 - 3 * past, 20 + 3 * future + 1, 3))
 
 
 @THOROUGH
-@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, sizes=SIZES)
-def test_many_calls_equal_one(kernel_size: int, dilation: int, sizes: list[int]) -> None:
-    assert_split_invariant(conv_case(sum(sizes), kernel_size, dilation), sizes)
+@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, sizes=SIZES, at=st.integers(1, 9))
+def test_streaming(kernel_size: int, dilation: int, sizes: list[int], at: int) -> None:
+    case = conv_case(sum(sizes), kernel_size, dilation)
+    properties.assert_split_invariant(case, sizes)
+    properties.assert_inplace_changes_nothing(case, sizes)
+    properties.assert_state_left_alone(case, sizes)
+    properties.assert_causal(conv_case(10, kernel_size, dilation), at)
 
 
-@THOROUGH
-@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, sizes=SIZES)
-def test_inplace_equals_a_new_state(kernel_size: int, dilation: int, sizes: list[int]) -> None:
-    assert_inplace_changes_nothing(conv_case(sum(sizes), kernel_size, dilation), sizes)
-
-
-@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, sizes=SIZES)
-def test_a_state_can_be_used_again(kernel_size: int, dilation: int, sizes: list[int]) -> None:
-    assert_state_left_alone(conv_case(sum(sizes), kernel_size, dilation), sizes)
-
-
-def test_starting_from_the_initial_state_equals_starting_from_none() -> None:
-    case = conv_case(7, 3, 2)
-    y, _ = case.operator(*case.inputs, state=initial_conv_state(BATCH, CHANNELS, 3, 2, dtype=torch.float64))
-    assert_close(y.detach(), case.operator(*case.inputs)[0].detach())
-
-
-def test_the_state_holds_only_the_inputs_still_needed() -> None:
+def test_the_state_contains_only_the_inputs_still_needed() -> None:
     case = conv_case(20, 4, 3)
-    _, state = case.operator(*case.inputs, return_state=True)
+    y, state = case.operator(*case.inputs, return_state=True)
     assert isinstance(state, ConvState)
     assert state.buffer.shape == (BATCH, 9, CHANNELS)
     assert sorted(state.buffer[0, :, 0].tolist()) == sorted(case.inputs[0][0, -9:, 0].tolist())
+    initial = initial_conv_state(BATCH, CHANNELS, 4, 3, dtype=torch.float64)
+    assert_close(case.operator(*case.inputs, state=initial)[0].detach(), y.detach())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @THOROUGH
-@given(
-    kernel_size=KERNEL_SIZES,
-    dilation=DILATIONS,
-    lengths=some_lengths(BATCH, 9),
-)
+@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, lengths=some_lengths(BATCH, 9))
 def test_padding_is_ignored(causal: bool, kernel_size: int, dilation: int, lengths: list[int]) -> None:
-    assert_padding_ignored(conv_case(9, kernel_size, dilation, causal), lengths)
+    properties.assert_padding_ignored(conv_case(9, kernel_size, dilation, causal), lengths)
 
 
 @THOROUGH
 @example(kernel_size=3, dilation=2, calls=WAITING, extra=0, inplace=False)
 @example(kernel_size=3, dilation=2, calls=WAITING, extra=0, inplace=True)
 @given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
-def test_rows_of_different_lengths_stream_alone(
+def test_rows_of_different_lengths_stream_independently(
     kernel_size: int, dilation: int, calls: list[list[int]], extra: int, inplace: bool
 ) -> None:
     case = conv_case(max(map(sum, zip(*calls, strict=True))), kernel_size, dilation)
     with torch.set_grad_enabled(not inplace):
-        assert_ragged_stream(case, calls, extra, inplace)
+        properties.assert_ragged_stream(case, calls, extra, inplace)
 
 
 @pytest.mark.parametrize(("causal", "streaming"), [(True, True), (True, False), (False, False)])
 def test_rows_without_tokens_give_no_nan(causal: bool, streaming: bool) -> None:
-    assert_padding_gives_no_nan(conv_case(6, 3, 2, causal), [0, 6, 0], streaming)
-
-
-@given(kernel_size=KERNEL_SIZES, dilation=DILATIONS, at=st.integers(1, 9))
-def test_the_future_moves_nothing(kernel_size: int, dilation: int, at: int) -> None:
-    assert_causal(conv_case(10, kernel_size, dilation), at)
+    properties.assert_padding_gives_no_nan(conv_case(6, 3, 2, causal), [0, 6, 0], streaming)
 
 
 def test_strided_inputs_give_the_same() -> None:
-    assert_layout_does_not_matter(conv_case(9, 3, 2), [1, 6, 2])
+    properties.assert_layout_does_not_matter(conv_case(9, 3, 2), [1, 6, 2])
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "centered"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("kernel_size", [1, 2, 3])
-def test_gradients_are_those_of_the_function(kernel_size: int, causal: bool) -> None:
+def test_gradcheck(kernel_size: int, causal: bool) -> None:
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return dilated_conv(x, weight, 2, bias=bias, causal=causal)[0]
 
     assert gradcheck(function, (leaf(2, 5, 2), leaf(2, kernel_size), leaf(2)))
 
 
-@pytest.mark.parametrize("lengths", [None, [1, 0], [3, 2]], ids=str)
-@pytest.mark.parametrize("time", [1, 2, 3, 7])
-def test_gradients_through_the_state(time: int, lengths: list[int] | None) -> None:
+@pytest.mark.parametrize(("time", "lengths"), [(1, None), (1, [1, 0]), (2, None), (3, [3, 2]), (7, None), (7, [3, 2])])
+def test_gradcheck_through_the_state(time: int, lengths: list[int] | None) -> None:
     position = torch.tensor([5, 2])
-    real = None if lengths is None else torch.tensor(lengths).clamp(max=time)
+    valid = None if lengths is None else torch.tensor(lengths)
 
     def function(x: Tensor, weight: Tensor, bias: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        y, new = dilated_conv(
-            x, weight, 2, bias=bias, lengths=real, state=ConvState(buffer, position), return_state=True
-        )
+        state = ConvState(buffer, position)
+        y, new = dilated_conv(x, weight, 2, bias=bias, lengths=valid, state=state, return_state=True)
         assert new is not None
         return y, new.buffer
 
     assert gradcheck(function, (leaf(2, time, 2), leaf(2, 3), leaf(2), leaf(2, 4, 2)))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 1, 32]], ids=["one call", "token by token", "pieces"])
 def test_lower_precision_is_close_to_float64(dtype: torch.dtype, sizes: list[int]) -> None:
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((2, 40, 3), (3, 5), (3,)))
     expected, _ = dilated_conv(x.double(), weight.double(), 3, bias=bias.double())
-    y, state = in_pieces(partial(_conv, weight=weight, bias=bias), [x], sizes)
+    y, state = in_pieces(lambda x, **options: dilated_conv(x, weight, 3, bias=bias, **options), [x], sizes)
     assert y.dtype == dtype
     assert state.tensors()["buffer"].dtype == dtype
     assert_close(y, expected)
-
-
-def _conv(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> tuple[Tensor, ConvState | None]:
-    return dilated_conv(x, weight, 3, bias=bias, **options)

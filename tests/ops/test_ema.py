@@ -1,4 +1,4 @@
-"""The EMA against its kernel and its recurrence written out, its three forms against each other, and its precision."""
+"""The EMA: its kernel written out, its forms against each other, and its precision."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tcnca.ops import EMABackend, EMAState, ema, ema_coefficients, ema_kernel
+from tcnca.ops import EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tests.comparison import TOLERANCE, assert_close
-from tests.ops.ema_cases import Case, assert_right
-from tests.ops.properties import PLAIN, THOROUGH, assert_same_gradients, gradients, in_pieces, leaf
+from tests.ops import properties
+from tests.ops.ema_cases import Case as KernelCase
+from tests.ops.ema_cases import assert_right
+from tests.ops.properties import PYTORCH_EMA, THOROUGH, in_pieces, leaf
 
+every_backend = pytest.mark.parametrize("backend", PYTORCH_EMA)
 DIRECTIONS = st.sampled_from([1, 2])
-TRUNCATIONS = st.none() | st.integers(1, 14)
 
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -60,20 +62,6 @@ def naive_convolution(x: Tensor, kernel: Tensor) -> Tensor:
     return y
 
 
-def naive_recurrence(x: Tensor, delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) -> Tensor:
-    """`s ← p β x + q s`, `y = Σ_n γ s / √N`."""
-    hidden = delta.shape[2]
-    y = torch.zeros_like(x)
-    for row, channel, n in itertools.product(range(x.shape[0]), range(x.shape[2]), range(hidden)):
-        d, a, b, g = (float(part[0, channel, n]) for part in (delta, alpha, beta, gamma))
-        p = sigmoid(d)
-        q, state = 1 - p * sigmoid(a), 0.0
-        for time in range(x.shape[1]):
-            state = p * b * float(x[row, time, channel]) + q * state
-            y[row, time, channel] += g * state / math.sqrt(hidden)
-    return y
-
-
 @pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
 def test_kernel_is_the_sum_written_out(directions: int) -> None:
     with torch.no_grad():
@@ -88,9 +76,11 @@ def test_delta_weighs_the_input_and_alpha_damps() -> None:
     assert_close(readout, torch.full((1, 1, 4), 2.5))
 
 
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 @THOROUGH
-@given(time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=TRUNCATIONS)
+@given(
+    time=st.integers(1, 12), hidden=st.integers(1, 3), directions=DIRECTIONS, truncation=st.none() | st.integers(1, 14)
+)
 def test_equals_the_convolution_written_out(
     backend: EMABackend, time: int, hidden: int, directions: int, truncation: int | None
 ) -> None:
@@ -100,13 +90,6 @@ def test_equals_the_convolution_written_out(
         y, _ = ema(x, *values, backend=backend, truncation=truncation)
         expected = naive_convolution(x, naive_kernel(*values, length=time if truncation is None else truncation))
     assert_close(y, expected)
-
-
-@pytest.mark.parametrize("backend", PLAIN)
-def test_equals_the_recurrence_written_out(backend: EMABackend) -> None:
-    with torch.no_grad():
-        x, values = torch.randn(2, 23, 2, dtype=torch.float64), parameters(1, 2, 3)
-        assert_close(ema(x, *values, backend=backend)[0], naive_recurrence(x, *values))
 
 
 def test_both_directions_see_the_present() -> None:
@@ -129,15 +112,15 @@ def test_the_three_forms_are_one(time: int, directions: int, truncation: int | N
     # More lags than needed, as a kernel kept from a longer call has.
     kernel = ema_kernel(*values, 40) if cached else None
     y, _ = ema(x, *values, backend="fft", truncation=truncation, kernel=kernel)
-    expected = gradients(y, leaves)
+    expected = properties.gradients(y, leaves)
     for backend in ("recurrent", "scan"):
         other, _ = ema(x, *values, backend=backend, truncation=truncation, kernel=kernel)
         assert_close(other.detach(), y.detach(), backend)
-        assert_same_gradients(gradients(other, leaves), expected)
+        properties.assert_same_gradients(properties.gradients(other, leaves), expected)
 
 
 @pytest.mark.parametrize("truncation", [7, 12, 20], ids=["below", "equal", "above"])
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 def test_truncation_forgets_exactly_the_older_inputs(backend: EMABackend, truncation: int) -> None:
     x = leaf(1, 12, 1)
     y, _ = ema(x, *parameters(1, 1, 2), backend=backend, truncation=truncation)
@@ -146,9 +129,8 @@ def test_truncation_forgets_exactly_the_older_inputs(backend: EMABackend, trunca
     assert reached == list(range(max(12 - truncation, 0), 12))
 
 
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
-@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@every_backend
+@pytest.mark.parametrize(("directions", "truncation"), [(1, None), (2, 3)], ids=["causal", "bidirectional-truncated"])
 def test_gradients_are_those_of_the_function(backend: EMABackend, truncation: int | None, directions: int) -> None:
     def function(x: Tensor, *values: Tensor) -> Tensor:
         return ema(x, *values, backend=backend, truncation=truncation)[0]
@@ -156,10 +138,8 @@ def test_gradients_are_those_of_the_function(backend: EMABackend, truncation: in
     assert gradcheck(function, (leaf(2, 5, 1), *parameters(directions, 1, 2)))
 
 
-@pytest.mark.parametrize("lengths", [None, [2, 0]], ids=str)
-@pytest.mark.parametrize("time", [1, 4])
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("truncation", [None, 3], ids=["full", "truncated"])
+@pytest.mark.parametrize(("time", "lengths"), [(1, [2, 0]), (4, None), (4, [2, 0])], ids=str)
+@pytest.mark.parametrize(("backend", "truncation"), [("fft", None), ("scan", 3), ("recurrent", 3)])
 def test_gradients_through_the_state(
     backend: EMABackend, truncation: int | None, time: int, lengths: list[int] | None
 ) -> None:
@@ -177,9 +157,8 @@ def test_gradients_through_the_state(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("truncation", [None, 9], ids=["full", "truncated"])
-@pytest.mark.parametrize("backend", PLAIN)
-@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@every_backend
+@pytest.mark.parametrize(("directions", "truncation"), [(1, 9), (2, None)], ids=["causal-truncated", "bidirectional"])
 def test_lower_precision_is_close_to_float64(
     dtype: torch.dtype, truncation: int | None, backend: EMABackend, directions: int
 ) -> None:
@@ -193,19 +172,21 @@ def test_lower_precision_is_close_to_float64(
 
 # Decays near 1, which float32 rounds; a gradient of two parts that cancel.
 HARD = [
-    Case(1, 40_000, 5, 16, state=True, final=True, slow=True),
-    Case(4, 8191, 64, 16, directions=2, dtype=torch.bfloat16, expanded=True),
+    KernelCase(1, 40_000, 5, 16, state=True, final=True, slow=True),
+    pytest.param(
+        KernelCase(4, 8191, 64, 16, directions=2, dtype=torch.bfloat16, expanded=True), marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", HARD, ids=str)
-def test_float32_errs_by_no_more_than_its_coefficients_make_it(case: Case) -> None:
+def test_float32_errs_by_no_more_than_its_coefficients_make_it(case: KernelCase) -> None:
     assert_right(case, "cpu", "fft")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("truncation", [None, 100], ids=["full", "truncated"])
-@pytest.mark.parametrize("sizes", [[1] * 300, [1, 200, 99], [300]], ids=["token by token", "pieces", "one call"])
+@pytest.mark.parametrize("sizes", [[1] * 300, [1, 200, 99]], ids=["token by token", "pieces"])
 def test_a_long_past_keeps_its_precision(dtype: torch.dtype, truncation: int | None, sizes: list[int]) -> None:
     with torch.no_grad():
         # Slow decays: an output sums hundreds of inputs, which half precision would round away.
@@ -226,7 +207,7 @@ def _ema(x: Tensor, values: list[Tensor], **options: Any) -> tuple[Tensor, EMASt
     return ema(x, *values, **options)
 
 
-@pytest.mark.parametrize("backend", PLAIN)
+@every_backend
 def test_autocast_leaves_the_precision_alone(backend: EMABackend) -> None:
     with torch.no_grad():
         x, *values = (part.float() for part in (leaf(2, 60, 3), *parameters(1, 3, 4)))
@@ -239,10 +220,8 @@ def test_autocast_leaves_the_precision_alone(backend: EMABackend) -> None:
     assert all(torch.equal(*pair) for pair in zip(state.tensors().values(), other.tensors().values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "sizes", [None, [5], [1] * 5, [2, 3]], ids=["no state", "one call", "token by token", "pieces"]
-)
-@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("sizes", [None, [1, 1, 3]], ids=["no state", "pieces"])
+@every_backend
 def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | None) -> None:
     # Sigmoids of 20 round to 1 in float32, and the decay to exactly 0: only the present is left.
     x, values = torch.ones(1, 5, 1), [torch.full((1, 1, 1), v, requires_grad=True) for v in (20.0, 20.0, 1.0, 1.0)]
@@ -251,3 +230,24 @@ def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | 
     assert_close(y.detach(), x)
     for gradient in torch.autograd.grad(y.sum(), values):
         assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None], ids=str)
+def test_hidden_states_start_in_float32_at_least(dtype: torch.dtype | None) -> None:
+    hidden = initial_ema_state(3, 2, 3, dtype=dtype).hidden
+    assert hidden is not None
+    assert hidden.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_a_truncated_ema_forgets_an_outlier() -> None:
+    """Decays near 1, so that whatever stays behind of the outlier stays for good."""
+    torch.manual_seed(0)
+    values = [torch.full((1, 2, 3), level) for level in (-3.0, -6.0, 1.0, 1.0)]
+    x = torch.randn(1, 600, 2)
+    x[:, 100] = 1e5
+    exact, _ = ema(x.double(), *(part.double() for part in values), truncation=64)
+    state, outputs = None, []
+    for time in range(600):
+        y, state = ema(x[:, time : time + 1], *values, truncation=64, state=state, return_state=True)
+        outputs.append(y)
+    assert_close(torch.cat(outputs, 1)[:, 200:], exact[:, 200:])

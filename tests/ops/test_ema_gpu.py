@@ -1,4 +1,4 @@
-"""The fused scan of the EMA on a GPU: against float64, streamed, compiled, captured, in a whole layer."""
+"""The Triton scan of the EMA on a GPU: against float64, streamed, compiled, captured, in a whole layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tcnca
 from tcnca import AttentionConfig, EMAConfig, ModelConfig, ValueInputConfig
 from tcnca.errors import KernelError
 from tcnca.ops import ema, ema_kernel
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 from tests.comparison import TOLERANCE, assert_close, relative_error
 from tests.ops.ema_cases import Case, assert_right, some
 
@@ -51,9 +51,9 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TCNCA_KERNELS", raising=False)
     x, *parameters = some("cuda", (2, 50, 3), *[(1, 3, 4)] * 4)
-    fused, fft = (ema(x, *parameters, backend=backend)[0] for backend in ("fused", "fft"))
-    assert not torch.equal(fused, fft), "the FFT never has the scan's bits, so one of them did not run"
-    assert torch.equal(ema(x, *parameters, backend="auto")[0], fused), "auto did not take the scan"
+    triton, fft = (ema(x, *parameters, backend=backend)[0] for backend in ("triton", "fft"))
+    assert not torch.equal(triton, fft), "the FFT never has the scan's bits, so one of them did not run"
+    assert torch.equal(ema(x, *parameters, backend="auto")[0], triton), "auto did not take the scan"
     delta, alpha, beta, gamma = parameters
     kernel = ema_kernel(delta, alpha, beta, gamma, 50)
     assert_close(ema(x, *parameters, backend="auto", kernel=kernel)[0], fft, "with a kernel made beforehand")
@@ -61,21 +61,21 @@ def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(cut, expected, "truncated")
     exact = [part.double() for part in (x, *parameters)]
     assert_close(ema(*exact, backend="auto")[0], ema(*exact, backend="fft")[0], "float64")
-    with pytest.raises(KernelError, match=r"backend: got 'fused'.*torch\.float64"):
-        ema(*exact, backend="fused")
-    with pytest.raises(KernelError, match=r"backend: got 'fused'.*got some on another device"):
-        ema(x, delta.cpu(), alpha, beta, gamma, backend="fused")
-    monkeypatch.setenv("TCNCA_KERNELS", "plain")
-    assert not torch.equal(ema(x, *parameters, backend="auto")[0], fused), "auto took the scan that was switched off"
+    with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*torch\.float64"):
+        ema(*exact, backend="triton")
+    with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*expected cuda:0 for all tensors.*got cpu"):
+        ema(x, delta.cpu(), alpha, beta, gamma, backend="triton")
+    monkeypatch.setenv("TCNCA_KERNELS", "off")
+    assert not torch.equal(ema(x, *parameters, backend="auto")[0], triton), "auto took the scan that was switched off"
 
 
 def test_padding_may_hold_anything() -> None:
     x, *parameters = some("cuda", (3, 300, 5), *[(2, 5, 4)] * 4)
     lengths = torch.tensor([300, 0, 131], device="cuda")
-    expected, _ = ema(x, *parameters, backend="fused", lengths=lengths)
+    expected, _ = ema(x, *parameters, backend="triton", lengths=lengths)
     spoilt = x.masked_fill((torch.arange(300, device="cuda") >= lengths.unsqueeze(1)).unsqueeze(-1), float("nan"))
     spoilt.requires_grad_()
-    y, _ = ema(spoilt, *parameters, backend="fused", lengths=lengths)
+    y, _ = ema(spoilt, *parameters, backend="triton", lengths=lengths)
     assert torch.equal(y, expected)
     (gradient,) = torch.autograd.grad(y.sum(), spoilt)
     assert not gradient[1].any()
@@ -86,11 +86,11 @@ def test_padding_may_hold_anything() -> None:
 @pytest.mark.parametrize("inplace", [False, True], ids=["new states", "inplace"])
 def test_pieces_equal_one_call(inplace: bool) -> None:
     x, *parameters = some("cuda", (3, 700, 37), *[(1, 37, 16)] * 4)
-    whole, last = ema(x, *parameters, backend="fused", return_state=True)
+    whole, last = ema(x, *parameters, backend="triton", return_state=True)
     state, pieces = None, []
     for piece in x.split([1, 1, 5, 300, 1, 128, 264], 1):
         options: dict[str, Any] = {"return_state": True, "inplace": inplace and state is not None}
-        y, state = ema(piece, *parameters, backend="fused", state=state, **options)
+        y, state = ema(piece, *parameters, backend="triton", state=state, **options)
         pieces.append(y)
     assert state is not None
     assert last is not None
@@ -101,27 +101,26 @@ def test_pieces_equal_one_call(inplace: bool) -> None:
 
 def test_a_state_can_be_used_again() -> None:
     x, *parameters = some("cuda", (2, 90, 5), *[(1, 5, 4)] * 4)
-    _, state = ema(x, *parameters, backend="fused", return_state=True)
+    _, state = ema(x, *parameters, backend="triton", return_state=True)
     assert state is not None
     held = {name: value.clone() for name, value in state.tensors().items()}
-    first, _ = ema(x, *parameters, backend="fused", state=state, return_state=True)
-    second, _ = ema(x, *parameters, backend="fused", state=state, return_state=True)
+    first, _ = ema(x, *parameters, backend="triton", state=state, return_state=True)
+    second, _ = ema(x, *parameters, backend="triton", state=state, return_state=True)
     assert torch.equal(first, second)
     assert all(torch.equal(value, held[name]) for name, value in state.tensors().items())
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     x, *parameters = some("cuda", (2, 9, 3), *[(1, 3, 4)] * 4, requires_grad=True)
-    y, _ = ema(x, *parameters, backend="fused")
+    y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"gradients of the EMA's gradients"):
+    with pytest.raises(KernelError, match=r"EMA: expected first derivatives only"):
         gradient.square().sum().backward()
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["plain", "from state to state"])
+@pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
 def test_the_operators_are_registered_well(streams: bool) -> None:
     x, *parameters = some("cuda", (2, 40, 6), *[(1, 6, 4)] * 4, requires_grad=True)
-    ema(x, *parameters, backend="fused")  # loads the operators
     (hidden,) = some("cuda", (2, 4, 6), requires_grad=True)
     rest = (hidden, torch.tensor([40, 7], device="cuda"), True) if streams else (None, None, False)
     torch.library.opcheck(torch.ops.tcnca.ema_scan.default, (x, *parameters, *rest))
@@ -131,14 +130,14 @@ def test_threads_and_streams_of_their_own() -> None:
     sizes = [(2, 300 + 50 * i, 40) for i in range(4)]
     parameters = some("cuda", *[(1, 40, 16)] * 4)
     inputs = some("cuda", *sizes, *sizes)
-    expected = [ema(x, *parameters, backend="fused")[0] for x in inputs]
+    expected = [ema(x, *parameters, backend="triton")[0] for x in inputs]
     torch.cuda.synchronize()
     found: dict[int, Tensor] = {}
 
     def work(number: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                found[number], _ = ema(inputs[number], *parameters, backend="fused")
+                found[number], _ = ema(inputs[number], *parameters, backend="triton")
             torch.cuda.current_stream().synchronize()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
@@ -156,7 +155,7 @@ def test_a_cuda_graph_repeats_it() -> None:
     (g,) = some("cuda", (2, 500, 40))
 
     def step() -> tuple[Tensor, ...]:
-        y, _ = ema(x, *parameters, backend="fused")
+        y, _ = ema(x, *parameters, backend="triton")
         return y, *torch.autograd.grad(y, [x, *parameters], g)
 
     side = torch.cuda.Stream()
@@ -164,7 +163,7 @@ def test_a_cuda_graph_repeats_it() -> None:
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    with capturing() as graph:
+    with capture_graph() as graph:
         captured = step()
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
@@ -185,7 +184,7 @@ def test_one_compilation_for_all_lengths() -> None:
     for time in (50, 128, 3000, 4097):
         x = torch.randn(2, time, 40, device="cuda", requires_grad=True)
         y, state = run(x)
-        expected, other = ema(x.sin(), *parameters, backend="fused", return_state=True)
+        expected, other = ema(x.sin(), *parameters, backend="triton", return_state=True)
         assert_close(y, expected, f"output of {time} tokens")
         assert_close(state.hidden, other.hidden, f"hidden states after {time} tokens")  # type: ignore[union-attr]
         ours, theirs = (torch.autograd.grad(part.square().sum(), [x, *parameters]) for part in (y, expected))

@@ -1,10 +1,12 @@
-"""What all streaming states can do, whatever they hold: move, copy, repeat, reorder, save, and pass as a pytree."""
+"""What all streaming states support: move, copy, repeat, reorder, save, and use as a pytree."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -14,26 +16,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tcnca import StateError
-from tcnca.ops import (
-    AttentionState,
-    ConvState,
-    EMAState,
-    State,
-    TCNState,
-    chunked_attention,
-    dilated_conv,
-    ema,
-    tcn,
-)
+from tcnca.ops import AttentionState, ConvState, EMAState, State, TCNState, chunked_attention, dilated_conv, ema, tcn
 from tests.comparison import assert_close
 from tests.ops.properties import assert_bit_equal, leaf
 
 BATCH = 3
+AnyState = TypeVar("AnyState", bound=State)
 
 
 @dataclasses.dataclass(frozen=True)
 class NestedExampleState(State):
-    """States in states, in tuples, a part that is missing, and a word."""
+    """States in states and in tuples, a missing part, and a string."""
 
     inner: ConvState
     parts: tuple[State | None, ...]
@@ -41,30 +34,26 @@ class NestedExampleState(State):
 
 
 def conv_state() -> ConvState:
-    _, state = dilated_conv(leaf(BATCH, 7, 2), leaf(2, 3), 2, return_state=True)
-    assert state is not None
-    return state
+    return _state(dilated_conv(leaf(BATCH, 7, 2), leaf(2, 3), 2, return_state=True))
 
 
 def tcn_state() -> TCNState:
-    _, state = tcn(leaf(BATCH, 7, 2), leaf(2, 2, 2, 3), 2, return_state=True)
-    assert state is not None
-    return state
+    return _state(tcn(leaf(BATCH, 7, 2), leaf(2, 2, 2, 3), 2, return_state=True))
 
 
 def ema_state(truncation: int | None) -> EMAState:
     parameters = [leaf(1, 2, 3) for _ in range(4)]
-    _, state = ema(leaf(BATCH, 7, 2), *parameters, truncation=truncation, return_state=True)
-    assert state is not None
-    return state
+    return _state(ema(leaf(BATCH, 7, 2), *parameters, truncation=truncation, return_state=True))
 
 
 def attention_state() -> AttentionState:
-    _, state = chunked_attention(
-        leaf(BATCH, 7, 2), leaf(BATCH, 7, 2), leaf(BATCH, 7, 3), chunk_size=4, return_state=True
-    )
-    assert state is not None
-    return state
+    q, k, v = leaf(BATCH, 7, 2), leaf(BATCH, 7, 2), leaf(BATCH, 7, 3)
+    return _state(chunked_attention(q, k, v, chunk_size=4, return_state=True))
+
+
+def _state(result: tuple[Tensor, AnyState | None]) -> AnyState:
+    assert result[1] is not None
+    return result[1]
 
 
 STATES = {
@@ -99,25 +88,21 @@ def test_map_reaches_every_tensor_and_keeps_the_rest(state: State) -> None:
     for name, tensor in state.tensors().items():
         assert torch.equal(doubled.tensors()[name], tensor * 2)
     if isinstance(doubled, NestedExampleState):
-        assert doubled.kind == "example"
-        assert doubled.parts[1] is None
+        assert (doubled.kind, doubled.parts[1]) == ("example", None)
+    assert_bit_equal(pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, state), doubled)
 
 
-def test_detach_cuts_the_graph_and_keeps_the_values(state: State) -> None:
+def test_detach_and_clone(state: State) -> None:
     assert any(tensor.requires_grad for tensor in state.tensors().values())
-    detached = state.detach()
+    detached, copied = state.detach(), state.clone()
     assert not any(tensor.requires_grad for tensor in detached.tensors().values())
+    assert any(tensor.requires_grad for tensor in copied.tensors().values())
     assert_bit_equal(detached, state)
-
-
-def test_clone_shares_no_memory_and_stays_in_the_graph(state: State) -> None:
-    copied = state.clone()
     assert_bit_equal(copied, state)
-    before = state.detach().clone()
+    before = detached.clone()
     for tensor in copied.detach().tensors().values():
         tensor.add_(1)
     assert_bit_equal(state, before)
-    assert any(tensor.requires_grad for tensor in copied.tensors().values())
 
 
 def test_states_cannot_be_assigned_to(state: State) -> None:
@@ -125,13 +110,13 @@ def test_states_cannot_be_assigned_to(state: State) -> None:
         state.position = torch.zeros(BATCH)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword", "like a tensor", "device and type"])
-def test_to_changes_floating_types_and_keeps_positions(state: State, how: str) -> None:
+@pytest.mark.parametrize("how", ["positional", "keyword", "like a tensor", "device and dtype"])
+def test_to_changes_floating_dtypes_and_keeps_positions(state: State, how: str) -> None:
     moved = {
         "positional": lambda: state.to(torch.bfloat16),
         "keyword": lambda: state.to(dtype=torch.bfloat16),
         "like a tensor": lambda: state.to(torch.zeros(1, dtype=torch.bfloat16)),
-        "device and type": lambda: state.to("cpu", torch.bfloat16, non_blocking=True),
+        "device and dtype": lambda: state.to("cpu", torch.bfloat16, non_blocking=True),
     }[how]()
     for name, tensor in moved.tensors().items():
         expected = state.tensors()[name]
@@ -141,59 +126,49 @@ def test_to_changes_floating_types_and_keeps_positions(state: State, how: str) -
         assert torch.equal(tensor, expected.to(tensor.dtype))
 
 
-def test_to_copies_even_where_nothing_changes(state: State) -> None:
+def test_to_copies_and_moves_everything(state: State) -> None:
     before = state.detach().clone()
     for tensor in state.to("cpu").detach().tensors().values():
         tensor.add_(1)
     assert_bit_equal(state, before)
+    moved = state.to("meta").tensors()
+    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
+    assert {n: t.dtype for n, t in moved.items()} == {n: t.dtype for n, t in state.tensors().items()}
 
 
-def test_to_another_device_moves_everything(state: State) -> None:
-    moved = state.to("meta")
-    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
-    assert {n: t.dtype for n, t in moved.tensors().items()} == {n: t.dtype for n, t in state.tensors().items()}
-
-
-def test_repeat_puts_copies_side_by_side(state: State) -> None:
+def test_repeat_puts_copies_next_to_each_other(state: State) -> None:
     repeated = state.repeat(2)
     assert repeated.batch_size == 2 * BATCH
     for name, tensor in repeated.tensors().items():
         assert torch.equal(tensor, state.tensors()[name][[0, 0, 1, 1, 2, 2]])
 
 
-@pytest.mark.parametrize("index", [[2, 0, 1], [1, 1], [0], []], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_reorder_takes_rows_in_the_order_given(state: State, index: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("index", "dtype"),
+    [([2, 0, 1], torch.int64), ([1, 1], torch.int32), ([0], torch.uint8), ([], torch.int64)],
+    ids=str,
+)
+def test_reorder_takes_rows_in_the_given_order(state: State, index: list[int], dtype: torch.dtype) -> None:
     reordered = state.reorder(torch.tensor(index, dtype=dtype))
     assert reordered.batch_size == len(index)
     for name, tensor in reordered.tensors().items():
         assert torch.equal(tensor, state.tensors()[name][index])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
-def test_reorder_takes_small_whole_numbers(dtype: torch.dtype) -> None:
-    state = conv_state()
-    assert_bit_equal(state.reorder(torch.tensor([2, 0], dtype=dtype)), state.reorder(torch.tensor([2, 0])))
-
-
 def test_reordered_rows_continue_as_their_own() -> None:
     x, weight = torch.randn(BATCH, 9, 2), torch.randn(2, 3)
     whole, _ = dilated_conv(x, weight, 2)
-    _, state = dilated_conv(x[:, :5], weight, 2, lengths=torch.tensor([5, 5, 5]), return_state=True)
-    assert state is not None
+    state = _state(dilated_conv(x[:, :5], weight, 2, lengths=torch.tensor([5, 5, 5]), return_state=True))
     index = torch.tensor([2, 0, 0])
     y, _ = dilated_conv(x[index, 5:], weight, 2, state=state.reorder(index))
     assert_close(y, whole[index, 5:])
 
 
-def test_nbytes_counts_every_tensor() -> None:
-    # float64 buffers of 4 places and 2 channels, and a 64-bit position.
-    assert conv_state().nbytes == BATCH * (4 * 2 * 8 + 8)
-    assert conv_state().to(torch.bfloat16).nbytes == BATCH * (4 * 2 * 2 + 8)
-
-
-def test_nbytes_counts_a_shared_tensor_once() -> None:
+def test_nbytes() -> None:
     state = conv_state()
+    # float64 buffers of 4 slots and 2 channels, and a 64-bit position.
+    assert state.nbytes == BATCH * (4 * 2 * 8 + 8)
+    assert state.to(torch.bfloat16).nbytes == BATCH * (4 * 2 * 2 + 8)
     assert TCNState((state.buffer, state.buffer), state.position).nbytes == state.nbytes
 
 
@@ -204,8 +179,7 @@ def test_save_and_load_keep_everything(state: State, tmp_path: Path) -> None:
         assert type(loaded) is type(state)
         assert_bit_equal(loaded, state.detach())
         if isinstance(loaded, NestedExampleState):
-            assert loaded.kind == "example"
-            assert loaded.parts[1] is None
+            assert (loaded.kind, loaded.parts[1]) == ("example", None)
 
 
 def test_save_takes_tensors_that_share_memory(tmp_path: Path) -> None:
@@ -232,66 +206,48 @@ def test_pytree_paths_are_the_dotted_names(state: State) -> None:
     assert names == list(state.tensors())
 
 
-def test_pytree_functions_reach_every_tensor(state: State) -> None:
-    doubled = pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, state)
-    assert_bit_equal(doubled, state.map(lambda tensor: tensor * 2))
-
-
-@pytest.mark.parametrize("times", [0, -1])
-def test_repeat_needs_a_count(times: int) -> None:
-    with pytest.raises(StateError, match=rf"times: got {times}, allowed is a whole number of at least 1"):
-        conv_state().repeat(times)
+def test_repeat_needs_a_count() -> None:
+    with pytest.raises(StateError, match=r"times: expected an integer of at least 1, got 0"):
+        conv_state().repeat(0)
 
 
 @pytest.mark.parametrize(
-    ("index", "words"),
+    ("index", "message"),
     [
-        (torch.tensor([0.0, 1.0]), ["index", "torch.float32", "whole numbers"]),
-        (torch.tensor([True, False, True]), ["index", "torch.bool", "whole numbers"]),
-        (torch.tensor([[0], [1]]), ["index", "[2, 1]", "one dimension"]),
-        (torch.tensor(0), ["index", "[]", "one dimension"]),
-        (torch.tensor([0, 3]), ["index", "[0, 3]", "0 to 2"]),
-        (torch.tensor([-1, 0]), ["index", "[-1, 0]", "0 to 2"]),
+        (torch.tensor([0.0, 1.0]), "index: expected one dimension of integers, got [2] of torch.float32"),
+        (torch.tensor([True, False, True]), "index: expected one dimension of integers, got [3] of torch.bool"),
+        (torch.tensor([[0], [1]]), "index: expected one dimension of integers, got [2, 1] of torch.int64"),
+        (torch.tensor(0), "index: expected one dimension of integers, got [] of torch.int64"),
+        (torch.tensor([0, 3]), "index: expected values from 0 to 2, the state's batch, got [0, 3]"),
+        (torch.tensor([-1, 0]), "index: expected values from 0 to 2, the state's batch, got [-1, 0]"),
     ],
-    ids=["fractions", "mask", "two dimensions", "no dimension", "too great", "negative"],
+    ids=["fractions", "mask", "two dimensions", "no dimension", "too large", "negative"],
 )
-def test_reorder_says_what_is_wrong(index: Tensor, words: list[str]) -> None:
-    with pytest.raises(StateError) as error:
+def test_reorder_says_what_is_wrong(index: Tensor, message: str) -> None:
+    with pytest.raises(StateError, match=re.escape(message)):
         conv_state().reorder(index)
-    assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_load_refuses_another_file(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(StateError, match=r"weights.safetensors: got format None, allowed is 'tcnca-state-1'"):
+def test_load_refuses_other_files_and_states(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    with pytest.raises(StateError, match=r"file\.safetensors: cannot be read as safetensors"):
         State.load(path)
-
-
-def test_load_refuses_another_kind(tmp_path: Path) -> None:
-    conv_state().detach().save(tmp_path / "state")
-    with pytest.raises(StateError, match=r"state: got a ConvState, allowed is a TCNState"):
-        TCNState.load(tmp_path / "state")
-
-
-def test_load_refuses_an_unknown_kind(tmp_path: Path) -> None:
-    structure = json.dumps({"state": "Unheard", "fields": {}})
-    save_file({"x": torch.zeros(1)}, tmp_path / "state", {"format": "tcnca-state-1", "structure": structure})
-    with pytest.raises(StateError, match=r"state: got kind 'Unheard', allowed are .*'ConvState'"):
-        State.load(tmp_path / "state")
-
-
-def test_files_that_hold_no_state(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="absent"):
-        State.load(tmp_path / "absent.safetensors")
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"no tensors")
-    with pytest.raises(StateError, match="cannot be read as safetensors"):
-        State.load(broken)
-    state = conv_state()
-    state.detach().save(broken)
-    with safe_open(broken, "pt") as file:
+    path.write_bytes(b"no tensors")
+    with pytest.raises(StateError, match=r"file\.safetensors: cannot be read as safetensors"):
+        State.load(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(StateError, match=r"file\.safetensors: expected format 'tcnca-state-1', got None"):
+        State.load(path)
+    structure = json.dumps({"state": "Unknown", "fields": {}})
+    save_file({"x": torch.zeros(1)}, path, {"format": "tcnca-state-1", "structure": structure})
+    with pytest.raises(StateError, match=r"state: expected one of .*'ConvState'.*, got 'Unknown'"):
+        State.load(path)
+    state = conv_state().detach()
+    state.save(path)
+    with pytest.raises(StateError, match=r"file\.safetensors: expected a TCNState, got a ConvState"):
+        TCNState.load(path)
+    with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    save_file({"buffer": state.buffer.detach()}, broken, metadata)
-    with pytest.raises(StateError, match="no whole state"):
-        State.load(broken)
+    save_file({"buffer": state.buffer}, path, metadata)
+    with pytest.raises(StateError, match=r"expected a complete state, got a damaged one \(KeyError\('position'\)\)"):
+        State.load(path)

@@ -1,13 +1,13 @@
-"""The TCN's kernels: when they run, their sources, and what is done around them. What they compute needs a GPU."""
+"""The TCN's kernels without a GPU: which calls they run, their sources, their plans, and the code around them."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
-import re
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tcnca
-from tcnca.errors import ConfigError, InputError, KernelError
-from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, kernels, tcn
-from tcnca.ops.tcn import why_not
-from tcnca.ops.tcn.cuda import compiled, operator, plan, run
-from tcnca.ops.tcn.cuda.source import (
-    DTYPES,
-    LARGEST_KERNEL,
-    Block,
-    RingBackward,
-    RingForward,
-    TileBackward,
-    TileForward,
-    WholeBackward,
-    WholeForward,
-)
-from tcnca.ops.tcn.plain import plain_tcn
+from tcnca.errors import InputError, KernelError
+from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
+from tcnca.ops.tcn import TCNSpec, api, cuda, naive_tcn
+from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core
+from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Layout, Settings, layout, make_call
 from tests.comparison import assert_close
-
-Layout = TileForward | TileBackward | RingForward | RingBackward | WholeForward | WholeBackward
 
 
 def _arguments(
@@ -47,28 +34,11 @@ def _arguments(
     return x, weight, bias
 
 
-def test_on_a_cpu_auto_is_plain_to_the_bit() -> None:
-    x, weight, bias = _arguments(2)
-    lengths = torch.tensor([9, 4])
-    y, state = tcn(x, weight, 2, bias=bias, lengths=lengths, return_state=True)
-    expected, plain = plain_tcn(x, weight, 2, bias=bias, lengths=lengths, return_state=True)
-    assert torch.equal(y, expected)
-    assert state is not None
-    assert plain is not None
-    assert all(torch.equal(a, b) for a, b in zip(state.buffers, plain.buffers, strict=True))
-    assert torch.equal(tcn(x, weight, 2, bias=bias, lengths=lengths, backend="plain")[0], expected)
-
-
-def test_cuda_is_refused_where_it_cannot_run() -> None:
+def test_backends_that_cannot_run_are_refused() -> None:
     x, weight, _ = _arguments()
-    with pytest.raises(KernelError, match=r"backend: got 'cuda'.*x: got one on cpu, allowed is a CUDA device"):
+    with pytest.raises(KernelError, match=r"backend: 'cuda' cannot run .*; x: expected a CUDA tensor, got one on cpu"):
         tcn(x, weight, 2, backend="cuda")
-    assert why_not(x, weight) == "x: got one on cpu, allowed is a CUDA device"
-
-
-def test_other_backends_are_refused() -> None:
-    x, weight, _ = _arguments()
-    with pytest.raises(InputError, match="backend: got 'triton', allowed are auto, plain, cuda"):
+    with pytest.raises(InputError, match="backend: expected one of auto, naive, cuda, cpu, got 'triton'"):
         tcn(x, weight, 2, backend="triton")  # type: ignore[arg-type]
 
 
@@ -76,59 +46,35 @@ def _fake(*shape: int, dtype: torch.dtype = torch.bfloat16, leaf: bool = False) 
     return torch.empty(*shape, dtype=dtype, device="cuda", requires_grad=leaf)
 
 
-def test_reasons_against_kernels_are_named() -> None:
-    with torch._subclasses.FakeTensorMode():
+def test_unsupported_reasons_are_named() -> None:
+    def reason(x: Tensor, weight: Tensor, **options: Any) -> str:
+        return cuda.unsupported_reason(TCNSpec(x=x, weight=weight, dilation_factor=2, **options)) or ""
+
+    with FakeTensorMode():
         x, weight, bias = _fake(2, 9, 8), _fake(3, 1, 8, 5), _fake(3, 1, 8)
         state = initial_tcn_state(2, 8, 5, 2, 3, device="cuda", dtype=torch.bfloat16)
-        found = [
-            why_not(x, weight, state=state, dropout=0.1),
-            why_not(x, weight, lengths=torch.empty(2, dtype=torch.long)),
-            why_not(x.double(), weight.double()),
-            why_not(x, weight, bias.float()),
-            why_not(x, _fake(3, 1, 8, LARGEST_KERNEL + 1)),
-            why_not(_fake(2, 1, 8), weight, state=state),
-            why_not(x, _fake(3, 1, 8, 5, leaf=True), state=state),
-            why_not(_fake(65536, 1, 8), weight),
-        ]
-    words = ["dropout", "another device", "dtype", "except under autocast", "kernel_size: got 65"]
-    words += ["one token", "gradients are wanted", "batch"]
-    for reason, word in zip(found, words, strict=True):
-        assert reason is not None
-        assert word in reason
+        assert reason(x, weight, bias=bias) == ""
+        assert "dropout: expected 0 after a state, got 0.1" in reason(x, weight, state=state, dropout=0.1)
+        assert "got one on cpu" in reason(x, weight, lengths=torch.empty(2, dtype=torch.long))
+        assert "dtype: expected float32, bfloat16 or float16" in reason(x.double(), weight.double())
+        assert "kernel_size: expected at most 64, got 65" in reason(x, _fake(3, 1, 8, MAX_KERNEL_SIZE + 1))
+        assert "time: expected more than one token" in reason(_fake(2, 1, 8), weight, state=state)
+        assert "gradients are required" in reason(x, _fake(3, 1, 8, 5, leaf=True), state=state)
+        assert "batch: expected at most 65535" in reason(_fake(65536, 1, 8), weight)
 
 
-def _machine() -> Any:
-    return importlib.import_module("tcnca.ops.tcn.cuda.machine")
-
-
-def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = _machine()
-    monkeypatch.setattr(machine, "_unable", lambda device: None)
-    kernels.warn.cache_clear()
-    monkeypatch.setattr(compiled, "missing", lambda: "cuda.bindings: gone; `pip install cuda-bindings` installs it")
-    with pytest.warns(RuntimeWarning, match="pip install cuda-bindings.*plain PyTorch"):
-        assert not machine.worth_it(0)
-    assert not machine.worth_it(0)  # a second warning would be an error
-
-
-def test_the_environment_can_choose_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = _machine()
-    monkeypatch.setattr(machine, "_unable", lambda device: None)
-    monkeypatch.setattr(compiled, "missing", lambda: None)
-    assert machine.worth_it(0)
-    monkeypatch.setenv("TCNCA_KERNELS", "plain")
-    assert not machine.worth_it(0)
-    monkeypatch.setenv("TCNCA_KERNELS", "fast")
-    with pytest.raises(ConfigError, match="TCNCA_KERNELS: got 'fast' in the environment, allowed are auto, plain"):
-        machine.worth_it(0)
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> tuple[Any, Any]:
-        raise KernelError("cuda.bindings: cannot be imported")
-
-    monkeypatch.setattr(compiled, "_bindings", absent)
-    assert compiled.missing.__wrapped__() == "cuda.bindings: cannot be imported"
+def test_auto_takes_the_kernels_where_the_machine_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setitem(api._RUN, "cuda", lambda spec: taken.append("cuda"))
+    monkeypatch.setitem(api._RUN, "naive", lambda spec: taken.append("naive"))
+    monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
+    monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
+    with FakeTensorMode():
+        x, weight = _fake(2, 9, 8), _fake(3, 1, 8, 5)
+        tcn(x, weight, 2)
+        monkeypatch.setenv("TCNCA_KERNELS", "off")
+        tcn(x, weight, 2)
+    assert taken == ["cuda", "naive"]
 
 
 def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
@@ -136,28 +82,23 @@ def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = ast.literal_eval(done.stdout)
     assert "tcnca.ops.tcn.cuda.operator" in loaded
-    assert not [name for name in loaded if name.startswith(("cuda.", "torch._dynamo")) or name.endswith(".machine")]
+    assert not [name for name in loaded if name.startswith(("cuda.", "torch._dynamo"))]
 
 
-def _blocks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    dilation: int = 1,
-    factor: int = 2,
-    **options: Any,
-) -> Tensor:
-    """`tcn_blocks` in plain PyTorch, in what it promises about padding too."""
+def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
+    """`tcn_blocks` with PyTorch's own operators, including what it promises about padding."""
     weight = weight if weight.dim() == 3 else weight[:, 0]
     bias = bias if bias is None or bias.dim() == 2 else bias[:, 0]
+    dilation, factor, activation, residual, causal, dropout = settings
     for block in range(weight.shape[0]):
         x = tcnca.ops.zero_padding(x, lengths)
         taps = torch.zeros(*weight.shape[1:-1], (weight.shape[-1] - 1) * dilation * factor**block + 1).to(weight)
         taps[..., :: dilation * factor**block] = weight[block]
+        options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal}
         offset = None if bias is None else bias[block][None, None]
-        x, _ = plain_tcn(x, taps[None, None], 1, bias=offset, **options)
+        x, _ = naive_tcn(
+            TCNSpec(x=x, weight=taps[None, None], dilation_factor=1, bias=offset, dropout=dropout, **options)
+        )
     return x
 
 
@@ -168,51 +109,45 @@ def _from_state(
     lengths: Tensor | None,
     past: Tensor,
     position: Tensor,
-    *,
     dilation: int,
-    **options: Any,
+    activation: str,
+    residual: bool,
 ) -> Tensor:
-    """`tcn_block_from_state` in plain PyTorch."""
+    """`tcn_block_from_state` with PyTorch's own operators."""
     order = (position.unsqueeze(1) + torch.arange(past.shape[1])) % max(past.shape[1], 1)
     older = past.gather(1, order.unsqueeze(-1).expand_as(past))
-    x = tcnca.ops.zero_padding(x, lengths)
-    both = _blocks(
-        torch.cat([older, x], 1), weight[None], None if bias is None else bias[None], **options, dilation=dilation
-    )
-    return both[:, past.shape[1] :]
-
-
-def _by_kernels(
-    x: Tensor, weight: Tensor, bias: Tensor, lengths: Tensor | None, state: TCNState | None, **options: Any
-) -> tuple[Tensor, TCNState | None]:
-    choice = {"nonlinearity": "silu", "residual": True, "causal": True, "return_state": False, "inplace": False}
-    return run.run_kernels(x, weight, 2, bias, lengths=lengths, state=state, **{**choice, **options})
+    both = torch.cat([older, tcnca.ops.zero_padding(x, lengths)], 1)
+    settings = Settings(dilation, 1, activation, residual, True, 0.0)
+    return _blocks(both, weight[None], None if bias is None else bias[None], None, settings)[:, past.shape[1] :]
 
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "tcn_blocks", _blocks)
-    monkeypatch.setattr(run, "tcn_block_from_state", _from_state)
+    monkeypatch.setattr(operator, "tcn_blocks", _blocks)
+    monkeypatch.setattr(operator, "tcn_block_from_state", _from_state)
 
 
 @pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("residual", [True, False], ids=["residual", "straight"])
-@pytest.mark.parametrize("convolutions", [1, 2])
-@pytest.mark.parametrize("lengths", [None, [9, 4]], ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["fused", "norm"])
 @pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
-def test_what_surrounds_the_kernels_gives_outputs_states_and_gradients(
-    residual: bool, convolutions: int, lengths: list[int] | None, return_state: bool
+@pytest.mark.parametrize(
+    ("residual", "convolutions", "lengths"), [(True, 1, None), (True, 2, [9, 4]), (False, 1, [9, 4]), (False, 2, None)]
+)
+def test_around_the_kernels_outputs_states_and_gradients_are_right(
+    norm: bool, return_state: bool, residual: bool, convolutions: int, lengths: list[int] | None
 ) -> None:
-    x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
-    real = None if lengths is None else torch.tensor(lengths)
-    options = {"residual": residual, "return_state": return_state}
+    leaves = x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
+    options: dict[str, Any] = {"bias": bias, "residual": residual, "return_state": return_state}
+    if norm:
+        options |= {"norm_fn": lambda h, number: F.layer_norm(h, (4,)) * (number + 1), "dropout": 0.3}
+    valid = None if lengths is None else torch.tensor(lengths)
+    spec = TCNSpec(x=x, weight=weight, dilation_factor=2, lengths=valid, **options)
     results = []
-    for y, state in (
-        _by_kernels(x, weight, bias, real, None, **options),
-        plain_tcn(x, weight, 2, bias=bias, lengths=real, residual=residual, return_state=return_state),
-    ):
-        out = [tcnca.ops.zero_padding(y, real), *(state.buffers if state is not None else ())]
-        gradients = torch.autograd.grad(sum(part.square().sum() for part in out), (x, weight, bias))  # type: ignore[arg-type]
+    for run in (operator.run, naive_tcn):
+        torch.manual_seed(4)
+        y, state = run(spec)
+        out = [tcnca.ops.zero_padding(y, valid), *(state.buffers if state is not None else ())]
+        gradients = torch.autograd.grad(torch.stack([part.square().sum() for part in out]).sum(), leaves)
         results.append([*out, *gradients])
     assert len(results[0]) == 4 + (3 * convolutions if return_state else 0)
     for ours, theirs in zip(*results, strict=True):
@@ -220,37 +155,15 @@ def test_what_surrounds_the_kernels_gives_outputs_states_and_gradients(
 
 
 @pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("convolutions", [1, 2])
-@pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
-def test_what_surrounds_the_kernels_normalizes_between_them(convolutions: int, return_state: bool) -> None:
-    x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
-
-    def normalize(h: Tensor, number: int) -> Tensor:
-        return F.layer_norm(h, (4,)) * (number + 1)
-
-    results = []
-    for by in (_by_kernels, plain_tcn):
-        torch.manual_seed(4)
-        arguments = (x, weight, bias, None, None) if by is _by_kernels else (x, weight, 2)
-        options: dict[str, Any] = {} if by is _by_kernels else {"bias": bias}
-        y, state = by(*arguments, normalize=normalize, dropout=0.3, return_state=return_state, **options)
-        out = [y, *(state.buffers if state is not None else ())]
-        results.append([*out, *torch.autograd.grad(y.square().sum(), (x, weight, bias))])
-    for ours, theirs in zip(*results, strict=True):
-        assert_close(ours, theirs)
-
-
-@pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("convolutions", [1, 2])
-@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_what_surrounds_the_kernels_goes_on_from_a_state(convolutions: int, inplace: bool) -> None:
+@pytest.mark.parametrize(("convolutions", "inplace"), [(1, True), (2, False), (2, True)])
+def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inplace: bool) -> None:
     x, weight, bias = _arguments(convolutions, torch.float64)
-    whole, _ = plain_tcn(x, weight, 2, bias=bias)
-    pieces, state = [], None
+    whole, _ = tcn(x, weight, 2, bias=bias, backend="naive")
+    pieces: list[Tensor] = []
+    state: TCNState | None = None
     for part in x.split([4, 3, 2], 1):
-        y, state = _by_kernels(
-            part, weight, bias, None, state, return_state=True, inplace=inplace and state is not None
-        )
+        options: dict[str, Any] = {"state": state, "return_state": True, "inplace": inplace and state is not None}
+        y, state = operator.run(TCNSpec(x=part, weight=weight, dilation_factor=2, bias=bias, **options))
         pieces.append(y)
     assert state is not None
     assert state.position.tolist() == [9, 9]
@@ -268,70 +181,190 @@ def test_operators_know_their_shapes_without_running() -> None:
     assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(
+    ("convolutions", "return_state", "norm"), [(1, False, False), (2, True, False), (1, True, True)]
+)
+def test_compiles_into_one_graph(convolutions: int, return_state: bool, norm: bool) -> None:
+    torch._dynamo.reset()
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, TCNState | None]:
+        options: dict[str, Any] = {"norm_fn": lambda h, number: h * number} if norm else {}
+        spec = TCNSpec(
+            x=x, weight=weight, dilation_factor=2, bias=bias, dropout=0.1, return_state=return_state, **options
+        )
+        return operator.run(spec)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = [part.detach().to("meta").requires_grad_() for part in _arguments(convolutions)]
+    y, state = compiled(*leaves)
+    gradients = torch.autograd.grad(y.sum(), leaves)
+    assert [part.shape for part in (y, *gradients)] == [part.shape for part in (leaves[0], *leaves)]
+    assert (state is not None) == return_state
+
+
 @pytest.mark.parametrize("leaf", [False, True])
 def test_tensors_without_memory_are_not_asked_for_their_address(leaf: bool) -> None:
     with FakeTensorMode():
-        x, weight, bias = (part[:, 0] if part.dim() == 4 else part for part in _arguments(leaf=leaf))
-        assert operator.tcn_blocks(x, weight, bias[:, 0]).shape == (2, 9, 4)
+        x, weight, bias = _arguments(leaf=leaf)
+        assert operator.tcn_blocks(x, weight, bias, None, Settings(1, 2, "silu", True, True, 0.0)).shape == (2, 9, 4)
 
 
-def test_lengths_that_kernels_read_lie_in_the_row() -> None:
-    assert operator._whole(torch.tensor([-3, 0, 5, 99], dtype=torch.int32), 9).tolist() == [0, 0, 5, 9]
+def test_lengths_are_clamped_to_the_row() -> None:
+    assert operator._clamped(torch.tensor([-3, 0, 5, 99], dtype=torch.int32), 9).tolist() == [0, 0, 5, 9]
 
 
-def test_what_does_not_lie_in_pieces_is_copied() -> None:
+def test_unaligned_tensors_are_copied() -> None:
     whole = torch.randn(1, 9, 24)
-    assert operator._in_pieces(whole[..., 4:12]).data_ptr() == whole[..., 4:].data_ptr()
-    moved = operator._in_pieces(whole[..., 3:11])
+    assert operator._aligned16(whole[..., 4:12]).data_ptr() == whole[..., 4:].data_ptr()
+    moved = operator._aligned16(whole[..., 3:11])
     assert torch.equal(moved, whole[..., 3:11])
-    assert plan.in_pieces(plan.lies(moved))
+    assert layout(moved).aligned16()
 
 
-def _sources() -> list[tuple[Layout, Block]]:
-    """Sizes and types that take every branch of the sources."""
-    found: list[tuple[Layout, Block]] = []
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the kernels that plans load, on a device that can run all of them."""
+    names: list[str] = []
+
+    def load(source: nvrtc.Source, name: str, shared_memory: int, device: int) -> str:
+        names.append(name)
+        return name
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(nvrtc, "resident_blocks", lambda function, threads, device: 264)
+    monkeypatch.setattr(driver, "max_shared_memory", lambda device: 232448)
+    monkeypatch.setattr(driver, "Launch", lambda *arguments, **options: arguments)
+    monkeypatch.setattr(smem, "has_clusters", lambda device: True)
+    plans = (operator.forward_plan, operator.backward_plan, operator.recomputes)
+    for plan in plans:
+        plan.cache_clear()
+    yield names
+    for plan in plans:
+        plan.cache_clear()
+
+
+def _layout(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> Layout:
+    return Layout(torch.Size(shape), (shape[1] * shape[2], shape[2], 1), dtype, offset, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel_size", "forward", "backward"),
+    [
+        (_layout(1, 8192, 64), 17, "smem", "smem"),
+        (_layout(1, 20000, 64), 17, "smem", "tensor_core"),
+        (_layout(1, 131072, 64), 17, "tensor_core", "tensor_core"),
+        (_layout(8, 8192, 64), 17, "tensor_core", "tensor_core"),
+        (_layout(1, 8192, 64, dtype=torch.float32), 17, "smem", "smem"),
+        (_layout(8, 8192, 64, dtype=torch.float32), 17, "registers", "registers"),
+        (_layout(8, 100, 64), 33, "tensor_core", "registers"),
+        (_layout(8, 100, 64), 64, "registers", "registers"),
+        (_layout(1, 8192, 64, offset=2), 17, "registers", "registers"),
+        (_layout(1, 100, 63), 5, "registers", "registers"),
+    ],
+)
+def test_plans_choose_the_family_of_kernels(
+    x: Layout, kernel_size: int, forward: str, backward: str, loaded: list[str]
+) -> None:
+    rest = ((4, 1, x.shape[2], kernel_size), True, False, Settings(1, 8, "silu", True, True, 0.1))
+    for keep in (False, True):
+        operator.forward_plan(x, *rest, keep)
+        assert set(loaded) == {f"{forward}_forward"}
+        loaded.clear()
+    operator.backward_plan(x, x, *rest)
+    assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
+    assert operator.recomputes(x, *rest) == (backward == "smem")
+
+
+def test_plans_are_cached(loaded: list[str]) -> None:
+    rest = ((4, 64, 17), False, False, Settings(1, 8, "silu", True, True, 0.0))
+    first = operator.forward_plan(_layout(8, 512, 64), *rest, False)
+    assert operator.forward_plan(_layout(8, 512, 64), *rest, False) is first
+    assert len(loaded) == 1
+    assert operator.forward_plan(_layout(8, 513, 64), *rest, False) is not first
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 0.999, 1.0])
+def test_dropout_keeps_the_mean(dropout: float) -> None:
+    settings = Settings(1, 8, "silu", True, True, dropout)
+    dropped, scale = make_call(_layout(1, 8, 8), (1, 8, 3), False, False, settings).dropout_arguments
+    assert abs(dropped / 65536 - dropout) < 1e-5
+    assert scale * (65536 - dropped) / 65536 == (0.0 if dropout == 1.0 else pytest.approx(1.0))
+
+
+@pytest.mark.parametrize("time", [1, 7, 8, 129, 8192])
+@pytest.mark.parametrize("dilation", [1, 3, 20, 8000])
+def test_tiles_cover_all_of_time(time: int, dilation: int) -> None:
+    dilation = min(dilation, time)
+    steps = tensor_core.segment_steps(time, dilation, 1, 264, 2)
+    assert steps % 8 == 0
+    chains = dilation * math.ceil(math.ceil(time / dilation) / steps)  # (segment, phase) pairs, 16 per tile
+    assert 16 * tensor_core.tiles_in_row(time, dilation, steps) >= chains
+    assert chains * steps >= time
+
+
+def _sources() -> list[tuple[str, nvrtc.Source]]:
+    """Kernel sizes and dtypes that take every branch of the sources."""
+    found: list[tuple[str, nvrtc.Source]] = []
     sizes = [(1, True), (2, False), (5, True), (17, True), (17, False), (33, True), (64, False)]
     for number, ((size, causal), dtype) in enumerate(itertools.product(sizes, DTYPES)):
-        flags = {
-            "bias": number % 2 == 0,
-            "residual": number % 3 != 0,
-            "lengths": number % 4 < 2,
-            "dropout": number % 5 < 2,
-        }
-        activation = ACTIVATIONS[number % len(ACTIVATIONS)]
-        block = Block(kernel_size=size, dtype=dtype, nonlinearity=activation, causal=causal, **flags)
-        past = (None, "float32", dtype)[number % 3]
-        found += [(RingForward(vector=1 + number % 2, past=past), block), (RingBackward(vector=1), block)]
+        block = Block(
+            kernel_size=size,
+            dtype=dtype,
+            causal=causal,
+            activation=ACTIVATIONS[number % len(ACTIVATIONS)],
+            bias=number % 2 == 0,
+            residual=number % 3 != 0,
+            lengths=number % 4 < 2,
+            dropout=number % 5 < 2,
+        )
+        past = (None, torch.float32, dtype)[number % 3]
+        found.append(("registers_forward", registers.forward_source(block, 1 + number % 2, past)))
+        found.append(("registers_backward", registers.backward_source(block, 1)))
         if size <= 17:
-            found += [(WholeForward(), block), (WholeBackward(), block)]
-        if dtype != "float32" and size <= 17:
-            found += [(TileForward(), block), (TileBackward(), block), (RingBackward(vector=2), block)]
-            found += [(TileForward(unrolled=True), block), (TileBackward(unrolled=True), block)] if size == 17 else []
+            found += [("smem_forward", smem.source(block, True)), ("smem_backward", smem.source(block, False))]
+        if dtype != torch.float32 and size <= 17:
+            found.append(("tensor_core_forward", tensor_core.forward_source(block)))
+            found.append(("tensor_core_backward", tensor_core.backward_source(block)))
+            found.append(("registers_backward", registers.backward_source(block, 2)))
     return found
 
 
-def test_sources_come_with_the_package_and_are_written_for_every_configuration() -> None:
-    texts = [layout.text(block) for layout, block in _sources()]
+def test_sources_are_packaged_and_differ_between_configurations() -> None:
+    sources = _sources()
+    texts = [source.text() for _, source in sources]
     assert len(set(texts)) == len(texts)
-    for text, (layout, block) in zip(texts, _sources(), strict=True):
-        assert f"#define K {block.kernel_size}\n" in text
-        kind, way = re.findall("[A-Z][a-z]+", type(layout).__name__)
-        assert f"{kind.lower()}_{way.lower()}(const Job job)" in text
+    assert all(f"{name}(const Args args)" in text for (name, _), text in zip(sources, texts, strict=True))
+
+
+def _needs_nvrtc() -> None:
+    reason = dispatch._nvrtc_missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _assert_compile(sources: list[tuple[str, nvrtc.Source]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_nvrtc()
+    monkeypatch.setenv("TCNCA_CACHE", str(folder))
+    for name, source in sources:
+        image = nvrtc.cubin(source.text(), "sm_90")
+        assert image.startswith(b"\x7fELF")
+        assert name.encode() in image
+        assert nvrtc.cubin(source.text(), "sm_90") == image
+    assert len(list((folder / "kernels").iterdir())) == len(sources)
+
+
+def test_one_source_of_each_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    representative = {name: source for name, source in _sources() if ("K", 5) in source.macros}
+    assert len(representative) == 6
+    _assert_compile([*representative.items()], tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiled.missing() is not None:
-        pytest.skip("needs cuda.bindings and NVRTC")
-    monkeypatch.setenv("TCNCA_CACHE", str(tmp_path))
-    for layout, block in _sources():
-        image = compiled.cubin(layout.text(block), "sm_90")
-        assert image.startswith(b"\x7fELF")
-    assert len(list((tmp_path / "kernels").iterdir())) == len(_sources())
+def test_all_sources_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_compile(_sources(), tmp_path, monkeypatch)
 
 
-def test_sources_that_do_not_compile_say_why() -> None:
-    if compiled.missing() is not None:
-        pytest.skip("needs cuda.bindings and NVRTC")
-    with pytest.raises(KernelError, match=r"(?s)sm_90.*TCNCA_KERNELS=plain.*nonsense"):
-        compiled._compile("nonsense;", "sm_90")
+def test_compiler_errors_are_shown() -> None:
+    _needs_nvrtc()
+    with pytest.raises(KernelError, match=r"(?s)sm_90.*TCNCA_KERNELS=off.*nonsense"):
+        nvrtc.compile_source("nonsense;", "sm_90")

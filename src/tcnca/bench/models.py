@@ -76,12 +76,13 @@ class Candidate:
 
 def candidates(settings: Settings) -> list[Candidate]:
     """Return all models. The oracle of an EMA uses another algorithm."""
-    # The fused scan does not support truncation: its kernels are as long as the sequence.
-    fused = {"backend": "fused", "truncation": None}
-    scan = fused if settings.device.type == "cuda" else {"backend": "scan"}
+    # The Triton scan does not support truncation: its kernels are as long as the sequence.
+    triton = {"backend": "triton", "truncation": None}
+    scan = triton if settings.device.type == "cuda" else {"backend": "scan"}
     fft, other = {"backend": "fft"}, {"backend": "scan"}
     return [
         Candidate(name="tcnca", label="TCNCA", family="tcnca", overrides={}, exact={}),
+        Candidate(name="tcnca-linear", label="TCNCA-linear", family="tcnca-linear", overrides={}, exact={}),
         Candidate(name="mega-fft", label="MEGA, EMA by FFT", family="mega", overrides=fft, exact=other),
         Candidate(name="mega-scan", label="MEGA, EMA by scan", family="mega", overrides=scan, exact=fft),
     ]
@@ -150,7 +151,7 @@ def _case(
     compiled: bool = False,
 ) -> BenchCase:
     batch, length, task, layer = sizes["batch"], sizes["length"], sizes.get("task", "enwik8"), suite == "layer"
-    tokens = batch * length * _documents(config)
+    tokens = batch * length * config.head.documents
     build = functools.partial(_layer_workload, config, settings, batch, length)
     if not layer:
         optimizer = candidate.optimizer(task)
@@ -279,22 +280,21 @@ def _output(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     return output
 
 
-def _documents(config: ModelConfig) -> int:
-    return 2 if isinstance(config.head, PairHeadConfig) else 1
-
-
 def _inputs(config: ModelConfig, batch: int, length: int) -> tuple[Tensor, ...]:
+    documents = range(config.head.documents)
     if isinstance(config.input, TokenInputConfig):
         vocab_size = config.input.vocab_size
-        return tuple(torch.randint(vocab_size, (batch, length)) for _ in range(_documents(config)))
+        return tuple(torch.randint(vocab_size, (batch, length)) for _ in documents)
     assert isinstance(config.input, ValueInputConfig)
-    return tuple(torch.randn(batch, length, config.input.features) for _ in range(_documents(config)))
+    features = config.input.features
+    return tuple(torch.randn(batch, length, features) for _ in documents)
 
 
 def _targets(config: ModelConfig, x: Tensor) -> Tensor:
     if isinstance(config.head, ClassifierHeadConfig | PairHeadConfig):
         return torch.randint(config.head.num_classes, x.shape[:1])
-    return torch.randint(config.input.vocab_size if isinstance(config.input, TokenInputConfig) else 1, x.shape)
+    assert isinstance(config.input, TokenInputConfig)
+    return torch.randint(config.input.vocab_size, x.shape)
 
 
 def _layer_cost(config: ModelConfig, length: int, tokens: int) -> dict[str, Cost]:

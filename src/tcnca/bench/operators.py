@@ -180,11 +180,11 @@ def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
         return Inputs((x.mT.contiguous(), weight))
 
     def run(x: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
-        bare: dict[str, Any] = {"nonlinearity": "none", "residual": False, "causal": causal, "backend": backend}
+        bare: dict[str, Any] = {"activation": "none", "residual": False, "causal": causal, "backend": backend}
         return tcn(x, weight, factor, **bare)[0]
 
     def naive(x: Tensor, weight: Tensor) -> Tensor:
-        return run(x, weight, "plain")
+        return run(x, weight, "naive")
 
     def convolutions(x: Tensor, weight: Tensor) -> Tensor:
         return torch_convolutions(x, weight, factor, causal)
@@ -228,7 +228,7 @@ def _ema_cases(size: OperatorSize, causal: bool, d_state: int = 8) -> Iterator[B
         return scan(x, *parameters)
 
     def fused(x: Tensor, *parameters: Tensor) -> Tensor:
-        return ema(x, *parameters, backend="fused" if x.is_cuda else "scan")[0]
+        return ema(x, *parameters, backend="triton" if x.is_cuda else "scan")[0]
 
     case = functools.partial(_case, size, *_DIRECTIONS[causal])
     end, label = ("", "") if d_state == 8 else (f"-{d_state}", f", N={d_state}")
@@ -309,7 +309,7 @@ def _attention_cases(settings: Settings) -> Iterator[BenchCase]:
         attention = dataclasses.replace(config.attention, chunk_size=chunk)
         sizes = {"model": model, "batch": batch, "length": length, "chunk_size": chunk}
         # On a CPU the naive backend is what the library chooses.
-        for backend in ("auto", "plain") if on_gpu else ("auto",):
+        for backend in ("auto", "naive") if on_gpu else ("auto",):
             yield _attention_case(settings, attention, config.causal, backend, sizes)
 
 

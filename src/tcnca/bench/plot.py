@@ -37,6 +37,7 @@ _COLORS = {
     "fft-ema-cached": "#000000",
     "scan-ema": "#009e73",
     "tcnca": "#d55e00",
+    "tcnca-linear": "#e69f00",
     "mega-fft": "#0072b2",
     "mega-scan": "#009e73",
 }

@@ -194,12 +194,16 @@ def _comparisons() -> Iterator[Comparison]:
         yield Comparison("ops", f"{_CACHED}, {direction}", slow, fast, ("forward",))
     yield Comparison("ops", "scan-EMA over FFT-EMA, causal, N=16", "fft-ema-16", "scan-ema-16")
     yield Comparison("ops", "chunked attention over naive", "attention-naive", "attention")
-    for slow, algorithm in (("mega-fft", "FFT"), ("mega-scan", "scan")):
+    ours, baselines = (
+        (("tcnca", "TCNCA"), ("tcnca-linear", "TCNCA-linear")),
+        (("mega-fft", "FFT"), ("mega-scan", "scan")),
+    )
+    for (fast, label), (slow, algorithm) in itertools.product(ours, baselines):
         for suffix, ending in (("", ""), ("-compiled", ", compiled")):
-            title = f"TCNCA over MEGA by {algorithm}{ending}"
-            yield Comparison("layer", title, slow + suffix, f"tcnca{suffix}")
-            yield Comparison("model", title, slow + suffix, f"tcnca{suffix}", ("forward", "backward", "step"))
-        yield Comparison("lra", f"TCNCA over MEGA-chunk by {algorithm}", slow, "tcnca", ("inference", "step"))
+            title = f"{label} over MEGA by {algorithm}{ending}"
+            yield Comparison("layer", title, slow + suffix, fast + suffix)
+            yield Comparison("model", title, slow + suffix, fast + suffix, ("forward", "backward", "step"))
+        yield Comparison("lra", f"{label} over MEGA-chunk by {algorithm}", slow, fast, ("inference", "step"))
 
 
 def _goals() -> Iterator[Goal]:
@@ -224,8 +228,9 @@ def _goals() -> Iterator[Goal]:
     for ending in ("", ", compiled"):
         yield Goal(f"TCNCA over MEGA by FFT{ending}", model, "forward", 1.373, 1.3)
         yield Goal(f"TCNCA over MEGA by FFT{ending}", model, "backward", 1.245, 1.3)
-        yield Goal(f"TCNCA{ending}: {_SPEED}", model, "step", None, 800_000, 1_200_000)
-        yield Goal(f"TCNCA{ending}: {_MEMORY}", model, "step", None, 25, 15)
+        for label in ("TCNCA", "TCNCA-linear"):
+            yield Goal(f"{label}{ending}: {_SPEED}", model, "step", None, 800_000, 1_200_000)
+            yield Goal(f"{label}{ending}: {_MEMORY}", model, "step", None, 25, 15)
     for task, paper in _LRA_PAPER.items():
         yield Goal(_LRA_TITLE, {"task": task}, "inference", paper)
     yield Goal(_LRA_TITLE, _LRA_MEAN, "inference", 1.28, 1.5, 2)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from tcnca.ops.capture import capturing
+from tcnca.ops.driver import capture_graph
 
 Phase = Callable[[], None]
 Phases = Mapping[str, Phase]
@@ -149,7 +149,7 @@ def capture_phases(phases: Phases) -> dict[str, Phase]:
     pool = torch.cuda.graph_pool_handle()
     replays: dict[str, Phase] = {}
     for name, phase in phases.items():
-        with capturing(stream, pool) as graph:
+        with capture_graph(stream, pool) as graph:
             phase()
         replays[name] = graph.replay
     return replays

@@ -18,7 +18,7 @@ from tcnca.version import __version__
 COMMANDS = {
     "demo": ("tcnca.cli.demo:demo", "Train a small model on associative recall, and ask it."),
     "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
-    "recipes": ("tcnca.cli.recipes:recipes", "List the recipes, or print one with all its keys."),
+    "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
     "train": ("tcnca.cli.train:train", "Train a model by a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of some values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),

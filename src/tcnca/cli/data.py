@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,14 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tcnca.cli.reporting import Watcher, explained, say
-from tcnca.data import CustomOptions, Dataset, data_folder, get_dataset, list_datasets, prepare_dataset, summarize_data
-from tcnca.data.datasets import is_dataset
-from tcnca.data.load import load_examples
-from tcnca.data.schema import SPLITS, num_examples
-from tcnca.data.show import render_example, save_images
-from tcnca.data.store import MANIFEST
 from tcnca.errors import TcncaError
-from tcnca.training.distributed import available_cores
+
+if TYPE_CHECKING:
+    from tcnca.data import Dataset
 
 app = typer.Typer(
     name="data", help="Data sets: EnWik8, Long-Range Arena, associative recall, and your own.", no_args_is_help=True
@@ -76,8 +72,11 @@ def prepare(
     """
     options = locals()
     console = Console(emoji=False, highlight=False)
-    workers = workers or available_cores()
     with explained("stopped; the same command continues from here"), Watcher(console) as watcher:
+        from tcnca.data import CustomOptions, prepare_dataset
+        from tcnca.training.distributed import available_cores
+
+        workers = workers or available_cores()
         custom = CustomOptions(**{field.name: options[field.name] for field in dataclasses.fields(CustomOptions)})
         prepared = prepare_dataset(
             name,
@@ -107,6 +106,9 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the data sets: description, size, source, and which are prepared."""
+    from tcnca.data import data_folder
+    from tcnca.data.schema import SPLITS
+
     folder = folder or data_folder()
     rows = _rows(folder)
     if as_json:
@@ -133,12 +135,19 @@ _COLORS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """Describe the data sets of the registry and all others that are prepared."""
+    from tcnca.data import list_datasets
+    from tcnca.data.store import MANIFEST
+
     names = [spec.name for spec in list_datasets()]
     names += [path.parent.name for path in sorted(folder.glob(f"*/{MANIFEST}")) if path.parent.name not in names]
     return [_row(name, folder / name) for name in names]
 
 
 def _row(name: str, folder: Path) -> dict[str, Any]:
+    from tcnca.data import Dataset, get_dataset
+    from tcnca.data.datasets import is_dataset
+    from tcnca.data.schema import num_examples
+
     row: dict[str, Any] = {"name": name, "description": "your own", "sizes": {}, "bytes": 0, "source": ""}
     if is_dataset(name):
         spec = get_dataset(name)
@@ -155,6 +164,9 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path) -> str:
+    from tcnca.data import Dataset
+    from tcnca.data.store import MANIFEST
+
     if not (folder / MANIFEST).exists():
         return "begun" if folder.with_name(f".{folder.name}.shards").exists() else "no"
     try:
@@ -181,6 +193,11 @@ def show(
     """Show examples: text with its label, expressions with their value, images in the terminal and in a file."""
     console = Console(emoji=False, highlight=False)
     with explained():
+        from tcnca.data import data_folder
+        from tcnca.data.load import load_examples
+        from tcnca.data.schema import num_examples
+        from tcnca.data.show import render_example, save_images
+
         data = load_examples(name, folder or data_folder(), split, max(index + number, 1))
         total = num_examples(data.columns(split))
         last = index + 1 if data.manifest["kind"] == "language" else min(index + number, total)
@@ -197,6 +214,8 @@ def show(
 
 
 def _print_summary(console: Console, data: Dataset) -> None:
+    from tcnca.data import summarize_data
+
     manifest = data.manifest
     if "dataset" not in manifest:
         title = f"{data.name}: {manifest['kind']}, from {manifest['origin']}"

@@ -1,20 +1,28 @@
-"""`tcnca demo`: train a small model on associative recall, then ask it."""
+"""`tcnca demo`: train a small model on associative recall, then ask it; or show that all models stream."""
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from tcnca.cli.models import models_table
 from tcnca.cli.reporting import explained, say
 from tcnca.cli.train import train
 from tcnca.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tcnca.data import Task
     from tcnca.models import SequenceModel
     from tcnca.training import Recipe
@@ -26,6 +34,19 @@ QUESTION = "a 2 c 4 b 3 d 1"
 _EXAMPLES = 3
 _LINE = 32
 """Tokens per printed line, which fit into 80 characters."""
+
+# With --streaming: one model of each kind, with chunks so short that the sequence crosses some.
+STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "tcnca-enwik8": ("tcnca-enwik8", {"chunk_size": 48}),
+    "tcnca-linear-enwik8": ("tcnca-linear-enwik8", {"chunk_size": 48}),
+    "mega-enwik8, chunked": ("mega-enwik8", {"chunk_size": 48}),
+    "mega-enwik8, full": ("mega-enwik8", {"chunk_size": None}),
+    "tcn-mlp-enwik8": ("tcn-mlp-enwik8", {}),
+    "ema-mlp-enwik8": ("ema-mlp-enwik8", {}),
+    "tcnca-simple-recall-64": ("tcnca-simple-recall-64", {}),
+}
+# Rounding in float32 over twelve layers; a wrong tap or a lost key gives errors a thousand times larger.
+STREAMING_TOLERANCE = 1e-4
 
 
 def demo(
@@ -46,9 +67,7 @@ def demo(
                 raise ConfigError(
                     f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out"
                 )
-            from tcnca.cli.streaming import show_streaming
-
-            show_streaming(console, tokens, seed)
+            _show_streaming(console, tokens, seed)
             return
         from tcnca.models import load
 
@@ -136,3 +155,78 @@ def _conclude(console: Console) -> None:
     if score.value < GOAL:
         raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
     say(console, f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
+
+
+def _show_streaming(console: Console, tokens: int, seed: int) -> None:
+    """Print all presets, and that the output token by token equals the parallel forward pass."""
+    import torch
+
+    from tcnca.models import build, preset, presets, summarize
+
+    rows = [(preset(name), summarize(preset(name).model, preset(name).length)) for name in presets()]
+    console.print(models_table(rows))
+    console.print()
+    title = f"{tokens} tokens in one call, in random pieces, and one by one"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("model", no_wrap=True)
+    for column in ("in\npieces", "one\nby one", "tokens/s\none by one", "equal"):
+        table.add_column(column, justify="right", no_wrap=True)
+    failed: list[str] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("streaming", total=len(STREAMED))
+        for label, (name, changes) in STREAMED.items():
+            progress.update(bar, description=f"streaming {label}")
+            torch.manual_seed(seed)
+            pieces, single, speed = streaming_errors(build(name, **changes).eval(), tokens, seed)
+            equal = max(pieces, single) <= STREAMING_TOLERANCE
+            failed += [] if equal else [label]
+            answer = "[green]yes[/]" if equal else "[red]NO[/]"
+            table.add_row(label, f"{pieces:.1e}", f"{single:.1e}", f"{speed:.0f}", answer)
+            progress.advance(bar)
+    console.print(table)
+    console.print(
+        f"Errors are ‖streamed - parallel‖ / ‖parallel‖ of the logits, in float32 with random weights; "
+        f"up to {STREAMING_TOLERANCE:.0e} is rounding. With chunks, or without attention, every token costs the same."
+    )
+    if failed:
+        console.print(f"[red]Streaming differs from the parallel forward pass in: {', '.join(failed)}[/]")
+        raise typer.Exit(1)
+
+
+def streaming_errors(model: SequenceModel, tokens: int, seed: int) -> tuple[float, float, float]:
+    """Return the errors of random pieces and of single tokens against one call, and the speed of single tokens."""
+    import torch
+
+    vocab_size = model.embedding.weight.shape[0]
+    x = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+    def error(sizes: Iterator[int]) -> float:
+        streamed = _stream(model, x, sizes)
+        return float((streamed - whole).norm() / whole.norm())
+
+    with torch.no_grad():
+        whole = model(x, return_state=False).logits
+        pieces = error(_random_pieces(tokens, seed))
+        start = time.perf_counter()
+        single = error(iter([1] * tokens))
+        return pieces, single, tokens / (time.perf_counter() - start)
+
+
+def _stream(model: SequenceModel, x: Tensor, sizes: Iterator[int]) -> Tensor:
+    import torch
+
+    state, outputs, start = model.initial_state(x.shape[0]), [], 0
+    for size in sizes:
+        logits, state = model(x[:, start : start + size], state=state, inplace=True)
+        outputs.append(logits)
+        start += size
+    return torch.cat(outputs, 1)
+
+
+def _random_pieces(tokens: int, seed: int) -> Iterator[int]:
+    rng, left = random.Random(seed), tokens
+    while left:
+        size = rng.randint(1, min(left, 40))
+        yield size
+        left -= size

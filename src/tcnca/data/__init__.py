@@ -2,7 +2,7 @@
 
 from tcnca.data.batch import IGNORE, Batch
 from tcnca.data.custom import CustomOptions
-from tcnca.data.datasets import DatasetSpec, get_dataset, list_datasets
+from tcnca.data.datasets import DatasetSpec, get_dataset, list_datasets, register_dataset
 from tcnca.data.load import load_task
 from tcnca.data.prepare import Prepared, data_folder, prepare_dataset
 from tcnca.data.show import SplitSummary, summarize_data
@@ -23,5 +23,6 @@ __all__ = [
     "list_datasets",
     "load_task",
     "prepare_dataset",
+    "register_dataset",
     "summarize_data",
 ]

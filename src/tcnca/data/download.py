@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pooch  # type: ignore[import-untyped]
 import requests
 import urllib3
 
@@ -31,7 +31,7 @@ _DROPPED = (requests.ConnectionError, requests.Timeout, requests.HTTPError, urll
 _HEADERS = {"Accept-Encoding": "identity"}
 
 
-def download_file(download: Download, folder: Path, progress: Progress | None = None) -> Path:
+def download_file(download: Download, folder: Path, progress: Progress = lambda received, total: None) -> Path:
     """Download a file into `folder` unless it is already there.
 
     Args:
@@ -43,35 +43,41 @@ def download_file(download: Download, folder: Path, progress: Progress | None = 
         The path of the file. Its checksum is the published one, or else the one that the host states.
     """
     target = folder / download.filename
-    receiver = _Receiver(download, folder / f"{download.filename}.part", progress)
-    # Pooch reports downloads on the terminal, which `progress` already does.
-    pooch.get_logger().setLevel("WARNING")
+    transfer = _Transfer(download, folder / f"{download.filename}.part", progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         expected = download.checksum or _host_checksum(download.url, target)
-        receiver.algorithm = expected.partition(":")[0] if expected else None
-        pooch.retrieve(download.url, expected, fname=download.filename, path=folder, downloader=receiver)
-    except DataError:
-        raise
+        if target.is_file() and (expected is None or _checksum(target, expected) == expected):
+            return target
+        transfer.run()
+        found = expected and _checksum(transfer.part, expected)
+        if found == expected:
+            os.replace(transfer.part, target)
+        transfer.remove()
     except requests.RequestException as error:
         raise DataError(f"{download.url}: cannot be reached ({error}); check the network, or {BY_HAND}") from error
-    except ValueError as error:
-        if receiver.found is None:
-            raise
-        # An earlier file at this path had the wrong checksum, too.
-        target.unlink(missing_ok=True)
-        raise DataError(
-            f"{download.url}: expected the checksum {expected}, got {receiver.found}; the file was removed, run again "
-            f"to download it again, or {BY_HAND}"
-        ) from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise DataError(
-                f"{folder}: the disk is full{receiver.missing()}; free some space and run again, the received part of "
-                f"{download.url} is kept in {receiver.part.name}"
+                f"{folder}: the disk is full{transfer.missing()}; free some space and run again, the received part of "
+                f"{download.url} is kept in {transfer.part.name}"
             ) from error
         raise DataError(f"{folder}: cannot be written ({error}); choose another folder") from error
+    if found != expected:
+        # An earlier file at this path had the wrong checksum, too.
+        target.unlink(missing_ok=True)
+        raise DataError(
+            f"{download.url}: expected the checksum {expected}, got {found}; the file was removed, run again to "
+            f"download it again, or {BY_HAND}"
+        )
     return target
+
+
+def _checksum(path: Path, like: str) -> str:
+    """Compute a checksum with the algorithm of another one."""
+    algorithm = like.partition(":")[0]
+    with path.open("rb") as file:
+        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
 
 
 def _host_checksum(url: str, target: Path) -> str | None:
@@ -88,26 +94,18 @@ def _host_checksum(url: str, target: Path) -> str | None:
     return stated or None
 
 
-class _Receiver:
-    """Receive a file for pooch, continuing the part of an earlier call."""
+class _Transfer:
+    """Receives a file into `part`, continuing the part of an earlier call."""
 
-    def __init__(self, download: Download, part: Path, progress: Progress | None) -> None:
+    def __init__(self, download: Download, part: Path, progress: Progress) -> None:
         self.part = part
-        self.algorithm: str | None = None
-        self.found: str | None = None
-        self._url = download.url
         self._version_file = part.with_name(f"{part.name}.json")
-        self._total = download.size
-        self._progress = progress or (lambda received, total: None)
+        self._url, self._total, self._progress = download.url, download.size, progress
 
-    def __call__(self, url: str, output_file: str, pooch_object: object) -> None:
-        """Write the complete file to `output_file` and remove the part."""
-        self._receive_all()
-        os.replace(self.part, output_file)
+    def remove(self) -> None:
+        """Remove the part and its version file."""
+        self.part.unlink(missing_ok=True)
         self._version_file.unlink(missing_ok=True)
-        if self.algorithm:
-            # Pooch deletes a file with a wrong checksum, so compute it for the error message.
-            self.found = f"{self.algorithm}:{pooch.file_hash(output_file, self.algorithm)}"
 
     def missing(self) -> str:
         """Return the number of missing bytes for a message."""
@@ -116,7 +114,8 @@ class _Receiver:
     def _received(self) -> int:
         return self.part.stat().st_size if self.part.is_file() else 0
 
-    def _receive_all(self) -> None:
+    def run(self) -> None:
+        """Receive the complete file."""
         most, failures = self._received(), 0
         while True:
             try:
@@ -148,9 +147,8 @@ class _Receiver:
         if start and validator:
             headers |= {"Range": f"bytes={start}-", "If-Range": validator}
         with requests.get(self._url, headers=headers, stream=True, timeout=TIMEOUT) as response:
-            resumed = response.status_code == 206 and response.headers.get("Content-Range", "").startswith(
-                f"bytes {start}-"
-            )
+            content_range = response.headers.get("Content-Range", "")
+            resumed = response.status_code == 206 and content_range.startswith(f"bytes {start}-")
             if response.status_code in (206, 416) and not resumed:
                 self.part.unlink(missing_ok=True)
                 raise requests.ConnectionError(f"the server does not continue at byte {start:,}")
@@ -162,23 +160,22 @@ class _Receiver:
 
     def _append(self, response: requests.Response, start: int) -> None:
         length = response.headers.get("Content-Length", "")
-        total = start + int(length) if length.isdigit() else self._total
-        self._total = total
+        self._total = start + int(length) if length.isdigit() else self._total
         with self.part.open("ab" if start else "wb") as file:
             if start == 0:
-                self._save_version(response, total)
-            self._progress(start, total)
+                self._save_version(response)
+            self._progress(start, self._total)
             for chunk in response.raw.stream(CHUNK, decode_content=False):
                 file.write(chunk)
                 start += len(chunk)
-                self._progress(start, total)
+                self._progress(start, self._total)
 
-    def _save_version(self, response: requests.Response, total: int | None) -> None:
+    def _save_version(self, response: requests.Response) -> None:
         """Store the version of the file, so that a part is never continued with the bytes of another version."""
         tag = response.headers.get("ETag", "")
         # A weak tag does not guarantee equal bytes, so it cannot be used to resume.
         validator = tag if tag.startswith('"') else response.headers.get("Last-Modified", "")
-        self._version_file.write_text(json.dumps({"validator": validator, "total": total}), encoding="utf-8")
+        self._version_file.write_text(json.dumps({"validator": validator, "total": self._total}), encoding="utf-8")
 
     def _load_version(self) -> tuple[str, int | None]:
         try:

@@ -15,7 +15,7 @@ from tcnca.ops import (
     AttentionState,
     chunked_attention,
     initial_attention_state,
-    needed_reach,
+    required_max_length,
     rotary_bias,
     rotate,
 )
@@ -181,7 +181,7 @@ class ChunkedAttention(nn.Module):
         if self.config.position not in ("simple", "rotary"):
             return None
         limit = self.config.reach if self.config.position == "simple" else None
-        reach = needed_reach(time, self.chunk_size, lengths, state, return_state, limit)
+        reach = required_max_length(time, self.chunk_size, lengths, state, return_state, limit)
         if limit is None:
             return rotary_bias(self.alpha, self.beta, reach)
         if reach > limit:

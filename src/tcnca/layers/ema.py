@@ -26,8 +26,8 @@ class EMAConfig(MixerConfig, kind="ema"):
     truncation: PositiveInt | None = None
     """Length at which the kernel is cut off. The streaming state then holds as many past inputs."""
     backend: EMABackend = "auto"
-    """Implementation: `fft`, `scan`, `recurrent`, or `fused` kernels for NVIDIA GPUs; `auto` uses `fused` where it can
-    run, else `fft`. All compute the same function."""
+    """Implementation: `fft`, `scan`, `recurrent`, or `triton` (kernels for NVIDIA GPUs); `auto` uses `triton` where it
+    can run, else `fft`. All compute the same function."""
     spread: bool = False
     """Whether decays are initialized uniformly between 0.5 and 1, instead of all near 0.75 as in MEGA."""
     output: EMAOutput = "activation"
@@ -35,9 +35,9 @@ class EMAConfig(MixerConfig, kind="ema"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backend == "fused" and self.truncation is not None:
+        if self.backend == "triton" and self.truncation is not None:
             raise ConfigError(
-                f"backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'fused', which has no "
+                f"backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'triton', which has no "
                 "truncated kernels"
             )
 

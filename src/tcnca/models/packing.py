@@ -129,7 +129,7 @@ def _packed(x: Tensor, cu_seqlens: Lengths, max_seqlen: int | None) -> Packing:
     # Reading it from the device synchronizes.
     max_length = int(lengths.max()) if max_seqlen is None else max_seqlen
     if max_seqlen is not None:
-        check_values(lengths <= max_length, f"max_seqlen: {max_seqlen} is shorter than a document", lengths)
+        check_values(lengths <= max_length, f"max_seqlen: expected documents of at most {max_seqlen} tokens", lengths)
     return Packing(lengths, starts=starts, max_length=max(max_length, 1))
 
 

@@ -1,4 +1,4 @@
-"""Operators: functions on tensors, without parameters of their own, in plain PyTorch or by kernels of their own.
+"""Operators: functions on tensors without parameters, by PyTorch's own operators or by kernels.
 
 All take and return `[batch, time, channels]`. Every causal one takes a state and returns one, for any number of tokens.
 """
@@ -11,8 +11,8 @@ from tcnca.ops.attention import (
     attend,
     chunked_attention,
     initial_attention_state,
-    needed_reach,
     offset_bias,
+    required_max_length,
     rotary_bias,
     rotate,
 )
@@ -22,12 +22,13 @@ from tcnca.ops.dropout import dropout
 from tcnca.ops.ema import EMA_BACKENDS, EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
-from tcnca.ops.tcn import TCNState, initial_tcn_state, receptive_field, tcn
+from tcnca.ops.tcn import TCN_BACKENDS, TCNBackend, TCNState, initial_tcn_state, receptive_field, tcn
 
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_ACTIVATIONS",
     "EMA_BACKENDS",
+    "TCN_BACKENDS",
     "Activation",
     "AttentionActivation",
     "AttentionState",
@@ -35,6 +36,7 @@ __all__ = [
     "EMABackend",
     "EMAState",
     "State",
+    "TCNBackend",
     "TCNState",
     "activation",
     "advance",
@@ -55,10 +57,10 @@ __all__ = [
     "initial_tcn_state",
     "laplace",
     "length_mask",
-    "needed_reach",
     "offset_bias",
     "receptive_field",
     "relu2",
+    "required_max_length",
     "rotary_bias",
     "rotate",
     "take_time",

@@ -1,4 +1,4 @@
-"""The pointwise functions that a configuration can name."""
+"""Pointwise activation functions by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The GELU's approximation by a hyperbolic tangent."""
+    """Return GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
 def identity(x: Tensor) -> Tensor:
-    """`x` itself."""
+    """Return `x`."""
     return x
 
 
@@ -34,15 +34,15 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The pointwise function called `name`, one of `ACTIVATIONS`."""
+    """Return the activation function `name`, one of `ACTIVATIONS`."""
     return _FUNCTIONS[name]
 
 
 def relu2(x: Tensor) -> Tensor:
-    """`max(x, 0)²`, an attention function."""
+    """Return `max(x, 0)²`, used for attention."""
     return torch.square(F.relu(x))
 
 
 def laplace(x: Tensor) -> Tensor:
-    """MEGA's smooth stand-in for `relu2`: a normal distribution function of mean √½ and deviation √(1/4π)."""
+    """Return MEGA's smooth replacement of `relu2`: the normal CDF with mean √½ and standard deviation √(1/4π)."""
     return 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2.0))))

@@ -1,4 +1,4 @@
-"""Checks and questions that several operators and the models share."""
+"""Checks shared by the operators and the models."""
 
 from __future__ import annotations
 
@@ -13,48 +13,55 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         kind = type(value)
         raise InputError(
-            f"{name}: got a {kind.__module__}.{kind.__qualname__}, allowed is a torch.Tensor; torch.as_tensor makes one"
+            f"{name}: expected a torch.Tensor, got a {kind.__module__}.{kind.__qualname__}; use torch.as_tensor"
         )
 
 
-def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
-    """Raise an error unless `lengths` is None or `[batch]`, whole numbers from 0 to `time`.
+def check_same_dtype(x: Tensor, **parameters: Tensor | None) -> None:
+    """Raise an error unless all `parameters` have the dtype of `x`; under autocast they may differ."""
+    for name, value in parameters.items():
+        if value is not None and value.dtype != x.dtype and not autocasts(x.device):
+            raise InputError(
+                f"{name}: expected {x.dtype} like x, got {value.dtype}; convert one of them, or use autocast"
+            )
 
-    The numbers themselves are looked at on the CPU only: reading them off another device would make it wait.
+
+def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "lengths") -> None:
+    """Raise an error unless `lengths` is None or `[batch]` integers from 0 to `time`.
+
+    Values are checked on the CPU only: to read them from another device would wait for it.
     """
     if lengths is None:
         return
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise InputError(
-            f"{name}: got shape {list(lengths.shape)} of {lengths.dtype}, allowed is [{batch}], whole numbers"
-        )
+        raise InputError(f"{name}: expected [{batch}] integers, got shape {list(lengths.shape)} of {lengths.dtype}")
     if lengths.device.type == "cpu":
-        lengths = lengths.long()  # the bound may not fit a narrow type
+        lengths = lengths.long()  # the bound may not fit a narrow dtype
         check_values(
             (lengths >= 0) & (lengths <= time),
-            f"{name}: got values outside 0 to {time}, the number of tokens in a row",
+            f"{name}: expected values from 0 to {time}, the number of tokens per row",
             lengths,
         )
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for a device; the `meta` device has none."""
+    """Return whether autocast is on for a device; the `meta` device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def check_values(fine: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:
-    """Raise `error` unless all of `fine` is true.
+def check_values(valid: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:
+    """Raise `error` unless all of `valid` is true.
 
-    On a GPU the check runs along with everything else, so that it costs no wait, and stops the device.
+    On a GPU the check is asynchronous: it does not wait for the device, and a failure is a device-side assertion.
     """
     if torch.compiler.is_compiling():
         return
-    if fine.device.type == "cpu":
-        if not fine.all():
-            wrong = values[~fine] if fine.shape == values.shape else values
-            raise error(f"{message}; got {_shown(wrong)}")
-    elif fine.device.type == "cuda":
-        torch._assert_async(fine.all(), message)
+    if valid.device.type == "cpu":
+        if not valid.all():
+            wrong = values[~valid] if valid.shape == values.shape else values
+            raise error(f"{message}, got {_shown(wrong)}")
+    elif valid.device.type == "cuda":
+        torch._assert_async(valid.all(), message)
 
 
 def _shown(values: Tensor) -> str:

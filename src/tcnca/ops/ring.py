@@ -1,8 +1,7 @@
-"""Ring buffers: the last `size` inputs of a sequence, where the input at time `t` lives in slot `t mod size`.
+"""Ring buffers: the last `size` inputs of a sequence, where the input at time `t` is in slot `t mod size`.
 
-A step writes one slot and reads the slots it needs; the buffer is never shifted. Each sequence of a
-batch has its own time, so sequences of different lengths share one buffer. Slots that were never
-written hold zeros, which is what left padding would have put there.
+A step writes one slot and reads the slots it needs; the buffer is never shifted. Each sequence of a batch has its own
+time, so sequences of different lengths share one buffer. Slots that were never written are zeros, like left padding.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from tcnca.ops.padding import length_mask, take_time
 
 
 def read_ring(buffer: Tensor, position: Tensor, ages: Tensor) -> Tensor:
-    """Inputs of `ages` steps ago: `ages` is `[any]` with values from 1 to `size`, the result `[batch, any, channels]`.
+    """Return the inputs of `ages` steps ago, `[batch, any, channels]`; `ages` is `[any]`, from 1 to `size`.
 
-    `buffer` is `[batch, size, channels]` and `position` (`[batch]`) the number of inputs seen so far.
+    `buffer` is `[batch, size, channels]`, `position` (`[batch]`) is the number of inputs seen so far.
     """
     return take_time(buffer, (position.unsqueeze(1) - ages) % buffer.shape[1])
 
 
 def unroll_ring(buffer: Tensor, position: Tensor) -> Tensor:
-    """The whole buffer from the oldest input to the newest, `[batch, size, channels]`."""
+    """Return the whole buffer from the oldest input to the newest, `[batch, size, channels]`."""
     size = buffer.shape[1]
     if size == 0:
         return buffer
@@ -30,9 +29,9 @@ def unroll_ring(buffer: Tensor, position: Tensor) -> Tensor:
 
 
 def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | None, inplace: bool = False) -> Tensor:
-    """The buffer after the inputs `x` (`[batch, time, channels]`), of which each row's first `lengths` are real.
+    """Return the buffer after the inputs `x` (`[batch, time, channels]`), whose first `lengths` in each row are valid.
 
-    With `inplace` the given buffer is written where that saves a copy of it.
+    With `inplace` the given buffer is written to where that saves a copy.
     """
     size, time = buffer.shape[1], x.shape[1]
     if size == 0:

@@ -1,8 +1,8 @@
-"""What every streaming state has in common.
+"""The base class of all streaming states.
 
-A state is a frozen dataclass whose fields are tensors, other states, tuples of these, or None.
-Every tensor has the batch as its first dimension, which is all that is needed to repeat and
-reorder hypotheses, move between devices and count bytes without knowing what a state is for.
+A state is a frozen dataclass whose fields are tensors, other states, tuples of these, strings, or None. The first
+dimension of every tensor is the batch, which is enough to repeat and reorder sequences, move a state between devices
+and count its bytes without knowing what it is for.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FORMAT = "tcnca-state-1"
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Base of the streaming states.
+    """Base class of the streaming states.
 
-    Subclasses are frozen dataclasses. They register themselves with PyTorch's pytree, so that
-    `torch.compile` and `torch.export` see through them, and by name, so that `load` finds them.
+    Subclasses are frozen dataclasses. They are registered with PyTorch's pytree, so that `torch.compile` and
+    `torch.export` support them, and by name for `load`.
     """
 
     _classes: ClassVar[dict[str, type[State]]] = {}
-    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that sum over the whole past
+    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -42,7 +42,7 @@ class State:
         cls.__repr__ = State.__repr__  # type: ignore[method-assign]
         State._classes[cls.__name__] = cls
         if cls.__module__.startswith("tcnca."):
-            # Ours hold tensors and nothing that runs: `torch.load` may read them without trusting the file.
+            # They contain tensors and no code, so `torch.load(weights_only=True)` may read them.
             torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
@@ -56,51 +56,51 @@ class State:
         return f"{type(self).__name__}(batch_size={self.batch_size}, nbytes={self.nbytes:,})"
 
     def consume(self) -> None:
-        """Mark this state as used up: its memory belongs to the one that followed it."""
+        """Mark this state as consumed: its memory belongs to the next one."""
         object.__setattr__(self, "_consumed", True)
 
     def check_not_consumed(self) -> None:
-        """Raise an error if this state was used up by a call with `inplace=True`."""
+        """Raise an error if a call with `inplace=True` has consumed this state."""
         if getattr(self, "_consumed", False):
             raise StateError(
-                "state: was used up by a call with inplace=True, allowed is the state that call returned; "
-                "clone() a state before, or leave inplace out, to go on from it twice"
+                "state: expected the state that the last call returned, got one that a call with inplace=True has "
+                "consumed; clone() it before the call, or omit inplace, to continue from it twice"
             )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A new state with `function` applied to every tensor."""
+        """Return a new state with `function` applied to every tensor."""
         self.check_not_consumed()
         changed = {field.name: _map(getattr(self, field.name), function) for field in dataclasses.fields(self)}
         return dataclasses.replace(self, **changed)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its dotted name, for example `layers.0.attention.keys`."""
+        """Return every tensor by its dotted name, for example `layers.0.attention.keys`."""
         return dict(_walk(self, ""))
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences that the state belongs to; 0 if it holds nothing."""
+        """Number of sequences; 0 if the state has no tensors."""
         return next((tensor.shape[0] for tensor in self.tensors().values()), 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the state's tensors, a tensor shared by several parts counted once."""
+        """Bytes of the state's tensors; a shared tensor counts once."""
         distinct = {id(tensor): tensor for tensor in self.tensors().values()}
         return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
     def detach(self) -> Self:
-        """The same values, cut from the graph that computed them. The memory is shared, also with `inplace`."""
+        """Return the same values without their autograd graph. The memory is shared, even with `inplace`."""
         return self.map(torch.Tensor.detach)
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this state."""
+        """Return a copy that shares no memory with this state."""
         return self.map(torch.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """A copy on another device or of another floating type, with the arguments of `torch.nn.Module.to`.
+        """Return a copy on another device or in another floating dtype, with the arguments of `torch.nn.Module.to`.
 
-        Positions keep their type, and sums over the whole past stay in float32 at least: they would stop growing
-        in half precision.
+        Positions keep their dtype, and sums over the whole past stay in float32 at least: in half precision they would
+        stop growing.
         """
         self.check_not_consumed()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -123,25 +123,23 @@ class State:
         return dataclasses.replace(self, **changed)
 
     def repeat(self, times: int) -> Self:
-        """Repeat each sequence `times` times, side by side: `[a, b]` becomes `[a, a, b, b]`."""
+        """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""
         if not isinstance(times, int) or times < 1:
-            raise StateError(f"times: got {times!r}, allowed is a whole number of at least 1")
+            raise StateError(f"times: expected an integer of at least 1, got {times!r}")
         return self.map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def reorder(self, index: Tensor | Sequence[int]) -> Self:
-        """Take the sequences `index` (`[new_batch]`, whole numbers below the batch size), in that order."""
+        """Return the sequences `index` (`[new_batch]`, integers below the batch size), in that order."""
         index = torch.as_tensor(index)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
-            raise StateError(
-                f"index: got shape {list(index.shape)} of {index.dtype}, allowed is one dimension of whole numbers"
-            )
+            raise StateError(f"index: expected one dimension of integers, got {list(index.shape)} of {index.dtype}")
         batch = self.batch_size
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < batch:
-            raise StateError(f"index: got values {index.tolist()}, allowed are 0 to {batch - 1}, the state's batch")
+            raise StateError(f"index: expected values from 0 to {batch - 1}, the state's batch, got {index.tolist()}")
         return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device, torch.long)))
 
     def save(self, path: str | Path) -> None:
-        """Write the state to one safetensors file."""
+        """Write the state to a safetensors file."""
         self.check_not_consumed()
         metadata = {"format": _FORMAT, "structure": json.dumps(_describe(self))}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
@@ -156,18 +154,18 @@ class State:
         except (OSError, SafetensorError) as error:
             raise StateError(f"{path}: cannot be read as safetensors ({error})") from error
         if metadata.get("format") != _FORMAT:
-            raise StateError(f"{path}: got format {metadata.get('format')!r}, allowed is {_FORMAT!r}")
+            raise StateError(f"{path}: expected format {_FORMAT!r}, got {metadata.get('format')!r}")
         try:
             state = _rebuild(json.loads(metadata["structure"]), "", tensors)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise StateError(f"{path}: is no whole state: {error!r} does not fit its structure") from error
+            raise StateError(f"{path}: expected a complete state, got a damaged one ({error!r})") from error
         if not isinstance(state, cls):
-            raise StateError(f"{path}: got a {type(state).__name__}, allowed is a {cls.__name__}")
+            raise StateError(f"{path}: expected a {cls.__name__}, got a {type(state).__name__}")
         return state
 
 
 def _flatten(state: State) -> tuple[list[Any], list[Any]]:
-    """The fields that hold tensors, and as context their names and whatever else the state holds (strings)."""
+    """Return the fields with tensors, and as context their names and the strings."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     names = [name for name, value in fields.items() if not isinstance(value, str)]
     return [fields[name] for name in names], [names, {k: v for k, v in fields.items() if isinstance(v, str)}]
@@ -205,7 +203,7 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _describe(value: Any) -> Any:
-    """The structure of a state as JSON, its tensors left out."""
+    """Return the structure of a state, without its tensors, as JSON."""
     if isinstance(value, State):
         fields = {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"state": type(value).__name__, "fields": fields}
@@ -224,7 +222,7 @@ def _rebuild(described: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(described, dict):
         cls = State._classes.get(described["state"])
         if cls is None:
-            raise StateError(f"state: got kind {described['state']!r}, allowed are {sorted(State._classes)}")
+            raise StateError(f"state: expected one of {sorted(State._classes)}, got {described['state']!r}")
         fields = cast(dict[str, Any], described["fields"])
         return cls(**{key: _rebuild(item, f"{name}.{key}".lstrip("."), tensors) for key, item in fields.items()})
     return described

@@ -1,4 +1,7 @@
-"""The registry of data sets. A new data set is a file in this folder and a line in `_SPECS`."""
+"""The registry of data sets. A new data set is a file in this folder and a line in `_SPECS`.
+
+Data sets defined elsewhere are added with `register_dataset`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from tcnca.data.datasets.spec import DatasetSpec, Download
 from tcnca.data.datasets.text import TEXT
 from tcnca.errors import ConfigError
 
-__all__ = ["DatasetSpec", "Download", "canonical_name", "get_dataset", "is_dataset", "list_datasets"]
+__all__ = [
+    "DatasetSpec",
+    "Download",
+    "canonical_name",
+    "get_dataset",
+    "is_dataset",
+    "list_datasets",
+    "register_dataset",
+]
 
 _SPECS = (
     ENWIK8,
@@ -35,7 +46,14 @@ _RECALL = re.compile(r"recall(?:-(\d+))?(?:-(\d+))?")
 
 def list_datasets() -> tuple[DatasetSpec, ...]:
     """Return all data sets in the order of the paper."""
-    return _SPECS
+    return tuple(_BY_NAME.values())
+
+
+def register_dataset(spec: DatasetSpec) -> None:
+    """Add a data set to the registry."""
+    if is_dataset(spec.name):
+        raise ConfigError(f"name: expected one that is not registered, got {spec.name!r}")
+    _BY_NAME[spec.name] = spec
 
 
 def is_dataset(name: str) -> bool:

@@ -1,20 +1,27 @@
 """Chunked attention of one head, with position biases and true rotary embeddings."""
 
-from tcnca.ops.attention.attend import ATTENTION_ACTIVATIONS, AttentionActivation, attend
-from tcnca.ops.attention.checks import needed_reach
-from tcnca.ops.attention.chunked import chunked_attention
-from tcnca.ops.attention.position import offset_bias, rotary_bias, rotate
-from tcnca.ops.attention.streaming import AttentionState, initial_attention_state
+from tcnca.ops.attention.api import AttentionBackend, chunked_attention, required_max_length
+from tcnca.ops.attention.naive import (
+    ATTENTION_ACTIVATIONS,
+    AttentionActivation,
+    AttentionState,
+    attend,
+    initial_attention_state,
+    offset_bias,
+    rotary_bias,
+    rotate,
+)
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",
     "AttentionActivation",
+    "AttentionBackend",
     "AttentionState",
     "attend",
     "chunked_attention",
     "initial_attention_state",
-    "needed_reach",
     "offset_bias",
+    "required_max_length",
     "rotary_bias",
     "rotate",
 ]

@@ -1,7 +1,7 @@
-"""Multi-dimensional damped exponential moving average, MEGA's mixer, in three equal forms and a fused one."""
+"""Multi-dimensional damped exponential moving average, MEGA's mixer."""
 
-from tcnca.ops.ema.kernel import EMACoefficients, ema_coefficients, ema_kernel
-from tcnca.ops.ema.plain import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops.ema.api import EMA_BACKENDS, EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops.ema.naive import EMACoefficients, ema_coefficients, ema_kernel
 
 __all__ = [
     "EMA_BACKENDS",

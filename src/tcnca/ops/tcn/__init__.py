@@ -1,6 +1,15 @@
 """The temporal convolutional network: residual blocks of dilated depthwise convolutions."""
 
-from tcnca.ops.tcn.choice import Backend, tcn, why_not
-from tcnca.ops.tcn.plain import TCNState, initial_tcn_state, receptive_field
+from tcnca.ops.tcn.api import TCN_BACKENDS, TCNBackend, tcn
+from tcnca.ops.tcn.naive import TCNSpec, TCNState, initial_tcn_state, naive_tcn, receptive_field
 
-__all__ = ["Backend", "TCNState", "initial_tcn_state", "receptive_field", "tcn", "why_not"]
+__all__ = [
+    "TCN_BACKENDS",
+    "TCNBackend",
+    "TCNSpec",
+    "TCNState",
+    "initial_tcn_state",
+    "naive_tcn",
+    "receptive_field",
+    "tcn",
+]

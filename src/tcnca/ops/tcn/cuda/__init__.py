@@ -1,1 +1,9 @@
-"""The TCN's kernels for NVIDIA GPUs. Importing this needs no GPU: CUDA is loaded when a kernel first runs."""
+"""The TCN's kernels for NVIDIA GPUs. Importing this needs no GPU: CUDA is loaded when a kernel first runs.
+
+Three families of kernels compute the same blocks: `tensor_core` for 16-bit numbers, `registers` for everything else,
+`smem` for short sequences.
+"""
+
+from tcnca.ops.tcn.cuda.operator import run, should_use, unsupported_reason
+
+__all__ = ["run", "should_use", "unsupported_reason"]

@@ -1,71 +1,215 @@
-"""What the kernels' plans depend on: all of a call but its addresses and values."""
+"""What the plans of the kernels depend on: everything about a call but its addresses and values."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
-from tcnca.ops.tcn.cuda.source import Block
+import torch
+from torch import Tensor
 
-DROPS = 65536  # the parts in which dropout counts its probability: draws have 16 bits
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+MAX_KERNEL_SIZE = 64
+DROPOUT_STEPS = 65536  # the resolution of the dropout probability: random numbers have 16 bits
 
 
-@dataclasses.dataclass(frozen=True)
-class Strides:
-    """How a tensor `[batch, time, channels]` lies in memory; `offset` is its address modulo 16."""
+class Layout(NamedTuple):
+    """How a tensor `[batch, time, channels]` is laid out in memory; `offset` is its address modulo 16."""
 
-    time: int
-    batch: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
     offset: int
-    item: int
+    device: int
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The strides as kernels take them."""
-        return self.time, self.batch
+        """The strides of time and batch, as the kernels take them."""
+        return self.strides[1], self.strides[0]
 
-    def in_pieces(self, size: int) -> bool:
-        """Whether so many neighboring channels can be moved as one."""
-        return self.time % size == 0 and self.batch % size == 0 and self.offset % (size * self.item) == 0
+    def aligned(self, channels: int) -> bool:
+        """Return whether this many neighboring channels can be moved as one."""
+        time, batch = self.steps
+        return time % channels == 0 and batch % channels == 0 and self.offset % (channels * self.dtype.itemsize) == 0
+
+    def aligned16(self) -> bool:
+        """Return whether the tensor can be moved in pieces of 16 bytes."""
+        return self.aligned(16 // self.dtype.itemsize)
+
+
+def layout(x: Tensor) -> Layout:
+    """Return the layout of a tensor with memory on a GPU."""
+    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device.index)
+
+
+class Settings(NamedTuple):
+    """The arguments of `tcnca::tcn_blocks` that are not tensors; block `i` has dilation `dilation · factor^i`."""
+
+    dilation: int
+    factor: int
+    activation: str
+    residual: bool
+    causal: bool
+    dropout: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What is fixed when the kernels of a block `x + dropout(activation(convolution(x)))` are compiled.
+
+    Lengths, batches, dilations, strides and channels are arguments of the compiled kernels.
+    """
+
+    kernel_size: int
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    activation: str = "silu"
+    residual: bool = True
+    causal: bool = True
+    lengths: bool = False
+    dropout: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """How many dilations the kernel looks into the future."""
+        return 0 if self.causal else (self.kernel_size - 1) // 2
+
+    def macros(self, **more: int) -> tuple[tuple[str, int], ...]:
+        """Return the macros that all kernels of this block share, and some more."""
+        shared = {
+            "K": self.kernel_size,
+            "DTYPE": DTYPES[self.dtype],
+            "BIAS": int(self.bias),
+            "ACTIVATION": ACTIVATIONS[self.activation],
+            "RESIDUAL": int(self.residual),
+            "AHEAD": self.ahead,
+            "LENGTHS": int(self.lengths),
+            "DROPOUT": int(self.dropout),
+        }
+        return tuple((shared | more).items())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """`depth` blocks over `[batch, time, channels]`.
+    """`depth` blocks over `x`; all other tensors but the output's gradient are contiguous.
 
-    x: how the input lies; all other tensors but the output's gradient are contiguous.
-    keep: whether every block's output has its memory, or two take turns.
+    keep: whether every block's output is kept, or two buffers alternate.
     """
 
-    device: int
     block: Block
-    batch: int
-    time: int
-    channels: int
-    x: Strides
+    x: Layout
     depth: int
     dilation: int
     factor: int
     dropout: float
     keep: bool
 
+    @property
+    def device(self) -> int:
+        """Index of the CUDA device."""
+        return self.x.device
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.x.shape[0]
+
+    @property
+    def time(self) -> int:
+        """Number of tokens in a sequence."""
+        return self.x.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self.x.shape[2]
+
     @functools.cached_property
     def dilations(self) -> tuple[int, ...]:
-        """Of each block. One beyond the end of time does what one as long as time does, and fits a machine's word."""
+        """The dilation of each block, at most `time`, which has the same effect as any larger one."""
         return tuple(min(self.dilation * self.factor**layer, self.time) for layer in range(self.depth))
 
     @property
-    def packed(self) -> Strides:
-        """How the tensors lie that are contiguous."""
-        return Strides(self.channels, self.time * self.channels, 0, self.x.item)
+    def first_dilation_and_factor(self) -> tuple[int, int]:
+        """What a kernel that runs all blocks computes the dilations from."""
+        return self.dilations[0], min(self.factor, self.time)
 
     @property
-    def tensor_bytes(self) -> int:
-        """Memory of one tensor, up to the next start of one."""
-        return -(-self.batch * self.time * self.channels * self.x.item // 512) * 512
+    def packed(self) -> Layout:
+        """The layout of contiguous tensors."""
+        strides = (self.time * self.channels, self.channels, 1)
+        return self.x._replace(strides=strides, offset=0)
 
     @property
-    def dropping(self) -> tuple[int, float]:
-        """Of 65536 values how many are dropped, and what the others are multiplied by, so that their mean stays."""
-        dropped = round(self.dropout * DROPS)
-        return dropped, 0.0 if dropped == DROPS else DROPS / (DROPS - dropped)
+    def num_bytes(self) -> int:
+        """Bytes of one tensor of the size of x."""
+        return self.x.shape.numel() * self.x.dtype.itemsize
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch for one tensor, rounded up to the alignment of the next one; 0 for a single block."""
+        return -(-self.num_bytes // 512) * 512 if self.depth > 1 else 0
+
+    @property
+    def dropout_arguments(self) -> tuple[int, float]:
+        """How many of 65536 values are dropped, and the factor of the others that keeps the mean."""
+        dropped = round(self.dropout * DROPOUT_STEPS)
+        return dropped, 0.0 if dropped == DROPOUT_STEPS else DROPOUT_STEPS / (DROPOUT_STEPS - dropped)
+
+
+def make_call(
+    x: Layout, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings, keep: bool = True
+) -> Call:
+    """Return the call for the shape of a weight, and whether there are biases and lengths."""
+    block = Block(
+        kernel_size=weight[-1],
+        dtype=x.dtype,
+        bias=bias,
+        activation=settings.activation,
+        residual=settings.residual,
+        causal=settings.causal,
+        lengths=lengths,
+        dropout=settings.dropout > 0.0,
+    )
+    return Call(
+        block=block,
+        x=x,
+        depth=weight[0],
+        dilation=settings.dilation,
+        factor=settings.factor,
+        dropout=settings.dropout,
+        keep=keep,
+    )
+
+
+class ForwardPointers(NamedTuple):
+    """Addresses of a forward pass, 0 for missing tensors. `inner` has every block's output but the last.
+
+    If nothing is kept for gradients, `inner` is one tensor that alternates with `y`.
+    """
+
+    x: int
+    weight: int
+    bias: int
+    lengths: int
+    seed: int
+    y: int
+    inner: int
+
+
+class BackwardPointers(NamedTuple):
+    """Addresses of a backward pass, 0 for missing tensors."""
+
+    dy: int
+    x: int
+    inner: int
+    weight: int
+    bias: int
+    lengths: int
+    seed: int
+    dx: int
+    dweight: int
+    dbias: int
+    scratch: int

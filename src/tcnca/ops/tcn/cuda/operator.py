@@ -1,18 +1,38 @@
-"""The TCN's blocks as operators of PyTorch: `tcnca::tcn_blocks`, its gradient, and a block that continues a state."""
+"""The TCN by CUDA kernels: which calls they run, the operators of PyTorch behind them, and the choice of kernels."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import KernelError
-from tcnca.ops.kernels import ADVICE
-from tcnca.ops.tcn.cuda import compiled, plan
+from tcnca.ops.activations import activation
+from tcnca.ops.checks import autocasts
+from tcnca.ops.dispatch import HINT, transform_reason
+from tcnca.ops.driver import Launch, on_device
+from tcnca.ops.dropout import dropout
+from tcnca.ops.tcn.cuda import registers, smem, tensor_core
+from tcnca.ops.tcn.cuda.call import (
+    DTYPES,
+    MAX_KERNEL_SIZE,
+    BackwardPointers,
+    ForwardPointers,
+    Layout,
+    Settings,
+    layout,
+    make_call,
+)
+from tcnca.ops.tcn.naive import TCNSpec, TCNState, next_state
+
+MAX_BATCH = 65535  # of one launch
+NUM_PLANS = 1024  # that are kept
+NUM_SEEDS = 1 << 62
 
 _LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
-_SETTINGS = "SymInt dilation, SymInt factor, str nonlinearity, bool residual, bool causal, float dropout"
+_SETTINGS = "SymInt dilation, SymInt factor, str activation, bool residual, bool causal, float dropout"
 _LIBRARY.define(
     f"tcn_blocks(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? seed, {_SETTINGS}, bool keep)"
     " -> (Tensor y, Tensor inner)"
@@ -23,44 +43,100 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "tcn_block_from_state(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, Tensor past, Tensor position, "
-    "SymInt dilation, str nonlinearity, bool residual) -> Tensor"
+    "SymInt dilation, str activation, bool residual) -> Tensor"
 )
 _FORWARD = torch.ops.tcnca.tcn_blocks.default
 _BACKWARD = torch.ops.tcnca.tcn_blocks_backward.default
-_FROM_STATE = torch.ops.tcnca.tcn_block_from_state.default
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-SEEDS = 1 << 62
 
 
-def tcn_blocks(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    dilation: int = 1,
-    factor: int = 2,
-    nonlinearity: str = "silu",
-    residual: bool = True,
-    causal: bool = True,
-    dropout: float = 0.0,
-) -> Tensor:
-    """`depth` blocks `x + dropout(nonlinearity(convolution(x)))`; block `i` has dilation `dilation · factor^i`.
+def unsupported_reason(spec: TCNSpec) -> str | None:
+    """Return why the kernels cannot run a call on any machine, or None if they can."""
+    x, parameters, state = spec.x, spec.parameters(), spec.state
+    if x.device.type != "cuda":
+        return f"x: expected a CUDA tensor, got one on {x.device}"
+    buffers = [] if state is None else [*state.buffers]
+    for tensor in [*parameters, *buffers] if spec.lengths is None else [*parameters, *buffers, spec.lengths]:
+        if tensor.device != x.device:
+            return f"device: expected all tensors on {x.device} like x, got one on {tensor.device}"
+    for tensor in [x, *parameters, *buffers]:
+        if tensor.dtype not in DTYPES:
+            return f"dtype: expected float32, bfloat16 or float16, got {tensor.dtype}"
+    if spec.weight.shape[-1] > MAX_KERNEL_SIZE:
+        return f"kernel_size: expected at most {MAX_KERNEL_SIZE}, got {spec.weight.shape[-1]}"
+    if x.shape[0] > MAX_BATCH:
+        return f"batch: expected at most {MAX_BATCH} sequences, got {x.shape[0]}"
+    if state is not None:
+        if spec.dropout > 0.0:
+            return f"dropout: expected 0 after a state, got {spec.dropout}"
+        if x.shape[1] == 1:
+            return "time: expected more than one token after a state, got 1; a kernel would not be faster"
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in [x, *parameters, *buffers]):
+            return "state: expected None where gradients are required, got one; its kernel has no gradient"
+    return transform_reason()
+
+
+def should_use(spec: TCNSpec) -> bool:
+    """Return whether the kernels are expected to be faster than PyTorch's own operators."""
+    return spec.x.device.type == "cuda"
+
+
+def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+    """Run a call for which there is no `unsupported_reason`.
+
+    All blocks run at once, or one convolution after the other if a norm or the state needs what is between them.
+    """
+    x, (depth, convolutions) = spec.x, spec.weight.shape[:2]
+    if autocasts(x.device):
+        # PyTorch's autocast would only round the convolutions. Here the skip connections are rounded too, so that all
+        # blocks read and write half the memory; the linear map after a mixer would round its input anyway.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    fused = spec.norm_fn is None
+    if fused and convolutions == 1 and spec.state is None and not spec.return_state:
+        settings = Settings(1, spec.dilation_factor, spec.activation, spec.residual, spec.causal, spec.dropout)
+        return tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings), None
+    function = activation(spec.activation)
+    skip_inside = spec.residual and convolutions == 1 and fused  # the kernel adds the skip connection
+    inputs: list[Tensor] = []  # of each convolution, for the state
+    for block in range(depth):
+        h = x
+        for index in range(convolutions):
+            if spec.return_state:
+                inputs.append(h if inputs else spec.x)
+            h = _convolution(spec, h, block, index, skip_inside)
+            if spec.norm_fn is not None:
+                h = function(spec.norm_fn(h, block * convolutions + index).to(h.dtype))
+                h = dropout(h, spec.dropout) if spec.dropout > 0.0 else h
+        x = x + h if spec.residual and not skip_inside else h
+    return x, next_state(spec, inputs) if spec.return_state else None
+
+
+def _convolution(spec: TCNSpec, h: Tensor, block: int, index: int, residual: bool) -> Tensor:
+    """Run one convolution and, unless there is a norm, its activation and dropout."""
+    weight, bias, dilation = spec.convolution(block, index)
+    function, probability = (spec.activation, spec.dropout) if spec.norm_fn is None else ("none", 0.0)
+    if spec.state is None:
+        settings = Settings(dilation, 1, function, residual, spec.causal, probability)
+        biases = None if bias is None else bias.unsqueeze(0)
+        return tcn_blocks(h, weight.unsqueeze(0), biases, spec.lengths, settings)
+    past = spec.state.buffers[block * spec.weight.shape[1] + index]
+    return tcn_block_from_state(h, weight, bias, spec.lengths, past, spec.state.position, dilation, function, residual)
+
+
+def tcn_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
+    """Run `depth` blocks of one convolution each; padding counts as zeros in every block.
 
     Args:
-        x: `[batch, time, channels]` on a GPU, in float32, bfloat16 or float16. Sums are in float32.
-        weight: `[depth, channels, kernel_size]` or `[depth, 1, channels, kernel_size]`, up to 64 taps, as in
-            `dilated_conv`.
+        x: `[batch, time, channels]` on a GPU. Sums are computed in float32.
+        weight: `[depth, channels, kernel_size]` or `[depth, 1, channels, kernel_size]`.
         bias: `[depth, channels]` or `[depth, 1, channels]`.
-        lengths: `[batch]`; what lies behind a row's length counts as zero in every block.
-        residual: whether blocks have their skip connection.
-        dropout: the probability with which a value is dropped, drawn anew in every call.
+        lengths: `[batch]`.
+        settings: see `Settings`.
     """
-    seed = torch.randint(SEEDS, (1,), device=x.device) if dropout > 0.0 else None
-    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    keep = wanted and torch.is_grad_enabled()
-    settings = (dilation, factor, nonlinearity, residual, causal, dropout)
-    # Only plain tensors have an address, by which kernels are chosen; others, fake ones say, are PyTorch's to run.
+    seed = torch.randint(NUM_SEEDS, (1,), device=x.device) if settings.dropout > 0.0 else None
+    requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    keep = requires_grad and torch.is_grad_enabled()
+    # Plans depend on addresses, which only ordinary tensors have; others, such as fake ones, go through the dispatcher.
     if type(x) is not Tensor or torch.compiler.is_compiling():
         return _FORWARD(x, weight, bias, lengths, seed, *settings, keep)[0]
     if keep:
@@ -69,8 +145,12 @@ def tcn_blocks(
         return _FORWARD(x, weight, bias, lengths, seed, *settings, False)[0]
 
 
+# One causal block after a state's ring buffer, see `tcnca.ops.ring`; without gradient.
+tcn_block_from_state: Any = torch.ops.tcnca.tcn_block_from_state.default
+
+
 class _Blocks(torch.autograd.Function):
-    """What `register_autograd` below makes of `tcn_blocks`, in a third of the time a call."""
+    """What `register_autograd` makes of `tcn_blocks` below, in a third of the time per call."""
 
     @staticmethod
     def forward(
@@ -80,9 +160,9 @@ class _Blocks(torch.autograd.Function):
         bias: Tensor | None,
         lengths: Tensor | None,
         seed: Tensor | None,
-        settings: plan.Settings,
+        settings: Settings,
     ) -> Tensor:
-        keep = not plan.recomputes(plan.lies(x), weight.shape, bias is not None, lengths is not None, settings)
+        keep = not recomputes(layout(x), weight.shape, bias is not None, lengths is not None, settings)
         with _BelowAutograd():
             y, inner = _FORWARD(x, weight, bias, lengths, seed, *settings, keep)
         ctx.save_for_backward(x, inner, weight, bias, lengths, seed)
@@ -90,74 +170,94 @@ class _Blocks(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, inner, weight, bias, lengths, seed = ctx.saved_tensors
-        given = (slopes[0], x, inner, weight, bias, lengths, seed, *ctx.settings)
+        arguments = (gradients[0], x, inner, weight, bias, lengths, seed, *ctx.settings)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            dx, dweight, dbias = _BACKWARD(*given)
+            dx, dweight, dbias = _BACKWARD(*arguments)
         else:
             with _BelowAutograd():
-                dx, dweight, dbias = _BACKWARD(*given)
+                dx, dweight, dbias = _BACKWARD(*arguments)
         return dx, dweight, None if bias is None else dbias, None, None, None
 
 
-def tcn_block_from_state(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    past: Tensor,
-    position: Tensor,
-    *,
-    dilation: int,
-    nonlinearity: str = "silu",
-    residual: bool = True,
-) -> Tensor:
-    """One causal block whose past lies in a ring buffer (see `tcnca.ops.ring`). It has no gradient."""
-    return _FROM_STATE(x, weight, bias, lengths, past, position, dilation, nonlinearity, residual)
+class ForwardPlan(Protocol):
+    """Kernels that are ready to launch; `needs_scratch` asks for a tensor of x's size if no outputs are kept."""
+
+    needs_scratch: bool
+
+    def run(self, stream: int, p: ForwardPointers) -> None: ...  # noqa: D102
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class BackwardPlan(Protocol):
+    """Kernels that are ready to launch, and the bytes of scratch that they need."""
+
+    scratch: int
+
+    def run(self, stream: int, p: BackwardPointers) -> None: ...  # noqa: D102
+
+
+@functools.lru_cache(NUM_PLANS)
+def forward_plan(
+    x: Layout, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings, keep: bool
+) -> ForwardPlan:
+    """Return the kernels for `tcn_blocks`, given the shape of `weight` and whether there are biases and lengths."""
+    call = make_call(x, weight, bias, lengths, settings, keep)
+    # Shared memory pays off: 22 µs forward and 42 µs backward instead of 29 and 62 for one sequence of 8,192 tokens.
+    if smem.forward_fits(call):
+        return smem.Forward(call)
+    return tensor_core.Forward(call) if tensor_core.forward_fits(call) else registers.Forward(call)
+
+
+@functools.lru_cache(NUM_PLANS)
+def backward_plan(
+    x: Layout, dy: Layout, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings
+) -> BackwardPlan:
+    """Return the kernels for `tcn_blocks_backward`."""
+    call = make_call(x, weight, bias, lengths, settings)
+    if smem.backward_fits(call) and dy.aligned16():
+        return smem.Backward(call, dy)
+    return tensor_core.Backward(call, dy) if tensor_core.backward_fits(call, dy) else registers.Backward(call, dy)
+
+
+@functools.lru_cache(NUM_PLANS)
+def recomputes(x: Layout, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings) -> bool:
+    """Return whether the gradients do not need the blocks' outputs, if `dy` is aligned to 16 bytes."""
+    return smem.backward_fits(make_call(x, weight, bias, lengths, settings))
+
+
+@functools.lru_cache(NUM_PLANS)
+def state_plan(
+    x: Layout, past: torch.dtype, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings
+) -> Launch:
+    """Return the kernel for `tcn_block_from_state`."""
+    return registers.forward_launch(make_call(x, weight, bias, lengths, settings, keep=False), 0, past)
 
 
 def _forward(
+    stream: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
-    dilation: int,
-    factor: int,
-    nonlinearity: str,
-    residual: bool,
-    causal: bool,
-    dropout: float,
-    keep: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    weight, bias, lengths = _plain(weight), _plain(bias), _whole(lengths, x.shape[1])
-    y, depth = _empty_like(x), weight.shape[0]
+    *settings, keep = rest
+    x = _dense_channels(x)
+    weight, bias, lengths = _float32(weight), _float32(bias), _clamped(lengths, x.shape[1])
+    y, inner = _fake_forward(x, weight, keep)
     if x.numel() == 0:
-        return y, x.new_empty((depth - 1, *x.shape) if keep else 0)
-    settings = (dilation, factor, nonlinearity, residual, causal, dropout)
-    kernels = plan.forward_plan(plan.lies(x), weight.shape, bias is not None, lengths is not None, settings, keep)
-    inner = x.new_empty((depth - 1, *x.shape) if keep else 0)
-    scratch = x.new_empty(x.shape) if kernels.scratch and not keep else inner
-    kernels.run(
-        compiled.stream_of(x.device.index),
-        x.data_ptr(),
-        weight.data_ptr(),
-        _address(bias),
-        _address(lengths),
-        _address(seed),
-        y.data_ptr(),
-        scratch.data_ptr(),
-    )
+        return y, inner
+    given = (weight.shape, bias is not None, lengths is not None, Settings(*settings))
+    plan = forward_plan(layout(x), *given, keep)
+    scratch = x.new_empty(x.shape) if plan.needs_scratch and not keep else inner
+    plan.run(stream, ForwardPointers(*map(_address, (x, weight, bias, lengths, seed, y, scratch))))
     return y, inner
 
 
 def _backward(
+    stream: int,
     dy: Tensor,
     x: Tensor,
     inner: Tensor,
@@ -165,49 +265,28 @@ def _backward(
     bias: Tensor | None,
     lengths: Tensor | None,
     seed: Tensor | None,
-    dilation: int,
-    factor: int,
-    nonlinearity: str,
-    residual: bool,
-    causal: bool,
-    dropout: float,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    dy = dy if dy.dtype == x.dtype else dy.to(x.dtype)
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    x, dy = _dense_channels(x), _dense_channels(dy if dy.dtype == x.dtype else dy.to(x.dtype))
     if inner.numel() == 0 and weight.shape[0] > 1:
-        x, dy = _in_pieces(x), _in_pieces(dy)  # only the kernels can run that need no `inner`
-    kind, bias_kind = weight.dtype, weight.dtype if bias is None else bias.dtype
-    weight, bias, lengths = _plain(weight), _plain(bias), _whole(lengths, x.shape[1])
-    dx, dweight = _empty_like(x), torch.empty_like(weight)
-    dbias = weight.new_empty(0) if bias is None else torch.empty_like(bias)
+        x, dy = _aligned16(x), _aligned16(dy)  # only the kernels that recompute the outputs can run
+    dtype, bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
+    weight, bias, lengths = _float32(weight), _float32(bias), _clamped(lengths, x.shape[1])
+    dx, dweight, dbias = _fake_backward(dy, x, inner, weight, bias)
     if x.numel():
-        settings = (dilation, factor, nonlinearity, residual, causal, dropout)
-        kernels = plan.backward_plan(
-            plan.lies(x), plan.lies(dy), weight.shape, bias is not None, lengths is not None, settings
-        )
-        scratch = torch.empty(kernels.scratch, dtype=torch.uint8, device=x.device)
-        kernels.run(
-            compiled.stream_of(x.device.index),
-            dy.data_ptr(),
-            x.data_ptr(),
-            inner.data_ptr(),
-            weight.data_ptr(),
-            _address(bias),
-            _address(lengths),
-            _address(seed),
-            dx.data_ptr(),
-            dweight.data_ptr(),
-            dbias.data_ptr(),
-            scratch.data_ptr(),
-        )
+        given = (weight.shape, bias is not None, lengths is not None, Settings(*settings))
+        plan = backward_plan(layout(x), layout(dy), *given)
+        scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
+        tensors = (dy, x, inner, weight, bias, lengths, seed, dx, dweight, dbias, scratch)
+        plan.run(stream, BackwardPointers(*map(_address, tensors)))
     else:
         dweight.zero_()
         dbias.zero_()
-    return dx, dweight if kind == dweight.dtype else dweight.to(kind), dbias.to(bias_kind)
+    return dx, dweight if dtype == dweight.dtype else dweight.to(dtype), dbias.to(bias_dtype)
 
 
 def _from_state(
+    stream: int,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -215,78 +294,49 @@ def _from_state(
     past: Tensor,
     position: Tensor,
     dilation: int,
-    nonlinearity: str,
+    function: str,
     residual: bool,
 ) -> Tensor:
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    past = past if past.dtype == torch.float32 else past.to(x.dtype)
-    weight, bias, lengths = _plain(weight), _plain(bias), _whole(lengths, x.shape[1])
-    y = _empty_like(x)
-    past, position = past.contiguous(), position.long().contiguous()
+    x = _dense_channels(x)
+    past = (past if past.dtype == torch.float32 else past.to(x.dtype)).contiguous()
+    weight, bias, lengths = _float32(weight), _float32(bias), _clamped(lengths, x.shape[1])
+    y, position = _empty_like(x), position.long().contiguous()
     if x.numel():
-        settings = (dilation, 1, nonlinearity, residual, True, 0.0)
-        shape = (1, *weight.shape)
-        kernel = plan.state_plan(plan.lies(x), past.dtype, shape, bias is not None, lengths is not None, settings)
-        kernel.run(
-            compiled.stream_of(x.device.index),
-            x.data_ptr(),
-            weight.data_ptr(),
-            _address(bias),
-            _address(lengths),
-            0,
-            y.data_ptr(),
-            past.data_ptr(),
-            position.data_ptr(),
-        )
+        given = ((1, *weight.shape), bias is not None, lengths is not None)
+        launch = state_plan(layout(x), past.dtype, *given, Settings(dilation, 1, function, residual, True, 0.0))
+        launch(stream, *map(_address, (x, weight, bias, y, lengths, None, past, position)))
     return y
 
 
-def _in_pieces(x: Tensor) -> Tensor:
-    return x if plan.in_pieces(plan.lies(x)) else x.clone(memory_format=torch.contiguous_format)
+def _dense_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _plain(parameter: Any) -> Any:
-    """Parameters as the kernels read them."""
+def _aligned16(x: Tensor) -> Tensor:
+    return x if layout(x).aligned16() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _float32(parameter: Any) -> Any:
+    """Return a parameter as the kernels read it."""
     return None if parameter is None else parameter.float().contiguous()
+
+
+def _clamped(lengths: Any, time: int) -> Any:
+    """Return lengths as the kernels read them: one outside of 0 to `time` would let them read foreign memory."""
+    return None if lengths is None else lengths.long().clamp(0, time).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _whole(lengths: Any, time: int) -> Any:
-    """Lengths as the kernels read them: one outside the row would let them read what is not theirs."""
-    return None if lengths is None else lengths.long().clamp(0, time).contiguous()
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _on_device(function: Any) -> Any:
-    def run(first: Tensor, *rest: Any) -> Any:
-        # Launches go to the current device, which need not be the tensors'.
-        if first.device.index == torch.cuda.current_device():
-            compiled.enter(first.device.index)
-            return function(first, *rest)
-        with torch.cuda.device(first.device):
-            compiled.enter(first.device.index)
-            return function(first, *rest)
-
-    return run
-
-
-def _fake_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    seed: Tensor | None,
-    dilation: int,
-    factor: int,
-    nonlinearity: str,
-    residual: bool,
-    causal: bool,
-    dropout: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    return _empty_like(x), x.new_empty(weight.shape[0] - 1, *x.shape) if keep else x.new_empty(0)
+def _fake_forward(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return empty results; the last argument is `keep`."""
+    return _empty_like(x), x.new_empty(weight.shape[0] - 1, *x.shape) if rest[-1] else x.new_empty(0)
 
 
 def _fake_backward(
@@ -312,7 +362,7 @@ def _gradients(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     if dy is None:
         return (None,) * 12
     if not ctx.keep:
-        raise KernelError("tcn_blocks: gradients asked of a call with keep=False, allowed is keep=True")
+        raise KernelError("tcn_blocks: expected keep=True where gradients are required, got keep=False")
     dx, dweight, dbias = _BACKWARD(dy, x, inner, weight, bias, lengths, seed, *ctx.settings)
     return dx, dweight, None if bias is None else dbias, *(None,) * 9
 
@@ -322,12 +372,12 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise KernelError(f"gradients of the TCN's gradients: the kernels have none; {ADVICE}")
+    raise KernelError(f"second derivatives of the TCN: not supported by the backend 'cuda'; {HINT}")
 
 
-_LIBRARY.impl("tcn_blocks", _on_device(_forward), "CUDA")
-_LIBRARY.impl("tcn_blocks_backward", _on_device(_backward), "CUDA")
-_LIBRARY.impl("tcn_block_from_state", _on_device(_from_state), "CUDA")
+_LIBRARY.impl("tcn_blocks", on_device(_forward), "CUDA")
+_LIBRARY.impl("tcn_blocks_backward", on_device(_backward), "CUDA")
+_LIBRARY.impl("tcn_block_from_state", on_device(_from_state), "CUDA")
 torch.library.register_fake("tcnca::tcn_blocks", _fake_forward, lib=_LIBRARY)
 torch.library.register_fake("tcnca::tcn_blocks_backward", _fake_backward, lib=_LIBRARY)
 torch.library.register_fake("tcnca::tcn_block_from_state", _fake_from_state, lib=_LIBRARY)

@@ -1,0 +1,302 @@
+"""Chunked attention in PyTorch's own operators: whole sequences, and sequences that continue from a state.
+
+Queries see the keys of their own chunk `[0, C), [C, 2C), …` and no others. The state holds the keys and values of the
+unfinished chunk: one slot for each place in it, so that a token is written where its position says and nothing moves.
+With full attention the whole past is one chunk and the cache grows. Rows may be at different positions: each has its
+own fill, the number of valid slots.
+
+A position bias is a vector of `2 · max_length - 1` values: index `key - query + max_length - 1` holds that offset's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca.ops.activations import laplace, relu2
+from tcnca.ops.dropout import dropout as drop
+from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
+from tcnca.ops.state import State
+
+AttentionActivation = Literal["softmax", "relu2", "laplace"]
+ATTENTION_ACTIVATIONS: tuple[str, ...] = get_args(AttentionActivation)
+ROTARY_BASE = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionState(State):
+    """Keys and values of the unfinished chunk.
+
+    keys: `[batch, slots, width]`; slot `j` holds place `j` of the chunk. As many slots as the chunk has
+        tokens; for full attention at least as many as the longest row has.
+    values: `[batch, slots, d_value]`.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one call of `chunked_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    chunk_size: int | None
+    causal: bool
+    activation: str
+    bias: Tensor | None
+    dropout: float
+    lengths: Tensor | None
+    state: AttentionState | None
+    return_state: bool
+    inplace: bool
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Call `attend` with this call's activation and dropout."""
+        return attend(q, k, v, activation=self.activation, bias=bias, mask=mask, dropout=self.dropout)
+
+
+def initial_attention_state(
+    batch: int,
+    width: int,
+    d_value: int,
+    chunk_size: int | None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> AttentionState:
+    """Return the state before the first token."""
+    slots = 0 if chunk_size is None else chunk_size
+    return AttentionState(
+        torch.zeros(batch, slots, width, device=device, dtype=dtype),
+        torch.zeros(batch, slots, d_value, device=device, dtype=dtype),
+        torch.zeros(batch, dtype=torch.long, device=device),
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    activation: str = "softmax",
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute `weights(q kᵀ) v`.
+
+    `softmax` scales the scores by `width^-½`; `relu2` and `laplace` divide them by the number of visible keys.
+    A query that sees no key gets zeros.
+
+    Args:
+        q: `[…, queries, width]`.
+        k: `[…, keys, width]`.
+        v: `[…, keys, d_value]`.
+        bias: added to the scores, broadcast to `[…, queries, keys]`.
+        mask: true where a query may look, broadcast to `[…, queries, keys]`.
+        dropout: probability of dropping a weight.
+
+    Returns:
+        `[…, queries, d_value]`.
+    """
+    if activation == "softmax":
+        weights = _softmax_weights(q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2), bias, mask)
+    else:
+        visible = k.shape[-2] if mask is None else mask.sum(-1, keepdim=True).clamp(min=1)
+        scores = q @ k.transpose(-1, -2) / visible
+        scores = scores if bias is None else scores + bias
+        weights = relu2(scores) if activation == "relu2" else laplace(scores)
+        weights = weights if mask is None else weights * mask
+    if dropout > 0.0:
+        weights = drop(weights, dropout)
+    return weights.to(v.dtype) @ v
+
+
+def _softmax_weights(scores: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    scores = scores if bias is None else scores + bias
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    if mask is None:
+        return F.softmax(scores, -1, dtype=precise)
+    # Where nothing is visible every score would be -inf and the softmax NaN.
+    some = mask.any(-1, keepdim=True)
+    scores = scores.masked_fill(~mask & some, float("-inf"))
+    return F.softmax(scores, -1, dtype=precise) * some
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate the pairs of `x` (`[…, time, width]`), one value of each half, by their positions (`[…, time]`)."""
+    half = x.shape[-1] // 2
+    precise = torch.promote_types(x.dtype, torch.float32)
+    order = torch.arange(half, device=x.device, dtype=precise)
+    angles = positions.to(precise).unsqueeze(-1) * torch.exp(order * (-math.log(ROTARY_BASE) / half))
+    sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+def rotary_bias(alpha: Tensor, beta: Tensor, max_length: int) -> Tensor:
+    """Return MEGA's rotary bias `⟨R_m α, R_n β⟩` of query `m` and key `n`, by `n - m`: `[2 · max_length - 1]`."""
+    offsets = torch.arange(1 - max_length, max_length, device=alpha.device)
+    return (alpha * rotate(beta.expand(2 * max_length - 1, -1), offsets)).sum(-1)
+
+
+def bias_max_length(bias: Tensor) -> int:
+    """Return the number of tokens that a position bias covers."""
+    return (bias.shape[0] + 1) // 2
+
+
+def chunk_bias(bias: Tensor, size: int) -> Tensor:
+    """Return a position bias between the tokens of one chunk, `[size, size]` by query and key."""
+    middle = bias_max_length(bias)
+    # Repeated with a period one longer than a row, each row shows the values shifted by one. An index would give the
+    # same, but its gradient is summed value by value.
+    period = F.pad(bias[middle - size : middle + size - 1], (0, 1))
+    rows = period.expand(size, -1).reshape(-1)[: size * (2 * size - 1)].view(size, 2 * size - 1)
+    return rows[:, size - 1 :]
+
+
+def offset_bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Look up a position bias for query positions `[…, queries]` and key positions `[…, keys]`."""
+    offsets = key.unsqueeze(-2) - query.unsqueeze(-1)
+    # Pairs of different chunks may be out of range; they are masked, so their value does not matter.
+    return bias[(offsets + bias_max_length(bias) - 1).clamp(0, bias.shape[0] - 1)]
+
+
+def naive_attention(call: AttentionCall) -> tuple[Tensor, AttentionState | None]:
+    """Run a call; see `chunked_attention`."""
+    # Weights of zero do not stop a NaN in the padding.
+    q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
+    if call.state is not None:
+        out, new = _continue(call, call.state, q, k, v)
+        return out, new if call.return_state else None
+    out = _from_start(call, q, k, v)
+    return out, first_state(call, q, k, v) if call.return_state else None
+
+
+def first_state(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
+    """Return the state after the first tokens of a sequence, whose padding is zero."""
+    # One dtype for both: under autocast values may be narrower than queries and keys.
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    position = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
+    end = advance(position, k.shape[1], call.lengths)
+    if call.chunk_size is None:
+        slots = required_slots(0, end, k.shape[1], call.lengths)
+        return AttentionState(k[:, :slots], v[:, :slots], end)
+    return AttentionState(_last_chunk(k, end, call.chunk_size), _last_chunk(v, end, call.chunk_size), end)
+
+
+def required_slots(cached: int, end: Tensor, time: int, lengths: Tensor | None, max_length: int | None = None) -> int:
+    """Return the slots that full attention needs after `time` more tokens, when rows hold `end` (`[batch]`) tokens.
+
+    With padding, or beyond the `max_length` of a bias, the number is read from the device, so that the cache does not
+    grow by slots that no row fills; a compiled graph cannot read it and makes room for all.
+    """
+    most = cached + time
+    known = lengths is None and (max_length is None or most <= max_length)
+    return most if known or torch.compiler.is_compiling() else int(end.max())
+
+
+def _from_start(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend in sequences from their start, padded at the right to a multiple of the chunk and cropped again."""
+    time, lengths = q.shape[1], call.lengths
+    size = time if call.chunk_size is None else min(call.chunk_size, time)
+    chunks = (time + size - 1) // size
+    missing = chunks * size - time
+    # A program that is exported for any length must not ask whether one is a multiple of the chunk.
+    any_length = isinstance(time, torch.SymInt)
+    if any_length or missing:
+        q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
+        if lengths is None:
+            lengths = torch.full((q.shape[0],), time, device=q.device)
+    place = torch.arange(size, device=q.device)
+    mask = place <= place.unsqueeze(1) if call.causal else None
+    if lengths is not None:
+        valid = length_mask(lengths, chunks * size).unflatten(1, (chunks, size)).unsqueeze(2)
+        mask = valid if mask is None else valid & mask
+    q, k, v = (part.unflatten(1, (chunks, size)) for part in (q, k, v))
+    out = call.attend(q, k, v, None if call.bias is None else chunk_bias(call.bias, size), mask).flatten(1, 2)
+    return out.index_select(1, torch.arange(time, device=out.device)) if any_length else out[:, :time]
+
+
+def _continue(
+    call: AttentionCall, state: AttentionState, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, AttentionState]:
+    """Attend causally from the next tokens, and return the state after them."""
+    time, chunk_size, lengths = q.shape[1], call.chunk_size, call.lengths
+    fill = state.position if chunk_size is None else state.position % chunk_size
+    if time == 1 and chunk_size is not None:
+        slot = fill.unsqueeze(1)
+        keys, values = _write(state.keys, slot, k, call.inplace), _write(state.values, slot, v, call.inplace)
+        places = torch.arange(chunk_size, device=q.device)
+        bias = None if call.bias is None else offset_bias(call.bias, slot, places)
+        out = call.attend(q, keys, values, bias, (places <= slot).unsqueeze(1))
+    else:
+        end = advance(fill, time, lengths)
+        if chunk_size is None:
+            max_length = None if call.bias is None else bias_max_length(call.bias)
+            slots = required_slots(state.keys.shape[1], end, time, lengths, max_length)
+        else:
+            slots = chunk_size - 1 + time
+            slots += -slots % chunk_size if time > chunk_size else 0
+        lined_k, lined_v = _line_up(state.keys, k, fill, slots), _line_up(state.values, v, fill, slots)
+        run = _over_all_slots if chunk_size is None or time <= chunk_size else _chunk_by_chunk
+        out = run(call, q, lined_k, lined_v, fill, end)
+        keys, values = _last_chunk(lined_k, end, chunk_size), _last_chunk(lined_v, end, chunk_size)
+    return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
+
+
+def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:
+    # A row of length 0 is written too: its slot is not valid yet, and its next token overwrites it.
+    index, new = slot.unsqueeze(-1).expand_as(new), new.to(cache.dtype)
+    return cache.scatter_(1, index, new) if inplace else cache.scatter(1, index, new)
+
+
+def _line_up(cache: Tensor, new: Tensor, fill: Tensor, slots: int) -> Tensor:
+    """Return each row's `fill` cached entries, then its new ones, `[batch, slots, channels]`; the rest is arbitrary."""
+    both = torch.cat([cache, new.to(cache.dtype)], 1)
+    place = torch.arange(slots, device=new.device)
+    fill = fill.unsqueeze(1)
+    index = torch.where(place < fill, place, place - fill + cache.shape[1])
+    return take_time(both, index.clamp(max=both.shape[1] - 1))
+
+
+def _last_chunk(lined: Tensor, end: Tensor, chunk_size: int | None) -> Tensor:
+    """Return the chunk that holds slot `end`, the first one not written yet: the cache of the next call."""
+    if chunk_size is None:
+        return lined
+    start = (end // chunk_size * chunk_size).unsqueeze(1)
+    index = start + torch.arange(chunk_size, device=lined.device)
+    return take_time(lined, index.clamp(max=lined.shape[1] - 1))
+
+
+def _over_all_slots(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: Tensor, end: Tensor) -> Tensor:
+    """Attend from a few queries to all slots: cheap while there are fewer queries than a chunk has tokens."""
+    query = fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device)
+    key = torch.arange(k.shape[1], device=q.device)
+    mask = (key <= query.unsqueeze(-1)) & (key < end.view(-1, 1, 1))
+    if call.chunk_size is not None:
+        mask = mask & (key // call.chunk_size == query.unsqueeze(-1) // call.chunk_size)
+    return call.attend(q, k, v, None if call.bias is None else offset_bias(call.bias, query, key), mask)
+
+
+def _chunk_by_chunk(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: Tensor, end: Tensor) -> Tensor:
+    """Attend from many queries: put them into the slots of their chunks as well, and attend chunk by chunk."""
+    assert call.chunk_size is not None
+    slots = torch.arange(k.shape[1], device=q.device)
+    lined_q = take_time(q, (slots - fill.unsqueeze(1)).clamp(0, q.shape[1] - 1))
+    place = torch.arange(call.chunk_size, device=q.device)
+    valid = (slots < end.unsqueeze(1)).unflatten(1, (-1, call.chunk_size)).unsqueeze(2)
+    mask = valid & (place <= place.unsqueeze(1))
+    bias = None if call.bias is None else chunk_bias(call.bias, call.chunk_size)
+    lined = [part.unflatten(1, (-1, call.chunk_size)) for part in (lined_q, k, v)]
+    out = call.attend(lined[0], lined[1], lined[2], bias, mask).flatten(1, 2)
+    return take_time(out, fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device))

@@ -1,1 +1,0 @@
-"""Chunked attention of one head by Triton kernels that keep no matrix of scores in memory."""

@@ -1,0 +1,290 @@
+"""Multi-dimensional damped EMA with state in and out: the public function, its state, and the choice of a backend."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.checks import autocasts, check_lengths
+from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, transform_reason
+from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_fft, ema_kernel, ema_recurrent, ema_scan
+from tcnca.ops.ema.triton_op import scan
+from tcnca.ops.padding import advance, take_time, zero_padding
+from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.state import State
+
+EMABackend = Literal["auto", "recurrent", "scan", "fft", "triton"]
+EMA_BACKENDS: tuple[str, ...] = get_args(EMABackend)
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_MAX_HIDDEN = 64
+
+Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class EMAState(State):
+    """What a causal EMA remembers.
+
+    hidden: `[batch, channels, hidden]`.
+    window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
+        input is subtracted again after `truncation` steps. None otherwise.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    _sums: ClassVar[frozenset[str]] = frozenset({"hidden"})
+
+    hidden: Tensor
+    window: Tensor | None
+    position: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class EMACall:
+    """The arguments of one call of `ema`."""
+
+    x: Tensor
+    parameters: Parameters
+    truncation: int | None
+    kernel: Tensor | None
+    lengths: Tensor | None
+    state: EMAState | None
+    return_state: bool
+    inplace: bool
+
+
+def initial_ema_state(
+    batch: int,
+    channels: int,
+    hidden: int,
+    truncation: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> EMAState:
+    """Return the state before the first token.
+
+    Hidden states are kept in float32 at least, as they sum over a whole past, and those of a truncated EMA in float64.
+    """
+    least = torch.float32 if truncation is None else torch.float64
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), least)
+    return EMAState(
+        torch.zeros(batch, channels, hidden, device=device, dtype=precise),
+        None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
+        torch.zeros(batch, dtype=torch.long, device=device),
+    )
+
+
+def ema(
+    x: Tensor,
+    delta: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    gamma: Tensor,
+    *,
+    backend: EMABackend = "auto",
+    truncation: int | None = None,
+    kernel: Tensor | None = None,
+    lengths: Tensor | None = None,
+    state: EMAState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, EMAState | None]:
+    """Compute the multi-dimensional damped exponential moving average of every channel.
+
+    `s ← p β x + q s`, `y = Σ_n γ s / √N` with `p = σ(δ)` and `q = 1 - p σ(α)`. The names are those of MEGA's
+    code: its δ weighs the input and its α damps, the other way round than in its paper.
+
+    Args:
+        x: `[batch, time, channels]`.
+        delta, alpha, beta, gamma: `[directions, channels, hidden]`. One direction is causal; with two, the second
+            looks into the future and both see the present.
+        backend: `fft` (convolution in the frequency domain), `recurrent` (token by token), `scan` (parallel scan),
+            `triton` (a scan in fused kernels for NVIDIA GPUs: no truncation, no float64, first derivatives only) or
+            `auto` (`triton` where it can run and no `kernel` is given, else `fft`). See `tcnca.ops.dispatch`.
+        truncation: number of lags after which the kernel is cut off.
+        kernel: what `ema_kernel` returns for these parameters with at least `time` lags (or `truncation`, if less),
+            so that `fft` need not compute it.
+        lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
+        state: what an earlier call returned; None is the start of the sequence. Causal only.
+        return_state: also return the state after these tokens.
+        inplace: reuse the memory of the given state, which must not be used again.
+
+    Returns:
+        `y` of `x`'s shape, and the new state or None.
+    """
+    call = EMACall(x, (delta, alpha, beta, gamma), truncation, kernel, lengths, state, return_state, inplace)
+    _check(call)
+    chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, ("fft", "scan", "recurrent"))
+    if chosen == "triton" and (state is None or x.shape[1] > 1):
+        return _run_triton(call)
+    # Autocast would compute the kernel in half precision.
+    with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
+        return _run_pytorch(call, chosen)
+
+
+def _triton_unsupported(call: EMACall) -> str | None:
+    x, hidden = call.x, call.parameters[0].shape[2]
+    if not x.is_cuda and not INTERPRETED:
+        return f"x: expected a CUDA tensor, got one on {x.device}"
+    if call.truncation is not None:
+        return f"truncation: expected None, got {call.truncation}; the fused scan never subtracts an input"
+    tensors = [x, *call.parameters] if call.state is None else [x, *call.parameters, call.state.hidden]
+    for tensor in tensors:
+        if tensor.dtype not in TRITON_DTYPES:
+            return f"dtype: expected {', '.join(map(str, TRITON_DTYPES))}, got {tensor.dtype}"
+    for tensor in tensors if call.lengths is None else [*tensors, call.lengths]:
+        if tensor.device != x.device:
+            return f"device: expected {x.device} for all tensors, as for x, got {tensor.device}"
+    if hidden > TRITON_MAX_HIDDEN:
+        return f"hidden: expected at most {TRITON_MAX_HIDDEN} states for each channel, got {hidden}"
+    return transform_reason()
+
+
+def _triton_should_use(call: EMACall) -> bool:
+    # A kernel that was computed beforehand may need its gradient.
+    return call.x.is_cuda and call.kernel is None
+
+
+CANDIDATES = (Candidate("triton", "triton", _triton_unsupported, _triton_should_use),)
+
+
+def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
+    """Compute outputs, and the state after them or None, in one scan."""
+    x, state = call.x, call.state
+    start = None if state is None else state.hidden.mT
+    y, hidden = scan(x, *call.parameters, start, call.lengths, call.return_state)
+    if hidden is None:
+        return y, None
+    if state is None:
+        position = advance(torch.zeros(x.shape[0], dtype=torch.long, device=x.device), x.shape[1], call.lengths)
+    else:
+        position = advance(state.position, x.shape[1], call.lengths, call.inplace)
+    return y, EMAState(hidden.mT, None, position)
+
+
+def _run_pytorch(call: EMACall, backend: str) -> tuple[Tensor, EMAState | None]:
+    x, parameters, state = zero_padding(call.x, call.lengths), call.parameters, call.state
+    hidden = None
+    if state is None:
+        y = _from_start(call, x, backend)
+    elif x.shape[1] == 1:
+        hidden = _next_hidden(x, parameters, state)
+        y = (hidden * ema_coefficients(*parameters).readout[0]).sum(-1).unsqueeze(1).to(x.dtype)
+    elif state.window is None:
+        y = _from_start(call, x, backend) + _rest_of_past(x, parameters, state.hidden)
+    else:
+        # The outputs depend on a window of inputs and on nothing older.
+        past = unroll_ring(state.window, state.position)[:, 1:]
+        y = _from_start(call, torch.cat([past, x], 1), backend)[:, past.shape[1] :]
+    if not call.return_state:
+        return y, None
+    if state is None:
+        batch, _, channels = x.shape
+        state = initial_ema_state(batch, channels, parameters[0].shape[2], call.truncation, x.device, x.dtype)
+    return y, _next_state(call, x, state, hidden)
+
+
+def _from_start(call: EMACall, x: Tensor, backend: str) -> Tensor:
+    """Compute the EMA of a sequence that starts here."""
+    if backend == "fft":
+        lags = x.shape[1] if call.truncation is None else min(call.truncation, x.shape[1])
+        kernel = ema_kernel(*call.parameters, lags) if call.kernel is None else call.kernel[..., :lags]
+        return ema_fft(x, kernel)
+    run = ema_recurrent if backend == "recurrent" else ema_scan
+    return run(x, ema_coefficients(*call.parameters), call.truncation)
+
+
+def _next_hidden(x: Tensor, parameters: Parameters, state: EMAState) -> Tensor:
+    """Return the hidden states after one token."""
+    drive, decay, _ = (part[0] for part in ema_coefficients(*_exact(parameters, state.window)))
+    hidden = drive * x[:, 0].unsqueeze(-1) + decay * state.hidden
+    if state.window is None:
+        return hidden
+    lags = torch.full((1,), state.window.shape[1], device=x.device)
+    leaving = read_ring(state.window, state.position, lags)[:, 0]
+    return hidden - drive * decay_powers(decay, lags)[..., 0] * leaving.unsqueeze(-1)
+
+
+def _exact(parameters: Parameters, window: Tensor | None) -> Parameters:
+    """Return the parameters, in float64 for a truncated EMA.
+
+    The rounding error that remains when an input is subtracted again would stay forever where the decay is near 1, so
+    the hidden states of a truncated EMA are kept and computed in float64.
+    """
+    if window is None:
+        return parameters
+    delta, alpha, beta, gamma = (part.double() for part in parameters)
+    return delta, alpha, beta, gamma
+
+
+def _rest_of_past(x: Tensor, parameters: Parameters, hidden: Tensor) -> Tensor:
+    """Return what the past adds to the outputs of the next tokens."""
+    _, decay, readout = (part[0] for part in ema_coefficients(*parameters))
+    powers = decay_powers(decay, torch.arange(1, x.shape[1] + 1, device=x.device))
+    return torch.einsum("bdn,dnl->bld", hidden * readout, powers).to(x.dtype)
+
+
+def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None) -> EMAState:
+    """Return the state after the tokens `x`, whose padding is zero; `hidden` is given if it is known already."""
+    time, lengths = x.shape[1], call.lengths
+    window = None if state.window is None else push_ring(state.window, state.position, x, lengths, call.inplace)
+    position = advance(state.position, time, lengths, call.inplace)
+    if hidden is not None:
+        if lengths is not None:
+            hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, state.hidden)
+        return EMAState(hidden, window, position)
+    entered = x
+    if window is not None:
+        # All that is still remembered is in the window.
+        entered = unroll_ring(window, position)
+    elif lengths is not None:
+        # Move each row's last valid token to the end, where every row's powers are the same.
+        source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
+        entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
+    drive, decay, _ = (part[0] for part in ema_coefficients(*_exact(call.parameters, window)))
+    powers = decay_powers(decay, torch.arange(entered.shape[1] - 1, -1, -1, device=x.device))
+    hidden = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers) * drive
+    if window is None:
+        steps = torch.full_like(position, time) if lengths is None else lengths
+        hidden = hidden + decay_powers(decay, steps).permute(2, 0, 1) * state.hidden
+    return EMAState(hidden, window, position)
+
+
+def _check(call: EMACall) -> None:
+    """Raise an error that names what is wrong with the arguments of `ema`."""
+    x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise InputError(f"x: expected shape [batch, time, channels] with 1 or more tokens, got {list(x.shape)}")
+    directions, channels, hidden = delta.shape if delta.dim() == 3 else (0, 0, 0)
+    for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):
+        if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or hidden < 1:
+            raise InputError(
+                f"{name}: expected shape [directions, channels, hidden], the same for all four parameters, with 1 or 2 "
+                f"directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
+            )
+    check_lengths(call.lengths, x.shape[0], x.shape[1])
+    if truncation is not None and truncation < 1:
+        raise InputError(f"truncation: expected None or 1 or more, got {truncation}")
+    streams = call.state is not None or call.return_state
+    lags = x.shape[1]
+    if truncation is not None:
+        lags = truncation if streams else min(truncation, lags)
+    if kernel is not None and (kernel.dim() != 3 or kernel.shape[:2] != delta.shape[:2] or kernel.shape[2] < lags):
+        raise InputError(
+            f"kernel: expected shape [{directions}, {channels}, lags] with {lags} or more lags, "
+            f"got {list(kernel.shape)}"
+        )
+    if streams and directions == 2:
+        raise StateError("state: expected None for a bidirectional EMA, only a causal one has a state")
+    if call.state is not None:
+        window = None if call.state.window is None else list(call.state.window.shape)
+        for name, got, expected in (
+            ("hidden", list(call.state.hidden.shape), [x.shape[0], x.shape[2], hidden]),
+            ("window", window, None if truncation is None else [x.shape[0], truncation, x.shape[2]]),
+        ):
+            if got != expected:
+                raise StateError(f"state.{name}: expected shape {expected}, got {got}")

@@ -1,0 +1,185 @@
+"""The fused scan of an EMA as PyTorch operators: `tcnca::ema_scan` and its gradient.
+
+The kernels, and Triton with them, are imported by the first call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import KernelError
+from tcnca.ops.dispatch import HINT, INTERPRETED
+from tcnca.ops.driver import on_device
+
+_LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
+_PARAMETERS = "Tensor delta, Tensor alpha, Tensor beta, Tensor gamma, Tensor? initial, Tensor? lengths"
+_LIBRARY.define(
+    f"ema_scan(Tensor x, {_PARAMETERS}, bool return_final) -> (Tensor y, Tensor final, Tensor coefficients)"
+)
+_LIBRARY.define(
+    f"ema_scan_backward(Tensor g, Tensor? to_final, Tensor x, Tensor coefficients, {_PARAMETERS})"
+    " -> (Tensor to_x, Tensor to_delta, Tensor to_alpha, Tensor to_beta, Tensor to_gamma, Tensor to_initial)"
+)
+
+
+def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    """Scan with first derivatives; the caller has checked that the kernels can run.
+
+    Args:
+        x: `[batch, time, channels]`, with any strides.
+        rest: δ, α, β and γ, each `[directions, channels, hidden]`; the initial hidden states or None; the lengths or
+            None; whether to return the final hidden states. Hidden states are `[batch, hidden, channels]`.
+
+    Returns:
+        `y` of `x`'s shape, and the final hidden states, in float32, or None.
+    """
+    return_final = rest[-1]
+    # Subclasses stand for tensors whose memory is elsewhere, or that have none; a dispatch mode has to see operators.
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        y, final, _ = torch.ops.tcnca.ema_scan.default(x, *rest)
+        return y, final if return_final else None
+    # The registered operator does the same, but its call takes longer than its kernels.
+    if torch.is_grad_enabled():
+        found: tuple[Tensor, Tensor | None] = _Scan.apply(x, *rest)
+        return found
+    return _forward(x, *rest)[:2]
+
+
+def _buffers(x: Tensor, delta: Tensor, return_final: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Allocate outputs, final hidden states or None, and coefficients."""
+    directions, channels, hidden = delta.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    final = x.new_empty((x.shape[0], hidden, channels), dtype=torch.float32) if return_final else None
+    return y, final, x.new_empty((directions, 3, hidden, channels), dtype=torch.float32)
+
+
+@on_device
+def _forward(stream: int, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return outputs, final hidden states or None, coefficients, and what segments start from."""
+    from tcnca.ops.ema.triton_launch import run_forward
+    from tcnca.ops.launcher import aligned
+
+    *parameters, initial, lengths, return_final = rest
+    buffers = _buffers(x, parameters[0], return_final)
+    initial = None if initial is None else aligned(initial)
+    packed = tuple([aligned(part) for part in parameters])
+    return *buffers, run_forward(stream, x, packed, initial, _int64(lengths), *buffers)
+
+
+@on_device
+def _backward(
+    stream: int, g: Tensor, to_final: Tensor | None, x: Tensor, coefficients: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of all that has one, in the order of the arguments; None for `initial` if there is none.
+
+    `rest` is δ, α, β, γ, initial hidden states and lengths, and may end with what segments start from.
+    """
+    from tcnca.ops.ema.triton_launch import run_backward
+    from tcnca.ops.launcher import aligned
+
+    initial, lengths, carries = (*rest[4:], None)[:3]
+    to_x, to_parameters, to_initial = run_backward(
+        stream,
+        g,
+        None if to_final is None else aligned(to_final),
+        x,
+        aligned(coefficients),
+        tuple([aligned(part) for part in rest[:4]]),
+        None if initial is None else aligned(initial),
+        _int64(lengths),
+        carries,
+    )
+    return to_x, *to_parameters, to_initial
+
+
+def _int64(lengths: Tensor | None) -> Tensor | None:
+    return None if lengths is None else lengths.long().contiguous()
+
+
+class _Scan(torch.autograd.Function):
+    """What `register_autograd` below does, with less work for each call, and keeping what segments start from."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        y, final, coefficients, carries = _forward(*inputs)
+        ctx.save_for_backward(inputs[0], coefficients, *inputs[1:7], carries)
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        g, to_final = gradients
+        x, *others = ctx.saved_tensors
+        g = torch.zeros_like(x) if g is None else g
+        if torch.is_grad_enabled():
+            # A second derivative gets the registered operator's error instead of zeros.
+            found = torch.ops.tcnca.ema_scan_backward.default(g, to_final, x, *others[:-1])
+            return *found[:5], None if others[5] is None else found[5], None, None
+        return *_backward(g, to_final, x, *others), None, None
+
+
+def _or_empty(x: Tensor, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Replace None, which an operator cannot return, by an empty tensor."""
+    return tuple([x.new_empty(0, dtype=torch.float32) if part is None else part for part in found])
+
+
+def _run_forward(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _or_empty(x, _forward(x, *rest)[:3])
+
+
+def _run_backward(g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _or_empty(g, _backward(g, *rest))
+
+
+def _fake_forward(x: Tensor, delta: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _or_empty(x, _buffers(x, delta, rest[-1]))
+
+
+def _fake_backward(g: Tensor, to_final: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, *parameters, initial, _ = rest
+    found = [
+        None if part is None else torch.empty_like(part, memory_format=torch.contiguous_format)
+        for part in (x, *parameters, initial)
+    ]
+    return _or_empty(x, tuple(found))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[2], *inputs[1:7])
+    ctx.return_final = inputs[7]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, to_final: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, *others = ctx.saved_tensors
+    g = torch.zeros_like(x) if g is None else g
+    found = torch.ops.tcnca.ema_scan_backward.default(g, to_final if ctx.return_final else None, x, *others)
+    return *found[:5], None if others[5] is None else found[5], None, None
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    return
+
+
+def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
+    raise KernelError(
+        f"EMA: expected first derivatives only, got a second one, which the fused scan does not have; "
+        f"use backend='fft', or {HINT}"
+    )
+
+
+# Triton's interpreter runs the same kernels on the CPU, for tests.
+_KEY = "CPU" if INTERPRETED else "CUDA"
+_LIBRARY.impl("ema_scan", _run_forward, _KEY)
+_LIBRARY.impl("ema_scan_backward", _run_backward, _KEY)
+torch.library.register_fake("tcnca::ema_scan", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("tcnca::ema_scan_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd("tcnca::ema_scan", _gradients, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("tcnca::ema_scan_backward", _refuse, setup_context=_save_nothing, lib=_LIBRARY)

@@ -1,0 +1,80 @@
+"""The temporal convolutional network, by the fastest backend that can run a call."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from tcnca.ops.dispatch import Candidate, select_backend
+from tcnca.ops.tcn import cpu, cuda
+from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn
+
+TCNBackend = Literal["auto", "naive", "cpu", "cuda"]
+TCN_BACKENDS: tuple[str, ...] = get_args(TCNBackend)
+
+_CANDIDATES: tuple[Candidate[TCNSpec], ...] = (
+    Candidate("cuda", "nvrtc", cuda.unsupported_reason, cuda.should_use),
+    Candidate("cpu", None, cpu.unsupported_reason, cpu.should_use),
+)
+_RUN = {"naive": naive_tcn, "cpu": cpu.run, "cuda": cuda.run}
+
+
+def tcn(
+    x: Tensor,
+    weight: Tensor,
+    dilation_factor: int,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    residual: bool = True,
+    norm_fn: NormFn | None = None,
+    dropout: float = 0.0,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    state: TCNState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+    backend: TCNBackend = "auto",
+) -> tuple[Tensor, TCNState | None]:
+    """Run `depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
+
+    One block: `h = x`, then for each of its convolutions `h = dropout(activation(norm_fn(conv(h))))`, then `x + h`.
+
+    Args:
+        x: `[batch, time, channels]`.
+        weight: `[depth, convolutions, channels, kernel_size]`, taps as in `dilated_conv`.
+        dilation_factor: 1 or more.
+        bias: `[depth, convolutions, channels]`.
+        activation: one of `tcnca.ops.ACTIVATIONS`.
+        residual: whether blocks have a skip connection.
+        norm_fn: called with `[batch, time, channels]` and the index of the convolution, counted through all blocks. A
+            causal TCN needs one that does not mix times. Kernels then run one convolution after the other.
+        dropout: probability with which a value is set to zero; the others are scaled up to keep the mean. The mask
+            depends on PyTorch's seed, and differs between backends.
+        causal, lengths, state, return_state, inplace: as in `dilated_conv`.
+        backend: `naive` uses PyTorch's own operators, `cuda` kernels for NVIDIA GPUs, `cpu` a fast path for the CPU;
+            both raise an error if they cannot run the call. `auto` takes the fastest that can, see
+            `tcnca.ops.dispatch`. The CUDA kernels also treat the skip connection's padding as zeros, and under
+            autocast compute and return autocast's dtype.
+
+    Returns:
+        `y` of `x`'s shape, and the new state or None.
+    """
+    spec = TCNSpec(
+        x=x,
+        weight=weight,
+        dilation_factor=dilation_factor,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        norm_fn=norm_fn,
+        dropout=dropout,
+        causal=causal,
+        lengths=lengths,
+        state=state,
+        return_state=return_state,
+        inplace=inplace,
+    )
+    check_tcn(spec)
+    return _RUN[select_backend("the TCN", backend, x.device, spec, _CANDIDATES, ("naive",))](spec)

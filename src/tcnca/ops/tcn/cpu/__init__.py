@@ -1,1 +1,0 @@
-"""The TCN on the CPU, by PyTorch's own depthwise kernels for two dimensions, which are many times faster."""

@@ -1,0 +1,174 @@
+"""Kernels on the tensor cores: all blocks of 16-bit numbers in one cooperative launch."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import KernelError
+from tcnca.ops import driver
+from tcnca.ops.tcn.cuda import nvrtc
+from tcnca.ops.tcn.cuda.call import BackwardPointers, Block, Call, ForwardPointers, Layout
+
+WARPS = 8  # per block of threads, each with eight channels
+THREADS = 32 * WARPS
+STEP_BYTES = 16 * 8 * 16 * WARPS  # of eight steps in shared memory
+STAGES = 3  # eight steps each in shared memory of the forward kernel: one in use, the others being loaded
+DEPTH_AHEAD = 3  # eight steps each that the backward kernel loads ahead
+MAX_LAYERS = 12  # blocks per launch
+LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a layer
+# The most groups of eight steps that an output may depend on, for the kernels to keep them in registers.
+MAX_FORWARD, MAX_BACKWARD = 5, 3
+NUM_COUNTERS = 4096
+_counters: dict[int, Tensor] = {}
+_stream_slots: dict[tuple[int, int], int] = {}
+_next_stream, _next_capture = itertools.count(), itertools.count()
+
+
+def _groups(block: Block) -> tuple[int, int]:
+    """Return the groups of eight steps that an output depends on, before and after its own."""
+    return -(-(block.kernel_size - 1 - block.ahead) // 8), -(-block.ahead // 8)
+
+
+def forward_source(block: Block) -> nvrtc.Source:
+    """Return the source of `tensor_core_forward`."""
+    # Outputs that depend on more than three groups need more registers.
+    resident = 2 if sum(_groups(block)) + 1 <= 3 else 1
+    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, STAGES=STAGES, RESIDENT=resident)
+    return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_forward.cu"), macros)
+
+
+def backward_source(block: Block) -> nvrtc.Source:
+    """Return the source of `tensor_core_backward`."""
+    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, DEEP=DEPTH_AHEAD, RESIDENT=1, LAYER_BYTES=LAYER_BYTES)
+    return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_backward.cu"), macros)
+
+
+FORWARD_MEMORY = STAGES * STEP_BYTES + 32 * WARPS
+
+
+def backward_memory(block: Block) -> int:
+    """Return the bytes of shared memory of the backward kernel."""
+    before, after = _groups(block)
+    rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
+    tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
+    kernels = 32 * WARPS * (block.kernel_size + 1)
+    return rings + tables + kernels + LAYER_BYTES
+
+
+def forward_fits(call: Call) -> bool:
+    """Return whether `Forward` can run a call."""
+    return _fits(call, MAX_FORWARD, call.x) and driver.max_shared_memory(call.device) >= FORWARD_MEMORY
+
+
+def backward_fits(call: Call, dy: Layout) -> bool:
+    """Return whether `Backward` can run the gradients of a call."""
+    fits = _fits(call, MAX_BACKWARD, call.x, dy)
+    return fits and backward_memory(call.block) <= driver.max_shared_memory(call.device)
+
+
+def _fits(call: Call, max_groups: int, *layouts: Layout) -> bool:
+    if call.block.dtype == torch.float32 or call.channels % 8 or not all(each.aligned(8) for each in layouts):
+        return False
+    return sum(_groups(call.block)) + 1 <= max_groups and call.depth <= MAX_LAYERS
+
+
+def segment_steps(time: int, dilation: int, rows: int, resident: int, halo: int) -> int:
+    """Return how many steps a segment of a chain should have: enough for its halo, few enough to fill the device."""
+    chain = -(-time // dilation)
+    groups = -(-chain // 8)
+    lengths = sorted({-(-groups // segments) for segments in range(1, min(groups, 4096) + 1)})
+
+    def cost(length: int) -> int:
+        tiles = rows * tiles_in_row(time, dilation, 8 * length)
+        return -(-tiles // resident) * (length + halo + 2)
+
+    return 8 * min(lengths, key=cost)
+
+
+def tiles_in_row(time: int, dilation: int, steps: int) -> int:
+    """Return the tiles of one sequence, each with 16 segments of chains."""
+    chain = -(-time // dilation)
+    return -(-dilation * -(-chain // steps) // 16)
+
+
+def _cut_time(call: Call, kernel: driver.Function, halo: int) -> tuple[list[int], list[int], int]:
+    """Return the steps of a segment and the tiles of all sequences in each layer, and the blocks of the grid."""
+    resident = nvrtc.resident_blocks(kernel, THREADS, call.device)
+    groups = -(-call.channels // (8 * WARPS))
+    steps = [segment_steps(call.time, each, call.batch * groups, resident, halo) for each in call.dilations]
+    cuts = zip(call.dilations, steps, strict=True)
+    tiles = [call.batch * tiles_in_row(call.time, each, length) for each, length in cuts]
+    return steps, tiles, min(resident, groups * max(tiles))
+
+
+class Forward:
+    """All blocks in one launch."""
+
+    def __init__(self, call: Call) -> None:
+        kernel = nvrtc.load(forward_source(call.block), "tensor_core_forward", FORWARD_MEMORY, call.device)
+        steps, _, grid = _cut_time(call, kernel, sum(_groups(call.block)))
+        numbers = _numbers(call, call.x.steps, (call.keep,), steps)
+        self._launch = driver.Launch(
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 8, numbers, as_struct=True, cooperative=call.depth > 1
+        )
+        self._device = call.device
+        self.needs_scratch = call.depth > 1
+
+    def run(self, stream: int, p: ForwardPointers) -> None:
+        """Launch the kernel."""
+        counter = _counter(self._device, stream)
+        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, counter)
+
+
+class Backward:
+    """Gradients of all blocks in one launch."""
+
+    def __init__(self, call: Call, dy: Layout) -> None:
+        block = call.block
+        kernel = nvrtc.load(backward_source(block), "tensor_core_backward", backward_memory(block), call.device)
+        steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)))
+        numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)
+        self._launch = driver.Launch(
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 13, numbers, as_struct=True, cooperative=True
+        )
+        self._call = call
+        # A block of the grid adds the gradients of its tiles, and writes one partial sum per layer.
+        parts = sum(min(count, grid) for count in tiles)
+        self.scratch = call.scratch_bytes + 4 * parts * call.channels * (block.kernel_size + 1)
+
+    def run(self, stream: int, p: BackwardPointers) -> None:
+        """Launch the kernel."""
+        counter, partial = _counter(self._call.device, stream), p.scratch + self._call.scratch_bytes
+        inputs = (p.x, p.inner, p.weight, p.bias, p.dy)
+        self._launch(stream, *inputs, p.dx, p.scratch, p.lengths, p.seed, partial, p.dweight, p.dbias, counter)
+
+
+def _numbers(call: Call, strides: tuple[int, ...], keep: tuple[int, ...], steps: list[int]) -> tuple[int | float, ...]:
+    shape = (call.batch, call.time, call.channels)
+    unused = [0] * (MAX_LAYERS - call.depth)
+    dilations = (*call.first_dilation_and_factor, call.depth)
+    return (*shape, *strides, *dilations, *keep, *call.dropout_arguments, *steps, *unused)
+
+
+def _counter(device: int, stream: int) -> int:
+    """Return the address of two zeros with which the blocks of a launch synchronize.
+
+    Launches on one stream never overlap, so they share counters. Graphs can be replayed at the same time, so every
+    captured launch gets its own.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    if device not in _counters:
+        if capturing:
+            raise KernelError("the first TCN of a process ran while a graph was captured; run it once before")
+        _counters[device] = torch.zeros(NUM_COUNTERS, 32, dtype=torch.int32, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)  # other streams will use them too
+    if capturing:
+        slot = NUM_COUNTERS // 2 + next(_next_capture) % (NUM_COUNTERS // 2)
+    else:
+        slot = _stream_slots.get((device, stream), -1)
+        if slot < 0:
+            slot = _stream_slots.setdefault((device, stream), next(_next_stream) % (NUM_COUNTERS // 2))
+    return _counters[device].data_ptr() + 128 * slot

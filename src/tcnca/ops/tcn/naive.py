@@ -1,0 +1,163 @@
+"""The TCN with PyTorch's own operators: the oracle of the tests, and the backend that runs anything anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.activations import ACTIVATIONS, activation
+from tcnca.ops.checks import check_lengths, check_same_dtype
+from tcnca.ops.dilated_conv import conv_with_buffer
+from tcnca.ops.dropout import dropout
+from tcnca.ops.padding import advance
+from tcnca.ops.ring import push_ring
+from tcnca.ops.state import State
+
+NormFn = Callable[[Tensor, int], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class TCNState(State):
+    """The inputs that the convolutions of a causal TCN still need.
+
+    buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
+    position: `[batch]`, number of tokens seen so far.
+    """
+
+    buffers: tuple[Tensor, ...]
+    position: Tensor
+
+
+# Without `eq`, because a hash of the fields would be that of tensors, and `torch.compile` asks for it.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TCNSpec:
+    """One call of `tcnca.ops.tcn`, whose arguments these are; every backend takes it as a whole."""
+
+    x: Tensor
+    weight: Tensor
+    dilation_factor: int
+    bias: Tensor | None = None
+    activation: str = "silu"
+    residual: bool = True
+    norm_fn: NormFn | None = None
+    dropout: float = 0.0
+    causal: bool = True
+    lengths: Tensor | None = None
+    state: TCNState | None = None
+    return_state: bool = False
+    inplace: bool = False
+
+    def parameters(self) -> list[Tensor]:
+        """Return the weight and, if there is one, the bias."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def convolution(self, block: int, index: int) -> tuple[Tensor, Tensor | None, int]:
+        """Return weight `[channels, kernel_size]`, bias `[channels]` and dilation of a block's convolution."""
+        bias = None if self.bias is None else self.bias[block, index]
+        return self.weight[block, index], bias, self.dilation_factor**block
+
+
+def receptive_field(kernel_size: int, dilation_factor: int, depth: int, convolutions: int = 1) -> int:
+    """Return the number of inputs from the first to the last one that an output depends on.
+
+    `1 + B (K - 1) (f^D - 1) / (f - 1)` in the paper's symbols.
+    """
+    return 1 + convolutions * (kernel_size - 1) * sum(dilation_factor**block for block in range(depth))
+
+
+def initial_tcn_state(
+    batch: int,
+    channels: int,
+    kernel_size: int,
+    dilation_factor: int,
+    depth: int,
+    convolutions: int = 1,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> TCNState:
+    """Return the state before the first token. It holds `receptive_field - 1` values per channel."""
+    shapes = _buffer_shapes(batch, channels, kernel_size, dilation_factor, depth, convolutions)
+    buffers = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
+    return TCNState(buffers, torch.zeros(batch, dtype=torch.long, device=device))
+
+
+def _buffer_shapes(
+    batch: int, channels: int, kernel_size: int, dilation_factor: int, depth: int, convolutions: int
+) -> list[tuple[int, int, int]]:
+    blocks = [block for block in range(depth) for _ in range(convolutions)]
+    return [(batch, (kernel_size - 1) * dilation_factor**block, channels) for block in blocks]
+
+
+def naive_tcn(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+    """Run a call on any device and in any floating dtype."""
+    x, state = spec.x, spec.state
+    depth, convolutions = spec.weight.shape[:2]
+    function = activation(spec.activation)
+    inputs: list[Tensor] = []  # of each convolution, for the state
+    for block in range(depth):
+        h = x
+        for index in range(convolutions):
+            number = block * convolutions + index
+            buffer, position = (None, None) if state is None else (state.buffers[number], state.position)
+            weight, bias, dilation = spec.convolution(block, index)
+            h, conv_input = conv_with_buffer(h, weight, dilation, bias, spec.causal, spec.lengths, buffer, position)
+            if spec.return_state:
+                inputs.append(conv_input)
+            if spec.norm_fn is not None:
+                h = spec.norm_fn(h, number)
+            h = function(h)
+            if spec.dropout > 0.0:
+                h = dropout(h, spec.dropout)
+        x = x + h if spec.residual else h
+    return x, next_state(spec, inputs) if spec.return_state else None
+
+
+def next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
+    """Return the state after a call, given the inputs of each of its convolutions."""
+    first, state = inputs[0], spec.state
+    if state is None:
+        depth, convolutions, channels, kernel_size = spec.weight.shape
+        shape = (first.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
+        state = initial_tcn_state(*shape, first.device, first.dtype)
+    buffers = tuple(
+        push_ring(buffer, state.position, conv_input, spec.lengths, spec.inplace)
+        for buffer, conv_input in zip(state.buffers, inputs, strict=True)
+    )
+    return TCNState(buffers, advance(state.position, first.shape[1], spec.lengths, spec.inplace))
+
+
+def check_tcn(spec: TCNSpec) -> None:
+    """Raise an error that names the argument if a call is invalid."""
+    x, weight, bias, state = spec.x, spec.weight, spec.bias, spec.state
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise InputError(f"x: expected [batch, time, channels] with 1 or more tokens, got shape {list(x.shape)}")
+    if weight.dim() != 4 or weight.shape[2] != x.shape[2] or min(weight.shape) < 1:
+        raise InputError(
+            f"weight: expected [depth, convolutions, channels, kernel_size], each 1 or more, with {x.shape[2]} "
+            f"channels as in x, got shape {list(weight.shape)}"
+        )
+    if spec.dilation_factor < 1:
+        raise InputError(f"dilation_factor: expected 1 or more, got {spec.dilation_factor}")
+    if spec.activation not in ACTIVATIONS:
+        raise InputError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
+    if bias is not None and bias.shape != weight.shape[:3]:
+        raise InputError(
+            f"bias: expected [depth, convolutions, channels], {list(weight.shape[:3])}, got shape {list(bias.shape)}"
+        )
+    if not 0.0 <= spec.dropout <= 1.0:
+        raise InputError(f"dropout: expected a probability from 0 to 1, got {spec.dropout}")
+    check_same_dtype(x, weight=weight, bias=bias)
+    check_lengths(spec.lengths, x.shape[0], x.shape[1])
+    if not spec.causal and (state is not None or spec.return_state):
+        raise StateError("state: expected None for a bidirectional TCN, got one or return_state=True")
+    if state is None:
+        return
+    depth, convolutions, channels, kernel_size = weight.shape
+    expected = _buffer_shapes(x.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
+    if [tuple(buffer.shape) for buffer in state.buffers] != expected:
+        got = [list(buffer.shape) for buffer in state.buffers]
+        raise StateError(f"state.buffers: expected shapes {[list(shape) for shape in expected]}, got {got}")

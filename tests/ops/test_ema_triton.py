@@ -1,0 +1,232 @@
+"""The Triton scan of the EMA: when it is selected, and what it computes in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from tcnca import ConfigError, EMAConfig
+from tcnca.errors import KernelError
+from tcnca.ops import EMA_BACKENDS, EMAState, dispatch, ema
+from tests.comparison import assert_close
+from tests.ops.ema_cases import Case, assert_right, some
+from tests.ops.interpreter import INTERPRETED, interpreted, not_interpreted
+
+
+def test_backends() -> None:
+    assert EMA_BACKENDS == ("auto", "recurrent", "scan", "fft", "triton")
+    assert EMAConfig().backend == "auto"
+    with pytest.raises(ConfigError, match=r"mixer\.backend: .*'triton'.*truncation 3"):
+        EMAConfig(backend="triton", truncation=3)
+
+
+@pytest.mark.parametrize("truncation", [None, 4], ids=["full", "truncated"])
+def test_auto_is_the_fft_bit_for_bit_on_a_cpu(truncation: int | None) -> None:
+    x, *parameters = some("cpu", (2, 11, 3), *[(1, 3, 4)] * 4)
+    states: dict[str, EMAState | None] = {"auto": None, "fft": None}
+    for piece in x.split([1, 6, 1, 3], 1):
+        outputs = []
+        for backend in ("auto", "fft"):
+            options: dict[str, Any] = {"backend": backend, "truncation": truncation, "state": states[backend]}
+            y, states[backend] = ema(piece, *parameters, return_state=True, **options)
+            outputs.append(y)
+        assert torch.equal(*outputs)
+    auto, fft = states["auto"], states["fft"]
+    assert auto is not None
+    assert fft is not None
+    assert all(torch.equal(value, fft.tensors()[name]) for name, value in auto.tensors().items())
+
+
+@not_interpreted
+def test_the_cpu_is_refused() -> None:
+    with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*x: expected a CUDA.*'auto' or 'fft'"):
+        ema(*some("cpu", (2, 9, 3), *[(1, 3, 4)] * 4), backend="triton")
+
+
+def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
+    api: Any = importlib.import_module("tcnca.ops.ema.api")
+    usual = {"truncation": None, "kernel": None, "lengths": None, "state": None, "return_state": False}
+    call = api.EMACall(x, (parameter,) * 4, inplace=False, **usual | options)
+    return api.CANDIDATES[0].unsupported_reason(call)
+
+
+def test_reasons_against_kernels_are_named() -> None:
+    with torch._subclasses.FakeTensorMode():
+        x, parameter = torch.empty(2, 9, 3, device="cuda"), torch.empty(1, 3, 4, device="cuda")
+        hidden = torch.empty(2, 3, 4, device="cuda", dtype=torch.float64)
+        found = [
+            reason(x, parameter),
+            reason(x, parameter, truncation=3),
+            reason(x.double(), parameter),
+            reason(x, parameter, state=EMAState(hidden, None, torch.empty(2, device="cuda"))),
+            reason(x, parameter, lengths=torch.empty(2)),
+            reason(x, torch.empty(1, 3, 65, device="cuda")),
+        ]
+    words = ["truncation: ", "got torch.float64", "got torch.float64", "device: .*got cpu", "at most 64"]
+    assert found[0] is None
+    for text, word in zip(found[1:], words, strict=True):
+        assert text is not None
+        assert re.search(word, text), text
+
+
+@not_interpreted
+def test_triton_is_not_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys\nsys.modules['triton'] = None\nimport torch\nfrom tcnca.ops import chunked_attention, ema\n"
+        "ema(torch.randn(1, 4, 2), *[torch.randn(1, 2, 3)] * 4)\n"
+        "chunked_attention(*[torch.randn(1, 4, 2)] * 3, chunk_size=2)\n"
+        "assert not [name for name in sys.modules if name.endswith('triton_launch')]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "segments"),
+    [
+        ((8, 8192, 64), 128, 65),
+        ((8, 131072, 64), 512, 257),
+        ((1, 131072, 64), 128, 1025),
+        ((8, 8192, 512), 256, 33),
+        ((64, 131072, 1024), 1024, 129),
+        ((1, 1, 1), 128, 1),
+    ],
+    ids=str,
+)
+@not_interpreted
+def test_time_is_cut_into_as_many_segments_as_fit(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], length: int, segments: int
+) -> None:
+    pytest.importorskip("triton")
+    plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
+    monkeypatch.setattr(plan, "_multiprocessors", lambda device: 132)
+    signature = plan.Signature(shape, 1, 16, torch.bfloat16, (torch.float32,) * 4, None, False, False, 0)
+    cut = plan.cut(signature)
+    assert (cut.length, cut.segments) == (length, segments)
+
+
+# What follows runs in the interpreter.
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not INTERPRETED:
+        return
+    plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
+    groups = {"STEPS": 4, "ENDS_GROUP": 4, "OUTPUTS_GROUP": 4, "WEIGHTS_GROUP": 2}
+    for name, value in {"TILE": 4, "MIN_SEGMENT": 4, "CHAINS": 2, **groups}.items():
+        monkeypatch.setattr(plan, name, value)
+
+
+# As small as the interpreter is slow, yet with more than one segment, group and tile, and multiples of none.
+CASES = [
+    Case(3, 11, 3, 4, lengths=True, state=True, final=True, strided=True),
+    Case(2, 9, 2, 3, directions=2, lengths=True, expanded=True),
+]
+MORE_CASES = [
+    Case(1, 1, 1, 1, state=True, final=True),
+    Case(2, 1, 3, 2),
+    Case(1, 5, 5, 2, dtype=torch.bfloat16, strided=True),
+    Case(2, 8, 2, 17, final=True, lengths=True),
+    Case(1, 6, 2, 2, directions=2, dtype=torch.float16),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+)
+def test_output_state_and_gradients_are_right(case: Case) -> None:
+    assert_right(case, "cpu")
+
+
+@interpreted
+def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
+    x, *parameters = some("cpu", (2, 6, 2), *[(2, 2, 2)] * 4)
+    lengths = torch.tensor([6, 3], dtype=torch.int32)
+    expected, _ = ema(x, *parameters, backend="triton", lengths=lengths)
+    x[1, 3:] = float("nan")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = ema(x.requires_grad_(), *parameters, backend="triton", lengths=lengths)
+    assert torch.equal(y, expected)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert not gradient[1, 3:].any()
+    assert gradient[1, :3].isfinite().all()
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_gradient_of_the_state_alone() -> None:
+    x, *parameters = (part.requires_grad_() for part in some("cpu", (2, 5, 2), *[(1, 2, 2)] * 4))
+    exact = [part.detach().double().requires_grad_() for part in (x, *parameters)]
+    _, state = ema(x, *parameters, backend="triton", return_state=True)
+    _, other = ema(*exact, backend="fft", return_state=True)
+    assert state is not None
+    assert other is not None
+    ours = torch.autograd.grad(state.hidden.square().sum(), [x, *parameters[:3]])
+    theirs = torch.autograd.grad(other.hidden.square().sum(), exact[:4])
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert_close(mine, expected)
+
+
+@interpreted
+def test_no_rows() -> None:
+    x, *parameters = (part.requires_grad_() for part in some("cpu", (0, 5, 2), *[(1, 2, 2)] * 4))
+    y, state = ema(x, *parameters, backend="triton", return_state=True)
+    assert y.shape == x.shape
+    assert state is not None
+    assert state.hidden.shape == (0, 2, 2)
+    for gradient in torch.autograd.grad(y.sum(), [x, *parameters]):
+        assert not gradient.any()
+
+
+@interpreted
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    x, *parameters = (part.requires_grad_() for part in some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4))
+    y, _ = ema(x, *parameters, backend="triton")
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(KernelError, match=r"EMA: expected first derivatives only.*backend='fft'"):
+        gradient.square().sum().backward()
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
+def test_the_operators_are_registered_well(streams: bool) -> None:
+    *most, hidden = (part.requires_grad_() for part in some("cpu", (2, 3, 2), *[(1, 2, 3)] * 4, (2, 3, 2)))
+    inputs = (*most, hidden, torch.tensor([3, 1]), True) if streams else (*most, None, None, False)
+    torch.library.opcheck(torch.ops.tcnca.ema_scan.default, inputs)
+
+
+@interpreted
+@pytest.mark.slow
+def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    api: Any = importlib.import_module("tcnca.ops.ema.api")
+    # The answers are those of a machine with a GPU.
+    monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
+    monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
+    monkeypatch.setattr(dispatch, "should_use", lambda compiler, device, op: dispatch._should_use(compiler, 0, op))
+    candidate = api.CANDIDATES[0]._replace(should_use=lambda call: call.kernel is None)
+    monkeypatch.setattr(api, "CANDIDATES", (candidate,))
+    monkeypatch.delenv("TCNCA_KERNELS", raising=False)
+    parameters = [part.requires_grad_() for part in some("cpu", *[(1, 3, 2)] * 4)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = torch.compile(
+        lambda x: ema(x.sin(), *parameters, return_state=True), fullgraph=True, dynamic=True, backend=counter
+    )
+    for time in (5, 9, 6):
+        x = torch.randn(2, time, 3, requires_grad=True)
+        y, state = run(x)
+        expected, other = ema(x.sin(), *parameters, backend="triton", return_state=True)
+        assert torch.equal(y, expected)
+        assert torch.equal(state.hidden, other.hidden)  # type: ignore[union-attr]
+        ours, theirs = (torch.autograd.grad(part.sum(), [x, *parameters]) for part in (y, expected))
+        for mine, same in zip(ours, theirs, strict=True):
+            assert_close(mine, same)
+    assert counter.frame_count == 1

@@ -1,0 +1,169 @@
+"""What EMA and attention promise with state in and out: split invariance, padding, causality, states as values."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tcnca.ops import (
+    ATTENTION_ACTIVATIONS,
+    AttentionState,
+    EMABackend,
+    EMAState,
+    chunked_attention,
+    ema,
+    ema_kernel,
+    initial_attention_state,
+    initial_ema_state,
+)
+from tests.comparison import assert_close
+from tests.ops import properties
+from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, Case, counts, leaf, some_lengths
+
+BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
+# A truncation of the EMA, or the chunk size of attention; a truncation of one is tested apart.
+LIMITS = st.none() | st.integers(2, 9)
+SOME_LIMITS = pytest.mark.parametrize("limit", [None, 4], ids=["full", "limited"])
+
+
+class Make(Protocol):
+    def __call__(self, time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case: ...
+
+
+def ema_case(
+    time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, backend: EMABackend
+) -> Case:
+    """`extra` uses a kernel that was computed beforehand."""
+    torch.manual_seed(0)
+    delta, alpha, beta, gamma = (leaf(1 if causal else 2, CHANNELS, HIDDEN, scale=1.5) for _ in range(4))
+    kernel = ema_kernel(delta, alpha, beta, gamma, max(time, limit or 1)) if extra else None
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
+        options |= {"backend": backend, "truncation": limit, "kernel": kernel}
+        return ema(x, delta, alpha, beta, gamma, **options)
+
+    parameters = {"delta": delta, "alpha": alpha, "beta": beta, "gamma": gamma}
+    return Case(operator, (leaf(BATCH, time, CHANNELS),), parameters)
+
+
+def attention_case(
+    time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, activation: str
+) -> Case:
+    """`extra` leaves the position bias out."""
+    torch.manual_seed(0)
+    # Full attention keeps the padding of every call, and some tests continue one state twice.
+    bias = None if extra else leaf(2 * 100 - 1)
+
+    def operator(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, AttentionState | None]:
+        options |= {"chunk_size": limit, "causal": causal, "activation": activation, "bias": bias}
+        return chunked_attention(q, k, v, **options)
+
+    leaves = (leaf(BATCH, time, WIDTH), leaf(BATCH, time, WIDTH), leaf(BATCH, time, CHANNELS))
+    return Case(operator, leaves, {} if bias is None else {"bias": bias})
+
+
+MAKERS: dict[str, Make] = {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
+MAKERS |= {f"attention-{name}": partial(attention_case, activation=name) for name in ATTENTION_ACTIVATIONS}
+every_operator = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every_operator
+@THOROUGH
+@given(limit=LIMITS, sizes=SIZES, extra=st.booleans())
+def test_many_calls_equal_one(make: Make, limit: int | None, sizes: list[int], extra: bool) -> None:
+    properties.assert_split_invariant(make(sum(sizes), limit, extra=extra), sizes)
+
+
+@every_operator
+@THOROUGH
+@given(limit=LIMITS, sizes=SIZES)
+def test_inplace_equals_a_new_state(make: Make, limit: int | None, sizes: list[int]) -> None:
+    properties.assert_inplace_changes_nothing(make(sum(sizes), limit), sizes)
+
+
+@every_operator
+@given(limit=LIMITS, sizes=SIZES)
+def test_a_state_can_be_used_again(make: Make, limit: int | None, sizes: list[int]) -> None:
+    properties.assert_state_left_alone(make(sum(sizes), limit), sizes)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@every_operator
+@THOROUGH
+@given(limit=LIMITS, lengths=some_lengths(BATCH, 9))
+def test_padding_is_ignored(make: Make, causal: bool, limit: int | None, lengths: list[int]) -> None:
+    properties.assert_padding_ignored(make(9, limit, causal=causal), lengths)
+
+
+@every_operator
+@THOROUGH
+@example(limit=None, calls=WAITING, extra=0, inplace=False)
+@example(limit=4, calls=WAITING, extra=0, inplace=False)
+@example(limit=4, calls=WAITING, extra=0, inplace=True)
+@given(limit=LIMITS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
+def test_rows_of_different_lengths_stream_alone(
+    make: Make, limit: int | None, calls: list[list[int]], extra: int, inplace: bool
+) -> None:
+    case = make(max(map(sum, zip(*calls, strict=True))), limit)
+    with torch.set_grad_enabled(not inplace):
+        properties.assert_ragged_stream(case, calls, extra, inplace)
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"), [(None, [0, 6, 0]), (1, [0, 1, 6]), (2, [1, 2, 3]), (3, [6, 3, 2]), (9, [0, 6, 1])], ids=str
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@every_operator
+def test_rows_and_chunks_without_tokens_give_no_nan(
+    make: Make, causal: bool, limit: int | None, lengths: list[int]
+) -> None:
+    properties.assert_padding_gives_no_nan(make(6, limit, causal=causal), lengths, streaming=causal)
+
+
+@every_operator
+@given(limit=LIMITS, at=st.integers(1, 9))
+def test_the_future_moves_nothing(make: Make, limit: int | None, at: int) -> None:
+    # A Fourier transform spreads its rounding over all times.
+    properties.assert_causal(make(10, limit), at, exact=make is not MAKERS["ema-fft"])
+
+
+@SOME_LIMITS
+@every_operator
+def test_strided_inputs_give_the_same(make: Make, limit: int | None) -> None:
+    properties.assert_layout_does_not_matter(make(9, limit), [1, 6, 2])
+
+
+@SOME_LIMITS
+def test_starting_from_the_initial_state_equals_starting_from_none(limit: int | None) -> None:
+    states = (
+        initial_ema_state(BATCH, CHANNELS, HIDDEN, limit, dtype=torch.float64),
+        initial_attention_state(BATCH, WIDTH, CHANNELS, limit, dtype=torch.float64),
+    )
+    for make, state in zip((MAKERS["ema-fft"], MAKERS["attention-softmax"]), states, strict=True):
+        case = make(7, limit)
+        assert_close(case.operator(*case.inputs, state=state)[0].detach(), case.operator(*case.inputs)[0].detach())
+
+
+@pytest.mark.parametrize("backend", PYTORCH_EMA)
+def test_a_truncation_of_one_has_no_past(backend: str) -> None:
+    case = MAKERS[f"ema-{backend}"](7, 1)
+    with torch.no_grad():
+        _, state = case.operator(case.inputs[0][:, :4], return_state=True)
+        continued, _ = case.operator(case.inputs[0][:, 4:], state=state)
+        afresh, _ = case.operator(case.inputs[0][:, 4:])
+    assert_close(continued, afresh)
+
+
+@pytest.mark.parametrize("backend", PYTORCH_EMA)
+def test_a_state_may_be_continued_by_another_form(backend: str) -> None:
+    first, second, whole = (MAKERS[f"ema-{form}"](11) for form in ("fft", backend, "recurrent"))
+    with torch.no_grad():
+        _, state = first.operator(first.inputs[0][:, :6], return_state=True)
+        y, _ = second.operator(first.inputs[0][:, 6:], state=state)
+        assert_close(y, whole.operator(*first.inputs)[0][:, 6:])
