@@ -152,7 +152,7 @@ def run(model: SequenceModel, task: Task, batch: Batch) -> None:
     assert int(task.metric_sums(logits, batch)[1]) > 0
 
 
-SHRUNK = {"num_layers": 1, "d_model": 8, "d_ff": 8, "d_key": 4, "d_value": 8}
+SHRUNK: dict[str, Any] = {"num_layers": 1, "d_model": 8, "d_ff": 8, "d_key": 4, "d_value": 8}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_batch_goes_through_the_presets_model(family: str, name: str, of: str)
     if isinstance(found.head, LanguageModelHeadConfig):
         assert found.head == task.head
     else:
-        assert found.head.num_classes == len(task.class_names)  # type: ignore[union-attr]
+        assert found.head.num_classes == len(task.class_names)  # type: ignore[attr-defined]
         changes["head.hidden"] = 8
     if name == "pathx":
         changes["chunk_size"] = 128  # attention over chunks of 4096 would take most of a minute

@@ -16,6 +16,7 @@ from tcnca import (
     LanguageModelHeadConfig,
     PairHeadConfig,
     RegressionHeadConfig,
+    SequenceModel,
     TokenInputConfig,
     ValueInputConfig,
 )
@@ -26,6 +27,7 @@ from tcnca.data.tasks import ClassificationTask, PairTask, RecallTask, Regressio
 from tcnca.data.tasks.examples import ExampleTask
 from tcnca.errors import ConfigError
 from tcnca.models.preprocessing import Preprocessing, Standardization
+from tests.examples import small_config
 
 RANDOM = np.random.default_rng(0)
 LENGTHS = [7, 3, 12, 1, 5, 9, 2, 30, 4, 6, 8]
@@ -394,3 +396,28 @@ def test_rows_are_padded_to_few_lengths(time: int, width: int) -> None:
     assert found.tokens == batch.tokens
     full = Batch(inputs=torch.zeros(2, 100), targets=torch.tensor([0, 1]))
     assert full.pad_to_bucket().inputs.shape == (2, 100)
+
+
+@pytest.mark.parametrize("name", ["pixels", "series", "regression"])
+def test_a_model_with_preprocessing_sees_standardized_values(name: str) -> None:
+    """Raw batches and a model that normalizes equal standardized batches and a model that does not."""
+    task = TASKS[name]
+    preprocessing, batch = task.preprocessing(), task.batch(0, COUNT)
+    config = small_config(input=task.input, head=task.head, causal=False)
+    torch.manual_seed(0)
+    model = SequenceModel(config, preprocessing).eval()
+    torch.manual_seed(0)
+    plain = SequenceModel(config).eval()
+    mean, std = (torch.tensor(values) for values in (preprocessing.input_mean, preprocessing.input_std))
+    standardized = (batch.inputs - mean) / std
+    if batch.lengths is not None:
+        standardized[torch.arange(standardized.shape[1]) >= batch.lengths[:, None]] = 0
+    with torch.no_grad():
+        found = model(batch.inputs, lengths=batch.lengths).logits
+        expected = plain(standardized, lengths=batch.lengths).logits
+    if name == "regression":
+        mean, std = (torch.tensor(values) for values in (preprocessing.target_mean, preprocessing.target_std))
+        loss = ((expected - (batch.targets - mean) / std) ** 2).mean()
+        torch.testing.assert_close(task.loss(found, batch), loss, rtol=1e-5, atol=1e-6)
+        expected = expected * std + mean
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
-from tcnca.training import DistContext, Trainer, evaluate, load_recipe, read_log, trainer
+from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
 from tcnca.training.distributed import parallelize
 from tcnca.training.files import file_lock
 from tests.examples import small_model
@@ -209,11 +209,11 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path, clock: Clock) -
     wanted = recipe("max_steps=8", "warmup_steps=1", "eval.every=60", "checkpoint.every=0", "log_every=1")
     one = TinyTrainer(tmp_path, wanted, budget=3.0)
     one.before_step = lambda _: clock.tick(0.0301)
-    evaluate = one._evaluate
+    measure = one._evaluate
 
-    def slow(*more: Any) -> Any:
+    def slow(split: str, max_batches: int | None = None) -> Score:
         clock.tick(0.5)
-        return evaluate(*more)
+        return measure(split, max_batches)
 
     one._evaluate = slow  # type: ignore[method-assign]
     result = one.fit()
