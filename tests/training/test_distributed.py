@@ -30,6 +30,7 @@ from tests.training.tiny import (
     latest,
     log,
     losses,
+    merged,
     recipe,
     together,
     weights,
@@ -61,7 +62,7 @@ def wanted(folder: Path, kind: str, *more: str) -> Recipe:
         return recipe(*KINDS[kind], *more)
     book = folder / "book.txt"
     book.write_text("".join(f"{number} is {'odd' if number % 2 else 'even'}. " for number in range(300)))
-    return load_recipe("lm").override([f"data={book}", *KINDS[kind], *more])
+    return load_recipe("lm").override(merged(f"data={book}", *KINDS[kind], *more))
 
 
 def _fit(folder: Path, given: Recipe, resume: bool, settings: dict[str, str]) -> None:
@@ -182,29 +183,6 @@ def test_if_one_process_stops_all_stop(tmp_path: Path, parallel: str) -> None:
     assert latest(tmp_path).name == "step-000000004"
 
 
-def _hesitant(folder: Path, changes: list[str], settings: dict[str, str]) -> None:
-    """A run in which one process is late to compare a validation with the best."""
-    torch.set_num_threads(1)
-    os.environ.update(settings)
-
-    def delay(trainer: TinyTrainer) -> None:
-        look = trainer.checkpoints.best_score
-
-        def late() -> float | None:
-            time.sleep(0.5 * trainer.dist.rank)
-            return look()
-
-        trainer.checkpoints.best_score = late  # type: ignore[method-assign]
-
-    trainer = TinyTrainer(folder, recipe(*PLAIN, *changes))
-    trainer.after_setup = delay
-    trainer.fit()
-
-
-def test_all_processes_agree_on_the_best(tmp_path: Path) -> None:
-    assert together(_hesitant, tmp_path, ["max_steps=4", "eval.every=0"]) == [0, 0]
-
-
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     changes = ["max_steps=300", "model.dropout=0.1", "log_every=1", "checkpoint.every=0", "eval.every=0"]
@@ -234,3 +212,26 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     again = [*start, *parts, "--resume"]
     done = subprocess.run(again, env=environment(), timeout=200, capture_output=True, text=True, check=True)
     assert done.stdout.count("the run is finished") == 1
+
+
+def _hesitant(folder: Path, changes: list[str], settings: dict[str, str]) -> None:
+    """A run in which one process is late to compare a validation with the best."""
+    torch.set_num_threads(1)
+    os.environ.update(settings)
+
+    def delay(trainer: TinyTrainer) -> None:
+        look = trainer.checkpoints.best_score
+
+        def late() -> float | None:
+            time.sleep(0.5 * trainer.dist.rank)
+            return look()
+
+        trainer.checkpoints.best_score = late  # type: ignore[method-assign]
+
+    trainer = TinyTrainer(folder, recipe(*PLAIN, *changes))
+    trainer.after_setup = delay
+    trainer.fit()
+
+
+def test_all_processes_agree_on_the_best(tmp_path: Path) -> None:
+    assert together(_hesitant, tmp_path, ["max_steps=4", "eval.every=0"]) == [0, 0]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import random
 import resource
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +17,7 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.training import CheckpointManager, DistContext, read_log
+from tcnca.training import CheckpointManager, DistContext
 from tests.training.tiny import (
     Death,
     Operation,
@@ -29,7 +25,6 @@ from tests.training.tiny import (
     TinyTrainer,
     arguments,
     assert_same,
-    command,
     ended,
     latest,
     losses,
@@ -180,29 +175,6 @@ def test_killed_at_its_very_start(tmp_path: Path, whole: Whole, death: Death, in
     assert_recovers(tmp_path / "run", whole, f"{death} {instant}")
 
 
-@pytest.mark.slow
-def test_killed_at_random_times(tmp_path: Path) -> None:
-    changes = ["max_steps=40", "checkpoint.every=1", "eval.every=5", "log_every=1"]
-    whole, killed = arguments(tmp_path / "whole", *changes), arguments(tmp_path / "killed", *changes, "--resume")
-    assert ended(process(command, whole)) == [0]
-    delays = random.Random(0)
-    reached = [0]
-    for _ in range(8):
-        child = process(command, killed)
-        child.start()
-        # Some while it starts, most while it trains and saves.
-        child.join(delays.uniform(0.2, 3))
-        child.kill()
-        child.join()
-        places = (tmp_path / "killed" / "checkpoints").glob("step-*")
-        reached.append(max((int(place.name.removeprefix("step-")) for place in places), default=0))
-    assert reached == sorted(reached)
-    assert ended(process(command, killed)) == [0]
-    assert_same(weights(tcnca.load(latest(tmp_path / "killed"))), weights(tcnca.load(latest(tmp_path / "whole"))))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert kept(tmp_path / "killed") == kept(tmp_path / "whole")
-
-
 def _command(folder: Path, instant: int, death: Death) -> None:
     torch.set_num_threads(1)
     sys.addaudithook(Saboteur(folder, instant, death))
@@ -317,29 +289,3 @@ def test_damage_next_to_the_checkpoints_is_named(
     assert isinstance(done.exception, SystemExit)
     # What is left of a recipe may be another recipe, which is refused as such.
     assert f"Error: {folder if name == 'recipe.yaml' else folder / name}" in done.output
-
-
-@pytest.mark.slow
-def test_a_budget_covers_all_launches(tmp_path: Path) -> None:
-    """Validations and checkpoints are part of it, and the learning rate falls to its end."""
-    budget, peak = 6.0, recipe().optimizer.lr
-    wanted = recipe("max_steps=100000", "warmup_steps=10000", "log_every=1", "eval.every=30", "checkpoint.every=50")
-    spent = 0.0
-    for until in (2.5, 100.0):
-        trainer = TinyTrainer(tmp_path, wanted, budget=budget, resume=True)
-        trainer.before_step = lambda one, until=until: (  # type: ignore[misc]
-            os.kill(os.getpid(), signal.SIGTERM) if one.state.seconds > until else None
-        )
-        started = time.monotonic()
-        result = trainer.fit()
-        spent += time.monotonic() - started
-    assert result.stopped == ""
-    assert result.seconds == pytest.approx(budget, rel=0.03)
-    # The final evaluation comes on top.
-    assert spent == pytest.approx(budget, abs=2.0)
-    lines = [line for line in read_log(tmp_path) if "loss" in line]
-    seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds)
-    assert max(b - a for a, b in itertools.pairwise(seconds)) < 1.0
-    assert max(line["lr"] for line in lines) == pytest.approx(peak, rel=0.05)
-    assert lines[-1]["lr"] < 0.05 * peak

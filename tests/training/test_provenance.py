@@ -73,13 +73,6 @@ def test_each_resumption_is_a_launch(tmp_path: Path) -> None:
     assert len(log(tmp_path)) > len(whole)
 
 
-def test_a_run_that_starts_over_has_one_launch(tmp_path: Path) -> None:
-    for resumed, count in ((False, 1), (True, 2), (False, 1)):
-        add_launch(tmp_path, launch(), resumed=resumed)
-        assert len(read_launches(tmp_path)) == count
-    assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]
-
-
 def test_what_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text('{"launches": [')
     with pytest.raises(TrainingError, match=r"provenance\.json: cannot be read \(.*\); remove it"):

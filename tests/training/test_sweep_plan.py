@@ -106,11 +106,6 @@ def test_the_grid_of_the_paper_is_one_command(tmp_path: Path) -> None:
     assert not (tmp_path / "sweep").exists()
 
 
-def test_help_shows_an_example() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["sweep", "--help"]).output.split())
-    assert f"tcnca sweep {' '.join(PAPER)}" in shown
-
-
 def test_each_variant_is_combined_with_all_values(tmp_path: Path) -> None:
     sweep = planned(tmp_path, "seed=0,1", "max_steps=200", jobs=2)
     names = [f"variant={name},seed={seed}" for name in ("plain", "wide", "none") for seed in (0, 1)]

@@ -164,15 +164,6 @@ def test_the_selection_is_by_the_mean_over_seeds(tmp_path: Path) -> None:
     assert [text.get_text() for text in picture.legends[0].get_texts()] == ["validation", "test", "failed"]
 
 
-def test_without_several_seeds_there_is_no_second_table(tmp_path: Path) -> None:
-    sweep = planned(tmp_path, "seed=3", variants=VARIANTS)
-    sweep.folder.mkdir()
-    write_tables(sweep, finished(sweep, [0.1, 0.2, 0.3]))
-    page = (sweep.folder / "sweep.md").read_text()
-    assert "Over seeds" not in page
-    assert "Selected by the highest validation accuracy, 0.3000: variant=none." in page
-
-
 def logged(folder: Path, seconds: float, scores: Sequence[float | None]) -> None:
     """Write a log with a line every ten steps and a validation every fifteen; compiling took a minute."""
     folder.mkdir(parents=True)
@@ -214,6 +205,15 @@ def test_curves_are_over_steps_and_over_time(tmp_path: Path) -> None:
     assert save_curves(sweep) == sweep.folder / "curves.png"
 
 
+def test_curves_of_many_runs_are_not_drawn(tmp_path: Path) -> None:
+    many = plan("recall-small", [f"seed={','.join(map(str, range(25)))}"], tmp_path / "many")
+    few = plan("recall-small", [f"seed={','.join(map(str, range(24)))}"], tmp_path / "few")
+    assert save_curves(few) is None
+    for sweep in (many, few):
+        logged(sweep.points[0].folder, 1.0, [0.5])
+    assert (save_curves(many), save_curves(few)) == (None, tmp_path / "few" / "curves.png")
+
+
 def test_curves_show_runs_that_end_worse_than_they_began(tmp_path: Path) -> None:
     sweep = dataclasses.replace(planned(tmp_path, variants=VARIANTS), higher_is_better=False)
     for point, scores in zip(sweep.points, ([5.0, 3.0, 2.0], [5.0, 3.0, 2.5], [5.0, 8.0, 9.0]), strict=True):
@@ -222,12 +222,3 @@ def test_curves_show_runs_that_end_worse_than_they_began(tmp_path: Path) -> None
     low, high = over_steps.get_ylim()
     assert low < 2.0
     assert high > 9.0
-
-
-def test_curves_of_many_runs_are_not_drawn(tmp_path: Path) -> None:
-    many = plan("recall-small", [f"seed={','.join(map(str, range(25)))}"], tmp_path / "many")
-    few = plan("recall-small", [f"seed={','.join(map(str, range(24)))}"], tmp_path / "few")
-    assert save_curves(few) is None
-    for sweep in (many, few):
-        logged(sweep.points[0].folder, 1.0, [0.5])
-    assert (save_curves(many), save_curves(few)) == (None, tmp_path / "few" / "curves.png")

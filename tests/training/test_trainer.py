@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
-from tcnca.training import DistContext, Trainer, dist_context, evaluate, load_recipe, read_log, trainer
+from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
 from tcnca.training.distributed import parallelize
 from tcnca.training.files import file_lock
 from tests.examples import small_model
@@ -66,19 +66,6 @@ def test_log_lines_do_not_depend_on_where_a_run_stopped(tmp_path: Path, after: i
     ]
     assert list(logs[0]) == [5, 10, 13]
     assert logs[0] == logs[1]
-
-
-def test_repeated_steps_are_logged_as_before(tmp_path: Path) -> None:
-    """Also if a line of the log starts before the checkpoint and ends after it."""
-    changes = ["log_every=5", "checkpoint.every=4", "checkpoint.keep=9", "eval.every=0"]
-    fit(tmp_path, *changes)
-    whole = [(line["step"], line["loss"], line["tokens"]) for line in read_log(tmp_path) if "loss" in line]
-    result = json.loads((tmp_path / "result.json").read_text())
-    for name in ("checkpoints/step-000000012", "checkpoints/best.json", "result.json"):
-        shutil.rmtree(path) if (path := tmp_path / name).is_dir() else path.unlink()
-    fit(tmp_path, *changes, resume=True)
-    assert [(line["step"], line["loss"], line["tokens"]) for line in read_log(tmp_path) if "loss" in line] == whole
-    assert json.loads((tmp_path / "result.json").read_text())["tokens"] == result["tokens"] == 12 * 12 * 17
 
 
 def test_several_optimizers_are_saved_and_restored(tmp_path: Path) -> None:
@@ -222,11 +209,11 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path, clock: Clock) -
     wanted = recipe("max_steps=8", "warmup_steps=1", "eval.every=60", "checkpoint.every=0", "log_every=1")
     one = TinyTrainer(tmp_path, wanted, budget=3.0)
     one.before_step = lambda _: clock.tick(0.0301)
-    evaluate = one._evaluate
+    measure = one._evaluate
 
-    def slow(*more: Any) -> Any:
+    def slow(split: str, max_batches: int | None = None) -> Score:
         clock.tick(0.5)
-        return evaluate(*more)
+        return measure(split, max_batches)
 
     one._evaluate = slow  # type: ignore[method-assign]
     result = one.fit()
@@ -439,11 +426,3 @@ def test_data_of_no_use_leaves_no_directory(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "data.custom.text" in refused.output
     assert not (tmp_path / "run").exists()
-
-
-def test_the_process_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with dist_context("cpu") as dist:
-        assert (dist.is_main, dist.world_size, dist.any(False), dist.any(True)) == (True, 1, False, True)
-        assert dist.all_reduce_sum(torch.ones(2)).tolist() == [1.0, 1.0]

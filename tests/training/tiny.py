@@ -48,9 +48,14 @@ STREAM = {"train": 600, "validation": 150, "test": 150}
 """Bytes of the splits of a tiny EnWik8."""
 
 
+def merged(*changes: str) -> list[str]:
+    """Return changes of which later ones replace earlier ones of the same key."""
+    return list({change.partition("=")[0]: change for change in changes}.values())
+
+
 def changed(*changes: str) -> list[str]:
     """Return the changes that make a recipe tiny, with others in their place."""
-    return list({change.partition("=")[0]: change for change in (*SMALL, *MODEL, *changes)}.values())
+    return merged(*SMALL, *MODEL, *changes)
 
 
 def recipe(*changes: str) -> Recipe:

@@ -19,31 +19,16 @@ from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.training import report
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
-from tcnca.training.distributed import (
-    DistContext,
-    check_device,
-    dist_context,
-    gradient_sync,
-    parallelize,
-    should_compile,
-)
+from tcnca.training.distributed import DistContext, dist_context, gradient_sync, parallelize, should_compile
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.files import atomic_path, atomic_write, file_lock
 from tcnca.training.logger import Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
-from tcnca.training.report import (
-    REPORT,
-    Result,
-    best_validation,
-    draw_curves,
-    mean_speed,
-    read_result,
-    write_report,
-    write_result,
-)
+from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
 
 _COMPILING_STEPS = 3
@@ -84,7 +69,6 @@ class Trainer:
         command: str = "",
         verbose: bool = True,
     ) -> None:
-        check_device(device)
         self.recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         self.name = name or Path(recipe if isinstance(recipe, str) else out or self.recipe.data.source).stem
         self.out = Path(out or Path("runs") / self.name)
@@ -96,7 +80,7 @@ class Trainer:
         """Train to the end, or until a signal or the budget stops the run."""
         with (
             dist_context(self.device) as self.dist,
-            Logger(self.out, self._console(), enabled=self.dist.is_main) as self.logger,
+            Logger(self.out, Console(quiet=not self.verbose), enabled=self.dist.is_main) as self.logger,
         ):
             self._resolve_recipe()
             if self.resume:
@@ -117,7 +101,7 @@ class Trainer:
                 except TrainingError:
                     self._draw_curves()
                     raise
-                result = self._stop(stopped) if stopped else self._finish()
+                result = self._finish(stopped)
             self._release()
         return result
 
@@ -326,9 +310,6 @@ class Trainer:
 
     # The start of a run.
 
-    def _console(self) -> Console:
-        return Console(emoji=False, highlight=False, quiet=not self.verbose)
-
     def _check_out(self) -> None:
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
@@ -357,7 +338,7 @@ class Trainer:
 
     def _finished(self) -> Result | None:
         """Return the result of a run that is resumed though it is finished."""
-        result = read_result(self.out)
+        result = report.read_result(self.out)
         # Another recipe is refused when the checkpoint is restored.
         if result is None or not (self.out / RECIPE).is_file() or load_recipe(str(self.out / RECIPE)) != self.recipe:
             return None
@@ -423,12 +404,11 @@ class Trainer:
 
     # The end of a run.
 
-    def _stop(self, signal: str) -> Result:
-        self._draw_curves()
-        return self._result(signal, {})
-
-    def _finish(self) -> Result:
-        """Save the model, measure it, and write the report."""
+    def _finish(self, stopped: str) -> Result:
+        """Save the model, measure it, and write the report; draw only the curves of a run that was stopped."""
+        if stopped:
+            self._draw_curves()
+            return self._result(stopped, {})
         self._export_model()
         config = self.recipe.eval
         if config.max_batches is not None:
@@ -442,9 +422,9 @@ class Trainer:
         self._draw_curves()
         result = self._result("", scores)
         if self.dist.is_main:
-            write_report(self.out, result)
+            report.write_report(self.out, result)
             # Last, as it marks the run as finished.
-            write_result(self.out, result)
+            report.write_result(self.out, result)
         if self.budget is not None and result.step < _FEW_STEPS:
             self.logger.print(
                 f"warning: only {result.step} steps fitted into the budget of {self.budget:g}s, too few to learn much; "
@@ -463,11 +443,11 @@ class Trainer:
 
     def _draw_curves(self) -> None:
         if self.dist.is_main:
-            draw_curves(self.out, self.name, higher_is_better=self.task.higher_is_better)
+            report.draw_curves(self.out, self.name, higher_is_better=self.task.higher_is_better)
 
     def _result(self, stopped: str, scores: dict[str, Score]) -> Result:
         lines = read_log(self.out) if self.dist.is_main else []
-        best = best_validation(lines, higher_is_better=self.task.higher_is_better)
+        best = report.best_validation(lines, higher_is_better=self.task.higher_is_better)
         return Result(
             step=self.state.step,
             seconds=self.state.seconds,
@@ -475,7 +455,7 @@ class Trainer:
             scores=scores,
             best=None if best is None else {"step": best[0], "value": best[1]},
             tokens=round(sum(line.get("tokens", 0) for line in lines)),
-            tokens_per_second=mean_speed(lines),
+            tokens_per_second=report.mean_speed(lines),
             memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             source=self.recipe.data.source,
