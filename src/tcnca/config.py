@@ -665,7 +665,10 @@ def parse_value(text: str) -> Any:
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the keys and values of texts such as `lr=1e-3`; `--lr 1e-3` and `--lr=1e-3` are understood as well."""
+    """Return the keys and values of texts such as `lr=1e-3`; `--lr 1e-3` and `--lr=1e-3` work too.
+
+    The last value of a key counts.
+    """
     found: dict[str, Any] = {}
     rest = iter(texts)
     for text in rest:
@@ -675,8 +678,5 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
             value = value if equals else next(rest, "true")
         elif not equals:
             raise ConfigError(f"{text}: expected KEY=VALUE, got no value; for example lr=0.001")
-        key = key.strip()
-        if key in found:
-            raise ConfigError(f"{key}: expected one value, got it twice")
-        found[key] = parse_value(value)
+        found[key.strip()] = parse_value(value)
     return found
