@@ -269,9 +269,9 @@ def test_overrides_of_the_command_line() -> None:
         "betas": [0.9, 0.99],
         "compile": True,
     }
+    assert parse_overrides(["lr=1", "lr=2"]) == {"lr": 2}
     for wrong, message in (
         (["lr"], "^lr: expected KEY=VALUE, got no value"),
-        (["lr=1", "lr=2"], "^lr: expected one value, got it twice"),
         (["lr=[1"], "expected a value"),
     ):
         with pytest.raises(ConfigError, match=message):
