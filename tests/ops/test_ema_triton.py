@@ -24,7 +24,7 @@ from tests.ops.interpreter import INTERPRETED, interpreted, not_interpreted
 def test_backends() -> None:
     assert EMA_BACKENDS == ("auto", "recurrent", "scan", "fft", "triton")
     assert EMAConfig().backend == "auto"
-    with pytest.raises(ConfigError, match="backend: expected .* with truncation 3, got 'triton'"):
+    with pytest.raises(ConfigError, match=r"backend: expected .* with truncation 3, got 'triton'"):
         EMAConfig(backend="triton", truncation=3)
 
 
