@@ -114,7 +114,7 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
     x, *parameters = some("cuda", (2, 9, 3), *[(1, 3, 4)] * 4, requires_grad=True)
     y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"EMA: expected first derivatives only"):
+    with pytest.raises(KernelError, match=r"ema_scan_backward: expected first derivatives only"):
         gradient.square().sum().backward()
 
 

@@ -15,11 +15,9 @@ from tcnca import InputError, StateError
 from tcnca.ops import (
     AttentionState,
     chunked_attention,
-    dilated_conv,
     ema,
     ema_kernel,
     initial_attention_state,
-    initial_conv_state,
     initial_ema_state,
     initial_tcn_state,
     tcn,
@@ -38,31 +36,15 @@ NO_TOKENS = ["[2, 0, 3]", "1 or more tokens"]
 NO_BATCH = ["[5, 3]", "[batch, time, channels]"]
 BIDIRECTIONAL = ["state:", "bidirectional"]
 
-WEIGHT, BLOCKS = zeros(3, 4), zeros(2, 1, 3, 4)
-both_ways = partial(dilated_conv, X, WEIGHT, 1, causal=False)
+BLOCKS = zeros(2, 1, 3, 4)
 tcn_both_ways = partial(tcn, X, BLOCKS, 2, causal=False)
-CONV: list[Row] = [
-    ("x-dimensions", lambda: dilated_conv(FLAT, WEIGHT, 1), ["x:", *NO_BATCH]),
-    ("x-empty", lambda: dilated_conv(EMPTY, WEIGHT, 1), ["x:", "[2, 0, 3]", "1 or more"]),
-    ("weight-dimensions", lambda: dilated_conv(X, zeros(3), 1), ["weight:", "[3]", "[channels, kernel_size]"]),
-    ("weight-channels", lambda: dilated_conv(X, zeros(4, 4), 1), ["weight:", "[4, 4]", "3 channels"]),
-    ("weight-empty", lambda: dilated_conv(X, zeros(3, 0), 1), ["weight:", "[3, 0]", "1 or more"]),
-    ("dilation", lambda: dilated_conv(X, WEIGHT, 0), ["dilation:", "got 0", "1 or more"]),
-    ("state-bidirectional", lambda: both_ways(state=initial_conv_state(2, 3, 4, 1)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: both_ways(return_state=True), BIDIRECTIONAL),
-    (
-        "state-dilation",
-        lambda: dilated_conv(X, WEIGHT, 1, state=initial_conv_state(2, 3, 4, 2)),
-        ["state.buffer:", "[2, 6, 3]", "[2, 3, 3]"],
-    ),
-]
 TCN: list[Row] = [
     ("weight-dtype", lambda: tcn(X, BLOCKS.double(), 2), ["weight:", "torch.float32 like x", "got torch.float64"]),
     ("x-dimensions", lambda: tcn(FLAT, BLOCKS, 2), ["x:", *NO_BATCH]),
     ("x-empty", lambda: tcn(EMPTY, BLOCKS, 2), ["x:", *NO_TOKENS]),
     (
         "weight-dimensions",
-        lambda: tcn(X, WEIGHT, 2),
+        lambda: tcn(X, zeros(3, 4), 2),
         ["weight:", "[3, 4]", "[depth, convolutions, channels, kernel_size]"],
     ),
     ("weight-channels", lambda: tcn(X, zeros(2, 1, 5, 4), 2), ["weight:", "[2, 1, 5, 4]", "3 channels"]),
@@ -160,7 +142,7 @@ def attention(
 PAST = AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
 BIAS_SHAPE = "[2 · max_length - 1]"
 ATTENTION: list[Row] = [
-    ("q-dimensions", lambda: attention(q=FLAT), ["q:", "[5, 3]", "[batch, time, width]"]),
+    ("q-dimensions", lambda: attention(q=FLAT), ["q:", "[5, 3]", "[batch, time, d_key]"]),
     ("q-empty", lambda: attention(q=EMPTY, k=EMPTY, v=EMPTY), ["q:", *NO_TOKENS]),
     ("k", lambda: attention(k=zeros(2, 5, 4)), ["k:", "got [2, 5, 4]", "shape of q, [2, 5, 3]"]),
     ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "got [2, 6, 3]", "[2, 5, d_value]"]),
@@ -209,7 +191,7 @@ ATTENTION: list[Row] = [
 
 TABLE = [
     pytest.param(*row[1:], id=f"{operator}-{row[0]}")
-    for operator, rows in {"conv": CONV, "tcn": TCN, "ema": EMA, "attention": ATTENTION}.items()
+    for operator, rows in {"tcn": TCN, "ema": EMA, "attention": ATTENTION}.items()
     for row in rows
 ]
 

@@ -17,22 +17,18 @@ from tcnca.ops.attention import (
     rotate,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
-from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
 from tcnca.ops.dropout import dropout
-from tcnca.ops.ema import EMA_BACKENDS, EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
+from tcnca.ops.ema import EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
-from tcnca.ops.tcn import TCN_BACKENDS, TCNBackend, TCNState, initial_tcn_state, receptive_field, tcn
+from tcnca.ops.tcn import TCNBackend, TCNState, initial_tcn_state, receptive_field, tcn
 
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_ACTIVATIONS",
-    "EMA_BACKENDS",
-    "TCN_BACKENDS",
     "Activation",
     "AttentionActivation",
     "AttentionState",
-    "ConvState",
     "EMABackend",
     "EMAState",
     "State",
@@ -46,13 +42,11 @@ __all__ = [
     "check_tensor",
     "check_values",
     "chunked_attention",
-    "dilated_conv",
     "dropout",
     "ema",
     "ema_coefficients",
     "ema_kernel",
     "initial_attention_state",
-    "initial_conv_state",
     "initial_ema_state",
     "initial_tcn_state",
     "laplace",

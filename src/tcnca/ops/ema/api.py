@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import autocasts, check_lengths
-from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, transform_reason
+from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
+from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_fft, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.padding import advance, take_time, zero_padding
@@ -19,8 +19,6 @@ from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "recurrent", "scan", "fft", "triton"]
-EMA_BACKENDS: tuple[str, ...] = get_args(EMABackend)
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_MAX_HIDDEN = 64
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -132,13 +130,10 @@ def _triton_unsupported(call: EMACall) -> str | None:
         return f"x: expected a CUDA tensor, got one on {x.device}"
     if call.truncation is not None:
         return f"truncation: expected None, got {call.truncation}; the fused scan never subtracts an input"
-    tensors = [x, *call.parameters] if call.state is None else [x, *call.parameters, call.state.hidden]
-    for tensor in tensors:
-        if tensor.dtype not in TRITON_DTYPES:
-            return f"dtype: expected {', '.join(map(str, TRITON_DTYPES))}, got {tensor.dtype}"
-    for tensor in tensors if call.lengths is None else [*tensors, call.lengths]:
-        if tensor.device != x.device:
-            return f"device: expected {x.device} for all tensors, as for x, got {tensor.device}"
+    hidden_state = () if call.state is None else (call.state.hidden,)
+    reason = tensors_reason([x, *call.parameters, *hidden_state], call.lengths)
+    if reason is not None:
+        return reason
     if hidden > TRITON_MAX_HIDDEN:
         return f"hidden: expected at most {TRITON_MAX_HIDDEN} states for each channel, got {hidden}"
     return transform_reason()
@@ -257,8 +252,7 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
 def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
     x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise InputError(f"x: expected shape [batch, time, channels] with 1 or more tokens, got {list(x.shape)}")
+    check_sequence("x", x)
     directions, channels, hidden = delta.shape if delta.dim() == 3 else (0, 0, 0)
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):
         if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or hidden < 1:
@@ -281,10 +275,5 @@ def _check(call: EMACall) -> None:
     if streams and directions == 2:
         raise StateError("state: expected None for a bidirectional EMA, only a causal one has a state")
     if call.state is not None:
-        window = None if call.state.window is None else list(call.state.window.shape)
-        for name, got, expected in (
-            ("hidden", list(call.state.hidden.shape), [x.shape[0], x.shape[2], hidden]),
-            ("window", window, None if truncation is None else [x.shape[0], truncation, x.shape[2]]),
-        ):
-            if got != expected:
-                raise StateError(f"state.{name}: expected shape {expected}, got {got}")
+        check_state("hidden", call.state.hidden, [x.shape[0], x.shape[2], hidden])
+        check_state("window", call.state.window, None if truncation is None else [x.shape[0], truncation, x.shape[2]])
