@@ -87,7 +87,7 @@ EMA: list[Row] = [
     (
         "delta-dimensions",
         lambda: ema(X, zeros(3, 4), *PARAMETERS[1:]),
-        ["delta:", "[3, 4]", "[directions, channels, hidden]"],
+        ["delta:", "[3, 4]", "[directions, channels, d_state]"],
     ),
     ("delta-directions", lambda: ema(X, *[zeros(3, 3, 4)] * 4), ["delta:", "[3, 3, 4]", "1 or 2 directions"]),
     ("delta-channels", lambda: ema(X, *[zeros(1, 5, 4)] * 4), ["delta:", "[1, 5, 4]", "3 channels"]),

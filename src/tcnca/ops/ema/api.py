@@ -19,7 +19,7 @@ from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "recurrent", "scan", "fft", "triton"]
-TRITON_MAX_HIDDEN = 64
+TRITON_MAX_STATES = 64
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -28,7 +28,7 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, hidden]`.
+    hidden: `[batch, channels, d_state]`, the hidden states.
     window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
         input is subtracted again after `truncation` steps. None otherwise.
     position: `[batch]`, tokens seen so far.
@@ -58,7 +58,7 @@ class EMACall:
 def initial_ema_state(
     batch: int,
     channels: int,
-    hidden: int,
+    d_state: int,
     truncation: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -70,7 +70,7 @@ def initial_ema_state(
     least = torch.float32 if truncation is None else torch.float64
     precise = torch.promote_types(dtype or torch.get_default_dtype(), least)
     return EMAState(
-        torch.zeros(batch, channels, hidden, device=device, dtype=precise),
+        torch.zeros(batch, channels, d_state, device=device, dtype=precise),
         None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
         torch.zeros(batch, dtype=torch.long, device=device),
     )
@@ -98,7 +98,7 @@ def ema(
 
     Args:
         x: `[batch, time, channels]`.
-        delta, alpha, beta, gamma: `[directions, channels, hidden]`. One direction is causal; with two, the second
+        delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
             looks into the future and both see the present.
         backend: `fft` (convolution in the frequency domain), `recurrent` (token by token), `scan` (parallel scan),
             `triton` (a scan in fused kernels for NVIDIA GPUs: no truncation, no float64, first derivatives only) or
@@ -125,17 +125,17 @@ def ema(
 
 
 def _triton_unsupported(call: EMACall) -> str | None:
-    x, hidden = call.x, call.parameters[0].shape[2]
+    x, d_state = call.x, call.parameters[0].shape[2]
     if not x.is_cuda and not INTERPRETED:
         return f"x: expected a CUDA tensor, got one on {x.device}"
     if call.truncation is not None:
         return f"truncation: expected None, got {call.truncation}; the fused scan never subtracts an input"
-    hidden_state = () if call.state is None else (call.state.hidden,)
-    reason = tensors_reason([x, *call.parameters, *hidden_state], call.lengths)
+    hidden = () if call.state is None else (call.state.hidden,)
+    reason = tensors_reason([x, *call.parameters, *hidden], call.lengths)
     if reason is not None:
         return reason
-    if hidden > TRITON_MAX_HIDDEN:
-        return f"hidden: expected at most {TRITON_MAX_HIDDEN} states for each channel, got {hidden}"
+    if d_state > TRITON_MAX_STATES:
+        return f"d_state: expected at most {TRITON_MAX_STATES}, got {d_state}"
     return transform_reason()
 
 
@@ -253,11 +253,11 @@ def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
     x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
     check_sequence("x", x)
-    directions, channels, hidden = delta.shape if delta.dim() == 3 else (0, 0, 0)
+    directions, channels, d_state = delta.shape if delta.dim() == 3 else (0, 0, 0)
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):
-        if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or hidden < 1:
+        if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or d_state < 1:
             raise InputError(
-                f"{name}: expected shape [directions, channels, hidden], the same for all four parameters, with 1 or 2 "
+                f"{name}: expected shape [directions, channels, d_state], the same for all four parameters, with 1 or 2 "
                 f"directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
             )
     check_lengths(call.lengths, x.shape[0], x.shape[1])
@@ -275,5 +275,5 @@ def _check(call: EMACall) -> None:
     if streams and directions == 2:
         raise StateError("state: expected None for a bidirectional EMA, only a causal one has a state")
     if call.state is not None:
-        check_state("hidden", call.state.hidden, [x.shape[0], x.shape[2], hidden])
+        check_state("hidden", call.state.hidden, [x.shape[0], x.shape[2], d_state])
         check_state("window", call.state.window, None if truncation is None else [x.shape[0], truncation, x.shape[2]])
