@@ -20,9 +20,7 @@ from tcnca.ops import (
     AttentionState,
     attend,
     chunked_attention,
-    laplace,
     offset_bias,
-    relu2,
     rotary_bias,
     rotate,
 )
@@ -112,13 +110,6 @@ def test_a_query_that_sees_nothing_gets_zeros(activation: str) -> None:
     out = attend(q, k, v, activation=activation, mask=mask)
     assert not out[:, 2].any()
     assert_close(out[:, [0, 1, 3]], attend(q[:, [0, 1, 3]], k, v, activation=activation))
-
-
-def test_attention_functions_of_known_values() -> None:
-    x = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
-    assert relu2(x).tolist() == [0.0, 0.0, 0.25, 4.0]
-    assert float(laplace(torch.tensor(0.707107, dtype=torch.float64))) == 0.5
-    assert_close(laplace(x), torch.tensor(naive_weights(x.tolist(), "laplace"), dtype=torch.float64))
 
 
 @every_activation
@@ -268,20 +259,6 @@ def test_the_state_holds_one_chunk_and_full_attention_everything(chunk_size: int
     assert torch.equal(state.values, v)
 
 
-@every_activation
-@given(chunk_size=st.integers(1, 7), at=st.integers(1, 13))
-def test_chunks_do_not_see_each_other(activation: str, chunk_size: int, at: int) -> None:
-    q, k, v = inputs(14)
-    out, _ = chunked_attention(q, k, v.requires_grad_(), chunk_size=chunk_size, causal=False, activation=activation)
-    reached = torch.autograd.grad(out[:, at].sum(), v)[0].abs().sum((0, 2)).nonzero().flatten()
-    start = at // chunk_size * chunk_size
-    visible = list(range(start, min(start + chunk_size, 14)))
-    assert set(reached.tolist()) <= set(visible)
-    # The others may give a key that they see a weight of zero.
-    if activation == "softmax":
-        assert reached.tolist() == visible
-
-
 def test_padding_does_not_make_the_cache_of_full_attention_grow() -> None:
     q, k, v = (torch.randn(2, 3, 2, dtype=torch.float64) for _ in range(3))
     bias = torch.randn(15, dtype=torch.float64)
@@ -303,7 +280,7 @@ def test_a_chunked_state_is_refused_by_full_attention() -> None:
         chunked_attention(q, k, v, chunk_size=None, state=state)
 
 
-def test_keys_and_values_are_kept_in_the_type_of_the_queries() -> None:
+def test_the_state_has_the_dtype_of_the_queries() -> None:
     q, k = torch.randn(1, 3, 2), torch.randn(1, 3, 2)
     _, state = chunked_attention(q, k, torch.randn(1, 3, 2, dtype=torch.bfloat16), chunk_size=4, return_state=True)
     assert state is not None

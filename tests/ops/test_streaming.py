@@ -107,7 +107,7 @@ def test_padding_is_ignored(make: Make, causal: bool, limit: int | None, lengths
 @example(limit=4, calls=WAITING, extra=0, inplace=False)
 @example(limit=4, calls=WAITING, extra=0, inplace=True)
 @given(limit=LIMITS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
-def test_rows_of_different_lengths_stream_alone(
+def test_rows_of_different_lengths_stream_independently(
     make: Make, limit: int | None, calls: list[list[int]], extra: int, inplace: bool
 ) -> None:
     case = make(max(map(sum, zip(*calls, strict=True))), limit)
@@ -128,7 +128,7 @@ def test_rows_and_chunks_without_tokens_give_no_nan(
 
 @every_operator
 @given(limit=LIMITS, at=st.integers(1, 9))
-def test_the_future_moves_nothing(make: Make, limit: int | None, at: int) -> None:
+def test_outputs_depend_on_the_past_only(make: Make, limit: int | None, at: int) -> None:
     # A Fourier transform spreads its rounding over all times.
     properties.assert_causal(make(10, limit), at, exact=make is not MAKERS["ema-fft"])
 
@@ -161,7 +161,7 @@ def test_a_truncation_of_one_has_no_past(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", PYTORCH_EMA)
-def test_a_state_may_be_continued_by_another_form(backend: str) -> None:
+def test_another_backend_continues_a_state(backend: str) -> None:
     first, second, whole = (MAKERS[f"ema-{form}"](11) for form in ("fft", backend, "recurrent"))
     with torch.no_grad():
         _, state = first.operator(first.inputs[0][:, :6], return_state=True)

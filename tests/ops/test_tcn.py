@@ -101,13 +101,6 @@ def test_equals_the_explicit_blocks(
     assert_close(y, explicit_tcn(x, weight, factor, bias, activation, residual, causal))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_has_its_formula(activation: str) -> None:
-    x, weight = torch.randn(1, 6, 2, dtype=torch.float64), torch.randn(2, 2, 2, 3, dtype=torch.float64)
-    y, _ = tcn(x, weight, 2, activation=activation)
-    assert_close(y, explicit_tcn(x, weight, 2, activation=activation))
-
-
 @pytest.mark.parametrize("convolutions", [1, 2])
 def test_order_of_norm_and_dropout(convolutions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 6, 2, dtype=torch.float64), torch.randn(3, convolutions, 2, 3, dtype=torch.float64)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tcnca.errors import ConfigError, KernelError
+from tcnca.errors import KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
-from tcnca.ops.tcn import TCNSpec, api, cpu
+from tcnca.ops.tcn import api, cpu
+from tcnca.ops.tcn.naive import TCNSpec
 from tests.comparison import assert_close
 from tests.ops.tcn_cases import Case, exact
 
@@ -246,9 +247,6 @@ def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatc
     assert len(calls) == 1
     tcn(small, weight, 2, backend="cpu")
     assert len(calls) == 2
-    monkeypatch.setenv("TCNCA_KERNELS", "fast")
-    with pytest.raises(ConfigError, match="TCNCA_KERNELS: expected auto or off in the environment, got 'fast'"):
-        tcn(large, weight, 2)
 
 
 def test_unsupported_reasons_are_named() -> None:

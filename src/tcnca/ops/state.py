@@ -184,4 +184,8 @@ def _flatten_with_keys(state: State) -> tuple[list[tuple[Any, Any]], list[Any]]:
 def _leaves(state: State) -> dict[str, Any]:
     """Return the tensors, and None for missing parts, by dotted name."""
     pairs, _ = pytree.tree_flatten_with_path(state)
-    return {".".join(str(getattr(key, "name", None) or key.idx) for key in path): leaf for path, leaf in pairs}
+    return {".".join(map(_key_name, path)): leaf for path, leaf in pairs}
+
+
+def _key_name(key: Any) -> str:
+    return key.name if isinstance(key, pytree.GetAttrKey) else str(key.idx)

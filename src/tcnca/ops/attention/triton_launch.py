@@ -177,13 +177,6 @@ def slabs(groups: int, blocks: int, block: int, itemsize: int) -> list[Slab]:
     ]
 
 
-class Forward(NamedTuple):
-    """The launches of a call; the first computes the softmax's normalizer, if the second does not."""
-
-    normalize: Launch | None
-    attend: Launch
-
-
 class Part(NamedTuple):
     """The launches of the gradients through one slab, in their order."""
 
@@ -224,10 +217,8 @@ def run_forward(stream: int, *arguments: Any) -> tuple[Tensor, Tensor]:
     out = inputs.v.new_empty(inputs.v.shape)
     softmax = signature.activation == "softmax"
     normalizer = out.new_empty((signature.batch, signature.time) if softmax else (0,), dtype=torch.float32)
-    plan = forward_plan(signature)
-    if plan.normalize is not None:
-        plan.normalize(stream, *inputs, out, normalizer)
-    plan.attend(stream, *inputs, out, normalizer)
+    for launch in forward_plan(signature):
+        launch(stream, *inputs, out, normalizer)
     return out, normalizer
 
 
@@ -317,17 +308,15 @@ def _sum_of_bias(found: Tensor, signature: Signature) -> Tensor:
 
 
 @functools.lru_cache(CACHED_PLANS)
-def forward_plan(signature: Signature) -> Forward:
-    """Prepare the launches of a call."""
+def forward_plan(signature: Signature) -> list[Launch]:
+    """Prepare the launches of a call; the first computes the softmax's normalizer, if the last does not."""
     tile = signature.tile("attended")
     slices = -(-signature.d_value // tile.columns)
     softmax = signature.activation == "softmax"
     first = softmax and slices >= NORMALIZE_FIRST
     narrow = tile._replace(columns=MIN_SIDE)
-    return Forward(
-        _attended(signature, narrow, 1, NORMALIZE=True, ATTEND=False) if first else None,
-        _attended(signature, tile, slices, NORMALIZE=softmax and not first, ATTEND=True),
-    )
+    normalize = [_attended(signature, narrow, 1, NORMALIZE=True, ATTEND=False)] if first else []
+    return [*normalize, _attended(signature, tile, slices, NORMALIZE=softmax and not first, ATTEND=True)]
 
 
 @functools.lru_cache(CACHED_BACKWARD_PLANS)

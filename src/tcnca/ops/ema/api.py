@@ -257,7 +257,7 @@ def _check(call: EMACall) -> None:
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):
         if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or d_state < 1:
             raise InputError(
-                f"{name}: expected shape [directions, channels, d_state], the same for all four parameters, with 1 or 2 "
+                f"{name}: expected shape [directions, channels, d_state], the same for all four, with 1 or 2 "
                 f"directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
             )
     check_lengths(call.lengths, x.shape[0], x.shape[1])

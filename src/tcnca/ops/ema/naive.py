@@ -1,8 +1,8 @@
 """The damped EMA of whole sequences in PyTorch's own operators: the recurrence, and two parallel forms of it.
 
-The recurrence is the oracle of all others. Parameters have the shape `[directions, channels, d_state]`: one direction is
-causal; of two, the first looks into the past and the second into the future. A truncation `m` keeps the kernel's first
-`m` lags: in a recurrence, an input is subtracted again `m` steps after it entered.
+The recurrence is the oracle of all others. Parameters are `[directions, channels, d_state]`: one direction is causal;
+of two, the first looks into the past and the second into the future. A truncation `m` keeps the kernel's first `m`
+lags: in a recurrence, an input is subtracted again `m` steps after it entered.
 """
 
 from __future__ import annotations

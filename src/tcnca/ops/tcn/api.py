@@ -7,7 +7,8 @@ from typing import Literal
 from torch import Tensor
 
 from tcnca.ops.dispatch import Candidate, select_backend
-from tcnca.ops.tcn import cpu, cuda
+from tcnca.ops.tcn import cpu
+from tcnca.ops.tcn.cuda import operator as cuda
 from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn
 
 TCNBackend = Literal["auto", "naive", "cpu", "cuda"]
