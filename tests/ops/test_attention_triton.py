@@ -239,17 +239,6 @@ def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
-def test_torch_func_is_an_unsupported_reason() -> None:
-    reasons: list[Any] = []
-
-    def loss(x: Tensor) -> Tensor:
-        reasons.append(reason(x, x, x))
-        return chunked_attention(x, x, x, chunk_size=4)[0].sum()
-
-    torch.func.grad(loss)(torch.randn(2, 9, 3))
-    assert "torch.func" in reasons[0]
-
-
 def _fake(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
 

@@ -283,13 +283,6 @@ def prepare(launcher: Any, block: int = 128) -> Any:
 
 
 @not_interpreted
-def test_machine_code_is_compiled_and_loaded_once(launcher: Any, pretended: Driver) -> None:
-    for _ in range(2):
-        assert launcher.load_kernel(prepare(launcher), 0).handle == 6
-    assert pretended.calls == [b"\x7fELF", (5, b"prepare")]
-
-
-@not_interpreted
 def test_a_kernel_that_triton_cannot_compile_is_named(launcher: Any) -> None:
     with pytest.raises(KernelError, match=r"Triton: cannot compile the kernel prepare; set TCNCA_KERNELS=off"):
         launcher.compile_kernel(prepare(launcher, block=3), 90)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tcnca.ops import EMABackend, EMAState, ema, ema_kernel, initial_ema_state
+from tcnca.ops import EMABackend, EMAState, ema, ema_kernel
 from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.ema_cases import Case as KernelCase
@@ -195,13 +195,6 @@ def test_a_saturated_decay_gives_no_nan(backend: EMABackend, sizes: list[int] | 
     assert_close(y.detach(), x)
     for gradient in torch.autograd.grad(y.sum(), values):
         assert bool(gradient.isfinite().all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, None], ids=str)
-def test_hidden_states_start_in_float32_at_least(dtype: torch.dtype | None) -> None:
-    hidden = initial_ema_state(3, 2, 3, dtype=dtype).hidden
-    assert hidden is not None
-    assert hidden.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def test_a_truncated_ema_forgets_an_outlier() -> None:

@@ -49,6 +49,7 @@ TCN: list[Row] = [
     ),
     ("weight-channels", lambda: tcn(X, zeros(2, 1, 5, 4), 2), ["weight:", "[2, 1, 5, 4]", "3 channels"]),
     ("weight-empty", lambda: tcn(X, zeros(0, 1, 3, 4), 2), ["weight:", "[0, 1, 3, 4]", "1 or more"]),
+    ("dropout", lambda: tcn(X, BLOCKS, 2, dropout=math.nan), ["dropout:", "probability from 0 to 1", "got nan"]),
     ("factor", lambda: tcn(X, BLOCKS, 0), ["dilation_factor:", "got 0", "1 or more"]),
     (
         "activation",

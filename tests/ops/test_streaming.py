@@ -1,4 +1,4 @@
-"""What EMA and attention promise with state in and out: split invariance, padding, causality, states as values."""
+"""What TCN, EMA and attention promise with state in and out: split invariance, padding, causality, states as values."""
 
 from __future__ import annotations
 
@@ -16,24 +16,54 @@ from tcnca.ops import (
     AttentionState,
     EMABackend,
     EMAState,
+    TCNState,
     chunked_attention,
     ema,
     ema_kernel,
     initial_attention_state,
     initial_ema_state,
+    tcn,
 )
 from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, Case, counts, leaf, some_lengths
 
 BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
-# A truncation of the EMA, or the chunk size of attention; a truncation of one is tested apart.
+# A truncation of the EMA, the chunk size of attention, or the number of a shape of the TCN. A truncation of one is
+# tested apart.
 LIMITS = st.none() | st.integers(2, 9)
 SOME_LIMITS = pytest.mark.parametrize("limit", [None, 4], ids=["full", "limited"])
 
 
+# Kernel size, dilation factor, depth, convolutions per block.
+TCN_SHAPES = [
+    (3, 2, 2, 1),
+    (1, 2, 2, 1),
+    (4, 3, 2, 2),
+    (2, 1, 3, 2),
+    (3, 5, 2, 1),
+    (5, 2, 1, 2),
+    (2, 3, 3, 1),
+    (4, 4, 2, 1),
+    (5, 1, 2, 2),
+    (2, 5, 3, 2),
+]
+
+
 class Make(Protocol):
     def __call__(self, time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case: ...
+
+
+def tcn_case(time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case:
+    """`limit` selects a shape, `extra` leaves the skip connections out."""
+    torch.manual_seed(0)
+    kernel_size, factor, depth, convolutions = TCN_SHAPES[limit or 0]
+    weight, bias = leaf(depth, convolutions, CHANNELS, kernel_size), leaf(depth, convolutions, CHANNELS)
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, TCNState | None]:
+        return tcn(x, weight, factor, bias=bias, causal=causal, residual=not extra, **options)
+
+    return Case(operator, (leaf(BATCH, time, CHANNELS),), {"weight": weight, "bias": bias})
 
 
 def ema_case(
@@ -68,7 +98,8 @@ def attention_case(
     return Case(operator, leaves, {} if bias is None else {"bias": bias})
 
 
-MAKERS: dict[str, Make] = {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
+MAKERS: dict[str, Make] = {"tcn": tcn_case}
+MAKERS |= {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
 MAKERS |= {f"attention-{name}": partial(attention_case, activation=name) for name in ATTENTION_ACTIVATIONS}
 every_operator = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 

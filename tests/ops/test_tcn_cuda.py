@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tcnca
 from tcnca.errors import InputError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
-from tcnca.ops.tcn import api
 from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core
 from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Call, Layout, Settings, layout
 from tcnca.ops.tcn.naive import TCNSpec, naive_tcn
@@ -62,20 +61,6 @@ def test_unsupported_reasons_are_named() -> None:
         assert "time: expected more than one token" in reason(_fake(2, 1, 8), weight, state=state)
         assert "gradients are required" in reason(x, _fake(3, 1, 8, 5, leaf=True), state=state)
         assert "batch: expected at most 65535" in reason(_fake(65536, 1, 8), weight)
-
-
-def test_auto_takes_the_kernels_where_the_machine_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    monkeypatch.setitem(api._RUN, "cuda", lambda spec: taken.append("cuda"))
-    monkeypatch.setitem(api._RUN, "naive", lambda spec: taken.append("naive"))
-    monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
-    monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
-    with FakeTensorMode():
-        x, weight = _fake(2, 9, 8), _fake(3, 1, 8, 5)
-        tcn(x, weight, 2)
-        monkeypatch.setenv("TCNCA_KERNELS", "off")
-        tcn(x, weight, 2)
-    assert taken == ["cuda", "naive"]
 
 
 def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:

@@ -8,7 +8,6 @@ along a row. A sequence that is folded into these rows, channels last, has the l
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import platform
 from collections.abc import Callable, Iterator
@@ -76,7 +75,7 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
 
 def _forward(x: Tensor, *rest: Any) -> Tensor:
     y = x.new_empty(x.shape)
-    with _without_autocast():
+    with torch.autocast("cpu", enabled=False):
         for part, slab in _slabs(x, *rest):
             slab.forward(x[part], y[part])
     return y
@@ -86,7 +85,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest:
     dx, dkernels, dbias = _fake_backward(dy, x, weight, bias)
     dkernels.zero_()
     dbias.zero_()
-    with _without_autocast():
+    with torch.autocast("cpu", enabled=False):
         for part, slab in _slabs(x, weight, bias, *rest):
             inputs = slab.forward(x[part], None)
             channels = part[2]
@@ -297,11 +296,6 @@ def _kernel_gradient(dz: Tensor, rows: Tensor, kernel: Tensor) -> Tensor:
     image, geometry = kernel.reshape(channels, 1, taps, 1), ((1, 1), (0, 0), (1, 1), False, (0, 0))
     found = _aten.convolution_backward.default(dz, rows, image, None, *geometry, channels, (False, True, False))
     return found[1].reshape(channels, taps)
-
-
-def _without_autocast() -> contextlib.AbstractContextManager[None]:
-    on = torch.is_autocast_enabled("cpu")
-    return torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext()
 
 
 def _fake_forward(x: Tensor, *_: Any) -> Tensor:

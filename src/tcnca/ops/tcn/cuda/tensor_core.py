@@ -169,7 +169,7 @@ def _counter(device: int, stream: int) -> int:
     if capturing:
         slot = NUM_COUNTERS // 2 + next(_next_capture) % (NUM_COUNTERS // 2)
     else:
-        slot = _stream_slots.get((device, stream))
-        if slot is None:
+        slot = _stream_slots.get((device, stream), -1)
+        if slot < 0:
             slot = _stream_slots.setdefault((device, stream), next(_next_stream) % (NUM_COUNTERS // 2))
     return _counters[device].data_ptr() + 128 * slot
