@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,8 +32,6 @@ class State:
     Subclasses are frozen dataclasses. They are registered with PyTorch's pytree, so that `torch.compile` and
     `torch.export` support them.
     """
-
-    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,8 +94,7 @@ class State:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return a copy on another device or in another floating dtype, with the arguments of `torch.nn.Module.to`.
 
-        Positions keep their dtype, and sums over the whole past stay in float32 at least: in half precision they would
-        stop growing.
+        Positions keep their dtype, and sums over the past their precision: in half precision they would stop growing.
         """
         self.check_not_consumed()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -114,10 +111,16 @@ class State:
             target = kind if kind is not None and value.is_floating_point() else value.dtype
             return value.to(device=device, dtype=target, non_blocking=non_blocking, copy=True)
 
-        wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
-        names = [field.name for field in dataclasses.fields(self)]
-        changed = {name: moved(getattr(self, name), wide if name in self._sums else dtype) for name in names}
+        changed = {}
+        for field in dataclasses.fields(self):
+            least = self._least_dtype(field.name)
+            kind = dtype if dtype is None or least is None else torch.promote_types(dtype, least)
+            changed[field.name] = moved(getattr(self, field.name), kind)
         return dataclasses.replace(self, **changed)
+
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        """Return the dtype that `to` keeps at least for a field, such as a sum over the whole past."""
+        return None
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""

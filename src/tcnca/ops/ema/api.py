@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +34,21 @@ class EMAState(State):
     position: `[batch]`, tokens seen so far.
     """
 
-    _sums: ClassVar[frozenset[str]] = frozenset({"hidden"})
-
     hidden: Tensor
     window: Tensor | None
     position: Tensor
+
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        return _hidden_dtype(self.window is not None) if field == "hidden" else None
+
+
+def _hidden_dtype(truncated: bool) -> torch.dtype:
+    """Return the least dtype of hidden states, which sum over a whole past.
+
+    Where a truncated EMA subtracts an input again, the rounding error that remains would stay forever if the decay is
+    near 1, so its hidden states are kept and computed in float64.
+    """
+    return torch.float64 if truncated else torch.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +73,8 @@ def initial_ema_state(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> EMAState:
-    """Return the state before the first token.
-
-    Hidden states are kept in float32 at least, as they sum over a whole past, and those of a truncated EMA in float64.
-    """
-    least = torch.float32 if truncation is None else torch.float64
-    precise = torch.promote_types(dtype or torch.get_default_dtype(), least)
+    """Return the state before the first token; hidden states are in float32 at least, with truncation in float64."""
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), _hidden_dtype(truncation is not None))
     return EMAState(
         torch.zeros(batch, channels, d_state, device=device, dtype=precise),
         None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
@@ -205,11 +211,7 @@ def _next_hidden(x: Tensor, parameters: Parameters, state: EMAState) -> Tensor:
 
 
 def _exact(parameters: Parameters, window: Tensor | None) -> Parameters:
-    """Return the parameters, in float64 for a truncated EMA.
-
-    The rounding error that remains when an input is subtracted again would stay forever where the decay is near 1, so
-    the hidden states of a truncated EMA are kept and computed in float64.
-    """
+    """Return the parameters, in float64 for a truncated EMA (see `_hidden_dtype`)."""
     if window is None:
         return parameters
     delta, alpha, beta, gamma = (part.double() for part in parameters)
