@@ -108,7 +108,6 @@ def test_dictionaries_can_be_partial_and_layered() -> None:
     assert ModelConfig.from_dict({"mixer": {"depth": 2}}, {"mixer": None}).mixer is None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Example(Config):
     """A field of each type."""
 

@@ -32,7 +32,6 @@ def check_reach(name: str, chunk_size: int | None, reach: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Config, kind="chunked"):
     """Attention of one head inside chunks."""
 

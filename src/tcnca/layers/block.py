@@ -30,7 +30,6 @@ class LayerState(State):
     attention: AttentionState | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig(Config):
     """The structure of a layer."""
 
@@ -38,9 +37,9 @@ class LayerConfig(Config):
     """Channels of the sequence between layers (the paper's d)."""
     d_ff: NonNegativeInt = 256
     """Hidden width of the feed-forward net; 0 for none."""
-    mixer: MixerConfig | None = dataclasses.field(default_factory=TCNConfig)
+    mixer: MixerConfig | None = TCNConfig()
     """What mixes over time before the attention."""
-    attention: AttentionConfig | None = dataclasses.field(default_factory=AttentionConfig)
+    attention: AttentionConfig | None = AttentionConfig()
     """Attention inside chunks."""
     gated: bool = True
     """Whether mixer and attention are combined by MEGA's gates, or by residual connections."""

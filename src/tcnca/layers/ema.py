@@ -17,7 +17,6 @@ from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
 EMAOutput = Literal["skip", "activation"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EMAConfig(MixerConfig, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 

@@ -7,7 +7,6 @@ Blocks, models, summaries and optimizers use mixers through this protocol alone.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ class ParamOptions(NamedTuple):
     """Factor of the weight decay; 0 for none."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(Config, abc.ABC):
     """Base of the mixers' configurations."""
 

@@ -23,7 +23,6 @@ TCNBlock = Literal["linear", "chain", "residual"]
 TCNOutput = Literal["none", "skip", "activation"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TCNConfig(MixerConfig, kind="tcn"):
     """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from tcnca.config import PositiveInt
 from tcnca.layers import LayerConfig
 from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(LayerConfig):
     """A stack of layers between an input and a head.
 
@@ -26,9 +23,9 @@ class ModelConfig(LayerConfig):
 
     num_layers: PositiveInt = 4
     """Number of layers."""
-    input: InputConfig = dataclasses.field(default_factory=TokenInputConfig)
+    input: InputConfig = TokenInputConfig()
     """What the model reads."""
-    head: HeadConfig = dataclasses.field(default_factory=LanguageModelHeadConfig)
+    head: HeadConfig = LanguageModelHeadConfig()
     """What the model predicts."""
     final_norm_affine: bool = True
     """Whether the norm after the last layer, which pre-norm models have, has learned scales."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import math
 
 import torch
@@ -16,7 +15,6 @@ from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import check_tensor, check_values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InputConfig(Config, abc.ABC):
     """Base of the inputs' configurations."""
 
@@ -28,7 +26,6 @@ class InputConfig(Config, abc.ABC):
         """Return a new module; `norm` is the model's kind of normalization."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenInputConfig(InputConfig, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
@@ -55,7 +52,6 @@ class TokenInputConfig(InputConfig, kind="tokens"):
         return TokenEmbedding(self, d_model, norm)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueInputConfig(InputConfig, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
