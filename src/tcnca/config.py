@@ -196,6 +196,13 @@ class Config:
                 raise ConfigError(f"{name}: use {path}{' with override()' if '.' in path else ''}")
         return super().__new__(cls)
 
+    @classmethod
+    def of(cls, config: Self | None, fields: Mapping[str, Any]) -> Self:
+        """Return `config`, or the default configuration for None, with some fields changed."""
+        config = cls() if config is None else config
+        check("config", config, cls)
+        return config.override(fields)
+
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
             object.__setattr__(self, name, check(name, getattr(self, name), hint))

@@ -77,8 +77,7 @@ class ChunkedAttention(nn.Module):
 
     def __init__(self, config: AttentionConfig | None = None, causal: bool = True, **fields: Any) -> None:
         super().__init__()
-        config = AttentionConfig(**fields) if config is None else dataclasses.replace(config, **fields)
-        self.config = config
+        self.config = config = AttentionConfig.of(config, fields)
         self.causal = causal
         if config.position == "simple":
             self.bias = nn.Parameter(torch.empty(2 * config.reach - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -56,7 +55,7 @@ class EMA(Mixer):
     config: EMAConfig
 
     def __init__(self, d_model: int, config: EMAConfig | None = None, causal: bool = True, **fields: Any) -> None:
-        config = EMAConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        config = EMAConfig.of(config, fields)
         super().__init__(d_model, config, causal)
         shape = (1 if causal else 2, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tcnca.config import PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError
-from tcnca.layers.feed_forward import Dropout
 from tcnca.layers.init import initial_kernels
+from tcnca.layers.linear import Dropout
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
 from tcnca.layers.norm import fold, make_norm, weight_norm
 from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
@@ -113,7 +113,7 @@ class TCN(Mixer):
     config: TCNConfig
 
     def __init__(self, d_model: int, config: TCNConfig | None = None, causal: bool = True, **fields: Any) -> None:
-        config = TCNConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        config = TCNConfig.of(config, fields)
         super().__init__(d_model, config, causal)
         shape = (config.depth, config.convolutions, d_model)
         self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcnca.errors import CheckpointError, ConfigError
+from tcnca.errors import CheckpointError, TcncaError
 from tcnca.layers import AttentionConfig, EMAConfig
 from tcnca.models.config import ModelConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
@@ -64,15 +64,6 @@ _BIG: Defaults = {
     "decoder_ffn_embed_dim": 2048,
     "decoder_z_dim": 256,
 }
-_ADAPTIVE: Defaults = {
-    "dropout": 0.3,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "activation_dropout": 0.1,
-    "adaptive_input": True,
-    "adaptive_softmax_cutoff": "20000,60000",
-}
-
 _CLASSIFIER: Defaults = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
@@ -143,16 +134,6 @@ def _speech(width: int, hidden: int, keys: int) -> Defaults:
 ARCHITECTURES: dict[str, Defaults] = {
     "mega_lm": _LANGUAGE_MODEL,
     "mega_lm_big": {**_LANGUAGE_MODEL, **_BIG},
-    "mega_lm_wiki103": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
-    "mega_lm_adaptive_big": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
-    "mega_lm_adaptive_base": {
-        **_LANGUAGE_MODEL,
-        **_ADAPTIVE,
-        "decoder_layers": 16,
-        "decoder_embed_dim": 768,
-        "decoder_hidden_dim": 1536,
-        "decoder_ffn_embed_dim": 1536,
-    },
     "mega_lm_enwik8_base": {
         **_LANGUAGE_MODEL,
         "decoder_layers": 12,
@@ -366,6 +347,7 @@ _MODEL_NAMES = {
     "embed_norm.norm.": "embedding.norm.",
     "final_norm.norm.": "norm.",
     "output_projection.weight": "head.weight",
+    "sentence_projection_layer.weight": "head.output.weight",
 }
 _IGNORED = re.compile(r"(^|\.)(version|_float_tensor)$")
 
@@ -382,18 +364,19 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
         for a classifier, `model(first, second, lengths=…, lengths2=…).logits` for a pair. Without lengths, MEGA's
         padding symbol is masked.
     """
-    arguments, weights = _read(Path(path))
-    if any(name.startswith("encoder.encoder.") for name in weights):
-        model = _classifier(arguments, weights, str(path))
-    elif any(name.startswith("decoder.layers.") for name in weights) and not any(
-        name.startswith("encoder.") for name in weights
-    ):
-        model = _language_model(arguments, weights, str(path))
-    else:
-        raise CheckpointError(
-            f"{path}: model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
-            f"got {sorted(weights)[:3]}"
-        )
+    try:
+        arguments, weights = _read(Path(path))
+        if any(name.startswith("encoder.encoder.") for name in weights):
+            model = _classifier(arguments, weights)
+        elif any(name.startswith("decoder.layers.") for name in weights):
+            model = _language_model(arguments, weights)
+        else:
+            raise CheckpointError(
+                f"model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
+                f"got {sorted(weights)[:3]}"
+            )
+    except TcncaError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return model.to(device).eval()
 
 
@@ -402,22 +385,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with torch.serialization.safe_globals(_readable()):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
+        raise CheckpointError("no such file") from error
     except Exception as error:  # arbitrary bytes can fail anywhere in the unpickler
         # PyTorch's message would advise to trust the file.
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
-            f"{path}: cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
+            "cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
             f"because loading it could run code{f' (found: {found[1]})' if found else ''}"
         ) from error
     for name, kind in (("args", argparse.Namespace), ("model", dict)):
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
-            raise CheckpointError(f"{path}: {name}: expected a {kind.__name__}, got {got}")
+            raise CheckpointError(f"{name}: expected a {kind.__name__}, got {got}")
     weights = {}
     for name, tensor in content["model"].items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: model: {name}: expected a tensor, got {tensor!r}")
+            raise CheckpointError(f"{name}: expected a tensor, got {tensor!r}")
         if not _IGNORED.search(name):
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     return vars(content["args"]), weights
@@ -430,56 +413,34 @@ def _readable() -> list[Any]:
     return [argparse.Namespace, np.dtype, scalar, (scalar, "numpy.core.multiarray.scalar"), *numbers]
 
 
-def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _language_model(given: dict[str, Any], weights: dict[str, Tensor]) -> SequenceModel:
+    name, output = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
     # Adaptive embeddings have other names; the error about the arguments is clearer than a missing weight.
-    name = "decoder.embed_tokens.weight"
-    vocabulary = _rows(weights.get(name, torch.zeros(PAD_TOKEN_ID + 1, 1)), name, where)
-    config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
-    output = "decoder.output_projection.weight"
-    if getattr(config.head, "tie_embeddings", False) and output in weights:
-        if not torch.equal(weights[output], weights[name]):
-            raise CheckpointError(
-                f"{where}: {output}: expected the values of {name}, which it shares by "
-                f"args.share_decoder_input_output_embed, got others"
-            )
-        weights = {key: tensor for key, tensor in weights.items() if key != output}
-    renamed = {_rename(key.removeprefix("decoder."), key, where): tensor for key, tensor in weights.items()}
-    return _filled(config, renamed, where)
+    embedding = weights.get(name, torch.zeros(PAD_TOKEN_ID + 1, 1))
+    arguments = Arguments(given, "mega_lm")
+    config = language_model_config(arguments, _rows(embedding, name))
+    tied = weights.pop(output, None) if arguments["share_decoder_input_output_embed"] else None
+    if tied is not None and not torch.equal(tied, embedding):
+        raise CheckpointError(
+            f"{output}: expected the values of {name}, which args.share_decoder_input_output_embed shares, got others"
+        )
+    return _filled(config, {_rename(key, "decoder."): tensor for key, tensor in weights.items()})
 
 
-def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _classifier(given: dict[str, Any], weights: dict[str, Tensor]) -> SequenceModel:
     name = "encoder.encoder.embed_tokens.embed.weight"
-    vocabulary = _rows(weights[name], name, where) if name in weights else None
-    found = {"norm_type": _norm_of(weights)}
-    config = _configured(where, lambda: classifier_config(Arguments(given, "lra", **found), vocabulary))
-    renamed = {}
-    for name, tensor in weights.items():
-        hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", name)
-        if hidden:
-            renamed[f"head.hidden.{hidden[1]}.{hidden[2]}"] = tensor
-        elif name == "sentence_projection_layer.weight":
-            renamed["head.output.weight"] = tensor
-        else:
-            renamed[_rename(name.removeprefix("encoder.encoder."), name, where)] = tensor
-    return _filled(config, renamed, where)
+    vocabulary = _rows(weights[name], name) if name in weights else None
+    config = classifier_config(Arguments(given, "lra", norm_type=_norm_of(weights)), vocabulary)
+    return _filled(config, {_rename(key, "encoder.encoder."): tensor for key, tensor in weights.items()})
 
 
-def _rows(tensor: Tensor, name: str, where: str) -> int:
+def _rows(tensor: Tensor, name: str) -> int:
     if tensor.dim() != 2:
-        raise CheckpointError(f"{where}: {name}: expected shape [vocab_size, d_model], got {list(tensor.shape)}")
+        raise CheckpointError(f"{name}: expected shape [vocab_size, d_model], got {list(tensor.shape)}")
     return tensor.shape[0]
 
 
-def _configured(where: str, make: Callable[[], ModelConfig]) -> ModelConfig:
-    try:
-        return make()
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: invalid arguments: {error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-
-
-def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _filled(config: ModelConfig, weights: dict[str, Tensor]) -> SequenceModel:
     with torch.device("meta"):
         model = SequenceModel(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -492,7 +453,7 @@ def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> Sequ
         elif name in shapes and _sizes(tensor.shape) == _sizes(shapes[name]):
             # MEGA's may have another number of dimensions of size 1: the vector of a real-valued input, a rotary bias.
             weights[name] = tensor.reshape(shapes[name])
-    fill(model, weights, where)
+    fill(model, weights)
     return model
 
 
@@ -500,14 +461,18 @@ def _sizes(shape: torch.Size) -> list[int]:
     return [size for size in shape if size > 1]
 
 
-def _rename(short: str, name: str, where: str) -> str:
+def _rename(name: str, prefix: str) -> str:
+    short = name.removeprefix(prefix)
+    hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", short)
+    if hidden:
+        return f"head.hidden.{hidden[1]}.{hidden[2]}"
     layer = _LAYER.fullmatch(short)
     table, inner, front = (_LAYER_NAMES, layer[2], f"layers.{layer[1]}.") if layer else (_MODEL_NAMES, short, "")
     for theirs, ours in table.items():
         if inner.startswith(theirs):
             rest = inner.removeprefix(theirs)
             return front + ours + ("weight" if rest == "scalar" else rest)
-    raise CheckpointError(f"{where}: {name}: expected a weight of MEGA, got an unknown one")
+    raise CheckpointError(f"{name}: expected a weight of MEGA, got an unknown one")
 
 
 def _norm_of(weights: dict[str, Tensor]) -> str:

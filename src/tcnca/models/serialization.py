@@ -55,7 +55,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     The model takes raw inputs: it applies the preprocessing that it was trained with.
     """
     folder = Path(folder)
-    config, preprocessing = _read_config(folder / CONFIG_FILE)
+    model = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -64,32 +64,31 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); is the file complete?") from error
     try:
-        with torch.device("meta"):
-            model = SequenceModel(config, preprocessing)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
-    fill(model, weights, str(path))
+        fill(model, weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return model.eval()
 
 
-def fill(model: SequenceModel, weights: dict[str, torch.Tensor], where: str) -> None:
-    """Set all weights of a model that was built on the `meta` device; `where` is named in errors."""
+def fill(model: SequenceModel, weights: dict[str, torch.Tensor]) -> None:
+    """Set all weights of a model that was built on the `meta` device."""
     expected = model.state_dict()
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unknown:
-        raise CheckpointError(f"{where}: expected the weights of the model, got missing {missing}, unknown {unknown}")
+        raise CheckpointError(f"weights: expected those of the model, got missing {missing}, unknown {unknown}")
     for name, tensor in expected.items():
         got = weights[name]
         if tensor.shape != got.shape:
-            raise CheckpointError(f"{where}: {name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
+            raise CheckpointError(f"{name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
         if tensor.is_floating_point() != got.is_floating_point():
             kind = "floating-point" if tensor.is_floating_point() else "whole"
-            raise CheckpointError(f"{where}: {name}: expected {kind} numbers, got {got.dtype}")
+            raise CheckpointError(f"{name}: expected {kind} numbers, got {got.dtype}")
     # Copied: weights of a mapped file can have any alignment, with which matrix products round differently.
     model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
+def _read_config(path: Path) -> SequenceModel:
+    """Return the model, without memory for its weights."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -103,6 +102,8 @@ def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
         if not isinstance(content.get(name), dict):
             raise CheckpointError(f"{path}: {name}: expected a configuration, got {content.get(name)!r}")
     try:
-        return ModelConfig.from_dict(content["model"]), Preprocessing.from_dict(content["preprocessing"])
-    except (ConfigError, TypeError) as error:
+        config, facts = ModelConfig.from_dict(content["model"]), Preprocessing.from_dict(content["preprocessing"])
+        with torch.device("meta"):
+            return SequenceModel(config, facts)
+    except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
