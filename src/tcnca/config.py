@@ -684,18 +684,11 @@ def parse_value(text: str) -> Any:
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the keys and values of texts such as `lr=1e-3`; `--lr 1e-3` and `--lr=1e-3` work too.
-
-    The last value of a key counts.
-    """
+    """Return the keys and values of texts such as `lr=1e-3`. The last value of a key counts."""
     found: dict[str, Any] = {}
-    rest = iter(texts)
-    for text in rest:
+    for text in texts:
         key, equals, value = text.partition("=")
-        if key.startswith("--"):
-            key = key[2:].replace("-", "_")
-            value = value if equals else next(rest, "true")
-        elif not equals:
+        if not equals:
             raise ConfigError(f"{text}: expected KEY=VALUE, got no value; for example lr=0.001")
         found[key.strip()] = parse_value(value)
     return found
