@@ -191,5 +191,4 @@ class ChunkedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
-        c = self.config
-        return f"chunk_size={self.chunk_size}, activation={c.activation}, position={c.position}, causal={self.causal}"
+        return f"{self.config}, causal={self.causal}"

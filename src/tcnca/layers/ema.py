@@ -129,10 +129,3 @@ class EMA(Mixer):
     def param_options(self) -> dict[str, ParamOptions]:
         """Exclude all parameters from weight decay."""
         return {name: ParamOptions("rest", wd_mult=0.0) for name, _ in self.named_parameters()}
-
-    def extra_repr(self) -> str:
-        """Describe the module for `print`."""
-        c = self.config
-        return (
-            f"{self.d_model}, d_state={c.d_state}, truncation={c.truncation}, backend={c.backend}, causal={self.causal}"
-        )

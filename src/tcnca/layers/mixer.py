@@ -125,6 +125,10 @@ class Mixer(nn.Module, abc.ABC):
         """
         return {}
 
+    def extra_repr(self) -> str:
+        """Describe the module for `print`."""
+        return f"{self.d_model}, {self.config}, causal={self.causal}"
+
 
 def check_features(name: str, x: Tensor, width: int, parameter: Tensor | None) -> None:
     """Raise an InputError unless `x` is `[batch, time, width]` and, without autocast, has the dtype of `parameter`."""

@@ -14,7 +14,7 @@ from tcnca.errors import ConfigError
 from tcnca.layers.init import initial_kernels
 from tcnca.layers.linear import Dropout
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
-from tcnca.layers.norm import fold, make_norm, weight_norm
+from tcnca.layers.norm import make_norm, weight_norm
 from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
@@ -147,23 +147,20 @@ class TCN(Mixer):
     ) -> tuple[Tensor, TCNState | None]:
         """Implement `forward` with `tcnca.ops.tcn`."""
         weight = self.weight if self.scale is None else weight_norm(self.weight, self.scale)
-        folded = fold(weight, self.bias, [*self.norms])
-        weight, bias = (weight, self.bias) if folded is None else folded
-        separate = len(self.norms) > 0 and folded is None
-        residual, gain = self.config.block == "residual", self.gain
+        residual, gain, normed = self.config.block == "residual", self.gain, len(self.norms) > 0
 
         def normalize(h: Tensor, number: int) -> Tensor:
-            h = self.norms[number](h, lengths) if separate else h
+            h = self.norms[number](h, lengths) if normed else h
             return h if gain is None else h + gain.flatten(0, 1)[number] * self.activation(h)
 
         h, new = tcn(
             x,
             weight,
             self.config.dilation_factor,
-            bias=bias,
+            bias=self.bias,
             activation=self.config.activation if residual else "none",
             residual=residual,
-            norm_fn=normalize if separate or gain is not None else None,
+            norm_fn=normalize if normed or gain is not None else None,
             dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
             lengths=lengths,
@@ -200,11 +197,3 @@ class TCN(Mixer):
     def param_options(self) -> dict[str, ParamOptions]:
         """Put the kernels into their own group, whose factors are in the recipe."""
         return {"weight": ParamOptions("kernels")}
-
-    def extra_repr(self) -> str:
-        """Describe the module for `print`."""
-        c = self.config
-        return (
-            f"{self.d_model}, kernel_size={c.kernel_size}, dilation_factor={c.dilation_factor}, depth={c.depth}, "
-            f"convolutions={c.convolutions}, receptive_field={c.receptive_field}, causal={self.causal}"
-        )
