@@ -333,7 +333,7 @@ def _convert(value: Any, hint: Any) -> Any:
         raise _UnfitError
     if origin is Annotated:
         if isinstance(hint.__metadata__[0], KeysOf) and isinstance(value, Mapping):
-            return _nested(_canonical(_schema(hint.__metadata__[0]), value))
+            return _nested(canonical(hint.__metadata__[0], value))
         found = _convert(value, hint.__origin__)
         if any(isinstance(limits, Range) and found not in limits for limits in hint.__metadata__):
             raise _UnfitError
@@ -458,21 +458,18 @@ def keys(cls: type[Config]) -> list[str]:
     return list(_schema(cls).keys)
 
 
-def resolve(cls: type[Config], key: str) -> str:
+def resolve(owner: type[Config] | KeysOf, key: str) -> str:
     """Return the full path that a key stands for.
 
     A key is a full path (`model.attention.chunk_size`), the end of one path only (`kernel_size`), of which inner names
     can be left out (`model.chunk_size`), or the same with the name that another library uses (`learning_rate`). A field
     of a section goes before those of the parts below it: `dropout` is `model.dropout`.
     """
-    return _resolve(_schema(cls), key)
-
-
-def _resolve(schema: _Schema, key: str) -> str:
+    schema = _schema(owner)
     if key in schema.keys or schema.is_open(key):
         return key
     if key.partition(".")[0] in schema.own:
-        return f"{key.partition('.')[0]}.{_resolve(schema, key.partition('.')[2])}"
+        return f"{key.partition('.')[0]}.{resolve(owner, key.partition('.')[2])}"
     section, _, name = key.rpartition(".")
     found: list[str] = []
     if name in _FOREIGN:
@@ -540,34 +537,30 @@ def closest(text: Any, known: Iterable[str]) -> str:
 # ---- Changes: dictionaries of full paths and values
 
 
-def canonical(cls: type[Config], changes: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(owner: type[Config] | KeysOf, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes, nested or flat, with any names, as one dictionary of full paths and values."""
-    return _canonical(_schema(cls), changes)
-
-
-def _canonical(schema: _Schema, changes: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
-    for key, path, value in _flat(schema, changes, ""):
+    for key, path, value in _flat(owner, changes, ""):
         if path in found:
             raise ConfigError(f"{given[path]} and {key}: expected one of them, got both, which mean {path}")
         found[path], given[path] = value, key
     return found
 
 
-def _flat(schema: _Schema, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
+def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
+    schema = _schema(owner)
     for name, value in changes.items():
         if not isinstance(name, str):
             raise ConfigError(f"{above}{name}: expected a name for a key, got {name!r}")
         key = f"{above}{name}"
-        path = _resolve(schema, key)
+        path = resolve(owner, key)
         inside = path in schema.sections or path in schema.open
         if path in schema.own and isinstance(value, Mapping):
-            yield from (
-                (f"{path}.{below}", f"{path}.{below}", each) for below, each in _canonical(schema, value).items()
-            )
+            for below, each in canonical(owner, value).items():
+                yield f"{path}.{below}", f"{path}.{below}", each
         elif inside and isinstance(value, Mapping):
-            yield from _flat(schema, value, f"{path}.")
+            yield from _flat(owner, value, f"{path}.")
         elif value is None and schema.sections.get(path, "kind") != "kind":
             continue  # a section of a YAML file that is left empty
         elif path in schema.sections and value is not None and not isinstance(value, Config):

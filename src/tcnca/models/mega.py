@@ -18,10 +18,9 @@ from torch import Tensor
 
 from tcnca.errors import CheckpointError, TcncaError
 from tcnca.layers import AttentionConfig, EMAConfig
-from tcnca.models.config import ModelConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.serialization import fill
 
 PAD_TOKEN_ID = 1
@@ -385,7 +384,7 @@ def _filled(config: ModelConfig, weights: dict[str, Tensor]) -> SequenceModel:
         elif name in shapes and _sizes(tensor.shape) == _sizes(shapes[name]):
             # MEGA's may have another number of dimensions of size 1: the vector of a real-valued input, a rotary bias.
             weights[name] = tensor.reshape(shapes[name])
-    fill(model, weights)
+    fill(model, weights, "model")
     return model
 
 

@@ -1,4 +1,4 @@
-"""The model: an input, a stack of layers, a head."""
+"""The model: an input, a stack of layers, a head. One family, whose members differ in their configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tcnca.config import PositiveInt
 from tcnca.errors import InputError, StateError
-from tcnca.layers import Dropout, Layer, LayerState, make_norm
-from tcnca.models.config import ModelConfig
-from tcnca.models.heads import PoolState
+from tcnca.layers import Dropout, Layer, LayerConfig, LayerState, make_norm
+from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig, PoolState
+from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.ops import State, autocasts, length_mask, zero_padding
@@ -37,6 +38,33 @@ def suggest_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         return call
 
     return decorate
+
+
+class ModelConfig(LayerConfig):
+    """A stack of layers between an input and a head.
+
+    | model | mixer | attention | gated |
+    |---|---|---|---|
+    | TCNCA | TCNConfig, residual | AttentionConfig | yes |
+    | TCNCA-linear | TCNConfig, linear | AttentionConfig | yes |
+    | TCNCA-simple | TCNConfig, residual | AttentionConfig | no |
+    | MEGA | EMAConfig | AttentionConfig | yes |
+    | TCN-MLP | TCNConfig, residual | None | no |
+    | EMA-MLP | EMAConfig | None | no |
+    """
+
+    num_layers: PositiveInt = 4
+    """Number of layers."""
+    input: InputConfig = TokenInputConfig()
+    """What the model reads."""
+    head: HeadConfig = LanguageModelHeadConfig()
+    """What the model predicts."""
+    final_norm_affine: bool = True
+    """Whether the norm after the last layer, which pre-norm models have, has learned scales."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.head.check_model(self.input, self.causal)
 
 
 @dataclasses.dataclass(frozen=True)

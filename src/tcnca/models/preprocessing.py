@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 import torch
@@ -52,15 +53,13 @@ class Preprocessing(Config):
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
         data = text.encode() if isinstance(text, str) else text
-        pieces = data if self.symbols is None else data.decode().split()
+        pieces: Sequence[Any] = data if self.symbols is None else data.decode().split()
         tokens = {piece: token for token, piece in enumerate(self._vocabulary())}
-        for piece in pieces:
-            if piece not in tokens and self.symbols is None:
-                raise VocabularyError(f"text: expected bytes of the training data, got {bytes([piece])!r}")
-            if piece not in tokens:
-                raise VocabularyError(
-                    f"text: expected words out of {' '.join(self.symbols)}, separated by spaces, got {piece!r}"
-                )
+        unknown = [piece for piece in pieces if piece not in tokens]
+        if unknown and self.symbols is None:
+            raise VocabularyError(f"text: expected bytes of the training data, got {bytes(unknown)!r}")
+        if unknown:
+            raise VocabularyError(f"text: expected words out of {' '.join(tokens)} between spaces, got {unknown[0]!r}")
         return torch.tensor([tokens[piece] for piece in pieces], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:

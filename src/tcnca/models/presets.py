@@ -12,10 +12,9 @@ from tcnca.config import check_choice
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.layers.norm import NormKind
-from tcnca.models.config import ModelConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
 
 # The paper names the parts of its residual block and gives no formula: docs/tcn-block.md has the measurements behind

@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tcnca.errors import CheckpointError, ConfigError
-from tcnca.models.config import ModelConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
 
 FORMAT = "tcnca-model-2"
@@ -63,26 +62,23 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
         weights = load_file(path, device=str(device))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); is the file complete?") from error
-    try:
-        fill(model, weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    fill(model, weights, str(path))
     return model.eval()
 
 
-def fill(model: SequenceModel, weights: dict[str, torch.Tensor]) -> None:
-    """Set all weights of a model that was built on the `meta` device."""
+def fill(model: SequenceModel, weights: dict[str, torch.Tensor], where: str) -> None:
+    """Set all weights of a model that was built on the `meta` device; `where` is named in errors."""
     expected = model.state_dict()
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unknown:
-        raise CheckpointError(f"weights: expected those of the model, got missing {missing}, unknown {unknown}")
+        raise CheckpointError(f"{where}: expected the weights of the model, got missing {missing}, unknown {unknown}")
     for name, tensor in expected.items():
         got = weights[name]
         if tensor.shape != got.shape:
-            raise CheckpointError(f"{name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
+            raise CheckpointError(f"{where}: {name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
         if tensor.is_floating_point() != got.is_floating_point():
             kind = "floating-point" if tensor.is_floating_point() else "whole"
-            raise CheckpointError(f"{name}: expected {kind} numbers, got {got.dtype}")
+            raise CheckpointError(f"{where}: {name}: expected {kind} numbers, got {got.dtype}")
     # Copied: weights of a mapped file can have any alignment, with which matrix products round differently.
     model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
 
