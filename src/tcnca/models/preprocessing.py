@@ -57,7 +57,7 @@ class Preprocessing(Config):
         tokens = {piece: token for token, piece in enumerate(self._vocabulary())}
         unknown = [piece for piece in pieces if piece not in tokens]
         if unknown and self.symbols is None:
-            raise VocabularyError(f"text: expected bytes of the training data, got {bytes(unknown)!r}")
+            raise VocabularyError(f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}")
         if unknown:
             raise VocabularyError(f"text: expected words out of {' '.join(tokens)} between spaces, got {unknown[0]!r}")
         return torch.tensor([tokens[piece] for piece in pieces], dtype=torch.long)
