@@ -72,7 +72,7 @@ def answers(name: str, task: Task) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in builtin()]
 )
-def test_it_trains_and_is_evaluated(name: str, sets: Path, tmp_path: Path) -> None:
+def test_recipe_trains_and_evaluates(name: str, sets: Path, tmp_path: Path) -> None:
     wanted = on_tiny_data(name, sets)
     task = wanted.build_task()
     torch.manual_seed(wanted.batch.seed)
@@ -108,7 +108,7 @@ def test_it_trains_and_is_evaluated(name: str, sets: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", builtin())
-def test_it_fits_its_data_and_builds(name: str, sets: Path) -> None:
+def test_recipe_fits_its_data_and_builds(name: str, sets: Path) -> None:
     wanted = on_tiny_data(name, sets)
     task = wanted.build_task()
     config = wanted.model_config(task)
@@ -157,10 +157,3 @@ def test_data_that_is_missing(name: str, tmp_path: Path) -> None:
     else:
         assert "data.source: expected a data set or a file, got nothing; give data=NAME or data=FILE" in message
         assert "nothing.csv" in refused(name, tmp_path, f"data={tmp_path / 'nothing.csv'}")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [("batch.sise=1", "did you mean batch.size?"), ("num_layers=deep", "model.num_layers: ")]
-)
-def test_keys_and_values_that_are_wrong(tmp_path: Path, change: str, message: str) -> None:
-    assert message in refused("recall-small", tmp_path, change)

@@ -89,7 +89,7 @@ def test_numbers_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", builtin())
-def test_it_is_valid_and_can_be_written_and_read_again(name: str, tmp_path: Path) -> None:
+def test_recipe_is_valid_and_can_be_written_and_read(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     for each in (recipe, recipe.for_device("cpu"), recipe.for_device("cuda")):
         each.validate()

@@ -34,26 +34,18 @@ def models(
         chosen = [preset(name) for name in presets() if like.lower() in name]
         if not chosen:
             check_choice("preset", like, presets())
+        rows = [(entry, summarize(entry.model, entry.length)) for entry in chosen]
     if as_json:
-        rows = {
-            entry.name: {
-                "family": entry.family,
-                "task": entry.task,
-                "length": entry.length,
-                **vars(summarize(entry.model, entry.length)),
-            }
-            for entry in chosen
+        about = {
+            entry.name: {"family": entry.family, "task": entry.task, "length": entry.length, **vars(summary)}
+            for entry, summary in rows
         }
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(about, indent=2))
         return
     console = Console(emoji=False, highlight=False)
-    say(console, family_lines({entry.family for entry in chosen}))
-    console.print(models_table([(entry, summarize(entry.model, entry.length)) for entry in chosen]))
-
-
-def family_lines(shown: set[str]) -> str:
-    """Return a line for each family that is shown: what it is, and whether it is the paper's or ours."""
-    return "\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown)
+    shown = {entry.family for entry in chosen}
+    say(console, "\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown))
+    console.print(models_table(rows))
 
 
 def models_table(rows: list[tuple[Preset, Summary]]) -> Table:

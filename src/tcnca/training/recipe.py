@@ -45,7 +45,6 @@ _STAND_INS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(Config):
     """Everything that determines a run."""
 
@@ -55,19 +54,19 @@ class Recipe(Config):
     """What it is, in one line."""
     model: Annotated[dict[str, Any], KeysOf(ModelConfig, ("preset",))] = dataclasses.field(default_factory=dict)
     """`preset`, and changes to it; or the fields of a ModelConfig. What the task decides can be left out."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
     """What to train on."""
-    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    batch: BatchConfig = BatchConfig()
     """What a step reads."""
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are changed."""
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
     """How long to train, and the learning rate over time."""
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    eval: EvalConfig = EvalConfig()
     """How to evaluate the model."""
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """What to keep of a run."""
-    runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    runtime: RuntimeConfig = RuntimeConfig()
     """How to compute."""
     cpu: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
     """Changes to make where the run is on a CPU; see `for_device`."""
