@@ -19,7 +19,7 @@ import tcnca
 from tcnca import presets
 from tcnca.cli import app
 from tcnca.cli.demo import FOLDER, GOAL, STREAMED, STREAMING_TOLERANCE, streaming_errors
-from tcnca.training.files import file_lock
+from tcnca.files import file_lock
 from tests.examples import small_model
 
 runner = CliRunner()
@@ -73,10 +73,10 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 def test_an_active_run_keeps_its_directory() -> None:
     FOLDER.mkdir(parents=True)
     (FOLDER / "recipe.yaml").write_text("about: active\n", encoding="utf-8")
-    with file_lock(FOLDER, "run"):
+    with file_lock(FOLDER / ".lock"):
         refused = demo(*SHORT)
     assert refused.exit_code == 1
-    assert "another run is active in this directory" in refused.output
+    assert "another process is active in this directory" in refused.output
     assert (FOLDER / "recipe.yaml").is_file()
 
 

@@ -180,7 +180,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, stand_in: Callable[[st
     sweep = planned(tmp_path, "num_layers=1,2")
 
     def second() -> None:
-        with pytest.raises(TrainingError, match="another sweep is active in this directory"):
+        with pytest.raises(TrainingError, match="another process is active in this directory"):
             run_sweep(sweep, Heard())
 
     run_sweep(sweep, Heard(second))

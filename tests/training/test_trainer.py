@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
+from tcnca.files import file_lock
 from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
 from tcnca.training.distributed import parallelize
-from tcnca.training.files import file_lock
 from tests.examples import small_model
 from tests.training.tiny import TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
 
@@ -394,10 +394,10 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    with file_lock(tmp_path, "run"):
+    with file_lock(tmp_path / ".lock"):
         refused = invoke(*arguments(tmp_path))
     assert refused.exit_code == 1
-    assert "another run is active in this directory; wait for it, or choose another --out" in refused.output
+    assert "another process is active in this directory; wait for it, or choose another --out" in refused.output
 
     def start_another(one: TinyTrainer) -> None:
         one.out.mkdir()

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tcnca.cli.models import models_table
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.cli.train import train
 from tcnca.errors import ConfigError, TrainingError
 
@@ -61,7 +61,7 @@ def demo(
 ) -> None:
     """Train a small model on associative recall to 99 %, and ask it. Starts over each time, in runs/demo."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         if streaming:
             if changes:
                 raise ConfigError(
@@ -95,13 +95,13 @@ def _recipe(changes: Sequence[str]) -> Recipe:
 
 
 def _clear() -> None:
-    from tcnca.training.files import file_lock
+    from tcnca.files import LOCK, file_lock
 
     if not FOLDER.exists():
         return
     try:
         # Not while another demo is running.
-        with file_lock(FOLDER, "run"):
+        with file_lock(FOLDER / LOCK):
             shutil.rmtree(FOLDER)
     except OSError as error:
         raise TrainingError(
@@ -114,24 +114,24 @@ def _introduce(console: Console, recipe: Recipe, task: Task) -> None:
     attention = recipe.model_config(task).attention
     chunks = "" if attention is None or attention.chunk_size is None else f", in chunks of {attention.chunk_size}"
     steps, size = recipe.schedule.max_steps, recipe.batch.size
-    say(console, f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
-    say(console, f"TCNCA-simple learns it in {steps:,} steps of {size} sequences of {tokens} tokens{chunks}.\n")
+    typer.echo(f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
+    typer.echo(f"TCNCA-simple learns it in {steps:,} steps of {size} sequences of {tokens} tokens{chunks}.\n")
 
 
 def _ask(console: Console, task: Task, model: SequenceModel) -> None:
     symbols: list[str] = task.data.manifest["symbols"]
     pairs = QUESTION.split()
-    say(console, "\nShort questions, with the answer of the model and its probability:")
+    typer.echo("\nShort questions, with the answer of the model and its probability:")
     for key, right in zip(pairs[::2], pairs[1::2], strict=True):
         tokens = [symbols.index(name) for name in (*pairs, key)]
-        say(console, f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
-    say(console, "\nQuestions of full length, from the test set:")
+        typer.echo(f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
+    typer.echo("\nQuestions of full length, from the test set:")
     batch = next(task.eval_batches("test", _EXAMPLES))
     for tokens, target in zip(batch.inputs.tolist(), batch.targets[:, -1].tolist(), strict=True):
         *names, key = (symbols[token] for token in tokens)
         for begin in range(0, len(names), _LINE):
-            say(console, f"  {' '.join(names[begin : begin + _LINE])}")
-        say(console, f"    → {key} ?  {_answer(model, symbols, tokens, symbols[target])}")
+            typer.echo(f"  {' '.join(names[begin : begin + _LINE])}")
+        typer.echo(f"    → {key} ?  {_answer(model, symbols, tokens, symbols[target])}")
 
 
 def _answer(model: SequenceModel, symbols: Sequence[str], tokens: Sequence[int], right: str) -> str:
@@ -150,11 +150,11 @@ def _conclude(console: Console) -> None:
     assert result is not None
     score = result.scores["test"]
     reached = f"{100 * score.value:.1f} % of {score.count:,} test sequences right"
-    say(console, f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
-    say(console, f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
+    typer.echo(f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
+    typer.echo(f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
     if score.value < GOAL:
         raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
-    say(console, f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
+    typer.echo(f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
 
 
 def _show_streaming(console: Console, tokens: int, seed: int) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.errors import TrainingError
+from tcnca.files import atomic_path, atomic_write, to_json
 from tcnca.training.evaluate import Score
-from tcnca.training.files import atomic_path, atomic_write, to_json
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import Launch, read_launches
 
