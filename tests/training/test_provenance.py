@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import DataError, TrainingError
-from tcnca.training import DistContext
 from tcnca.training.provenance import Launch, add_launch, command_line, commit, hardware, read_launches
 from tests.training.tiny import MODEL, SMALL, arguments, assert_same, fit, latest, log, weights
 
@@ -32,7 +31,8 @@ def trained(*arguments: str) -> str:
 
 
 def launch() -> Launch:
-    return Launch.now("lm", "tcnca train lm", step=0, seed=7, budget=None, dist=DistContext())
+    facts = {"step": 0, "seed": 7, "budget": None, "processes": 1, "hardware": {}}
+    return Launch(recipe="lm", command="tcnca train lm", **facts)  # type: ignore[arg-type]
 
 
 def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:

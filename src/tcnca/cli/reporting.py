@@ -43,7 +43,7 @@ def parse_duration(name: str, text: str) -> float | None:
 
 def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
     """Raise a ConfigError that suggests `lr=1e-3` if `--lr 1e-3` was given, or the option that was misspelled."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("-"):
             continue
         option, equals, value = word.partition("=")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,23 +25,28 @@ MAX_CURVES = 24
 
 def save_scores(sweep: Sweep, rows: Sequence[Row]) -> Path | None:
     """Draw the scores into `sweep.png`; None if there are none."""
-    return _save(draw_scores(sweep, rows), sweep.folder / SCORES) if any(row.scores for row in rows) else None
+    if not any(row.scores for row in rows):
+        return None
+    return _save(functools.partial(draw_scores, sweep, rows), sweep.folder / SCORES)
 
 
 def save_curves(sweep: Sweep) -> Path | None:
     """Draw the validations into `curves.png`; None if there are none, or too many runs."""
     if sweep.variants is None and len(sweep.points) > MAX_CURVES:
         return None
-    figure = draw_curves(sweep)
-    return _save(figure, sweep.folder / CURVES) if figure.axes[0].lines else None
+    return _save(functools.partial(draw_curves, sweep), sweep.folder / CURVES)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _save(draw: Callable[[], Figure], path: Path) -> Path | None:
     import matplotlib.style
 
     # Not with the user's own settings of matplotlib.
-    with matplotlib.style.context(["default", STYLE]), atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    with matplotlib.style.context(["default", STYLE]):
+        figure = draw()
+        if not figure.axes[0].lines:
+            return None
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
     return path
 
 
@@ -56,10 +62,10 @@ def draw_scores(sweep: Sweep, rows: Sequence[Row]) -> Figure:
     for row in rows:
         for split in drawn.keys() & row.scores.keys():
             drawn[split].append((row.scores[split], names.index(_name(sweep, row))))
-    for (split, found), style in zip(drawn.items(), ({}, {"markersize": 9, "markerfacecolor": "none"}), strict=True):
+    # Of different sizes, so that both are visible where they coincide.
+    for (split, found), size, color in zip(drawn.items(), (6, 9), ("C0", "none"), strict=True):
         if found:
-            # Of different sizes, so that both are visible where they coincide.
-            axes.plot(*zip(*found, strict=True), "o", label=split, **style)
+            axes.plot(*zip(*found, strict=True), "o", markersize=size, markerfacecolor=color, label=split)
     failed = [names.index(_name(sweep, row)) for row in rows if row.state == "failed"]
     if failed:
         axes.plot([0.01] * len(failed), failed, "rx", transform=axes.get_yaxis_transform(), label="failed")
@@ -94,15 +100,16 @@ def draw_curves(sweep: Sweep) -> Figure:
             continue
         logged, seconds = series(lines, "seconds")
         # From the first line of the log on, which leaves out most of the compilation.
-        times = np.interp(steps, logged, seconds - seconds[0], left=np.nan) if len(logged) else np.full(len(steps), np.nan)
+        times = np.interp(steps, logged, seconds - seconds[0], left=np.nan) if len(logged) else np.nan * steps
         place = sweep.grid[key].index(point.values[key])
         for axes, x in ((over_steps, steps), (over_time, times)):
             axes.plot(x, scores, color=f"C{place % 10}", marker="o", markersize=2, label=point.values[key])
         later.append(scores[len(scores) // 4 :])
-    if later:
-        # The range of the first quarter would make all ends look the same.
-        low, high = np.nanmin(np.concatenate(later)), np.nanmax(np.concatenate(later))
-        over_steps.set_ylim(low - 0.05 * (high - low) - 1e-9, high + 0.05 * (high - low) + 1e-9)
+    # The range of the first quarter would make all ends look the same.
+    known = np.concatenate([*later, []])
+    known = known[np.isfinite(known)]
+    if len(known) and (margin := 0.05 * np.ptp(known)):
+        over_steps.set_ylim(known.min() - margin, known.max() + margin)
     for axes, label in ((over_steps, "step"), (over_time, "seconds after the first steps")):
         format_ticks(axes)
         axes.set_xlim(left=0)
@@ -111,5 +118,6 @@ def draw_curves(sweep: Sweep) -> Figure:
     over_steps.set_ylabel(f"{sweep.split} {sweep.metric}", color=GRAY)
     handles, labels = over_steps.get_legend_handles_labels()
     # Runs of one value share an entry.
-    figure.legend(dict(zip(labels, handles, strict=True)).values(), dict.fromkeys(labels), title=key, loc="outside right center", frameon=False)
+    entries = dict(zip(labels, handles, strict=True))
+    figure.legend(entries.values(), entries.keys(), title=key, loc="outside right center", frameon=False)
     return figure
