@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +12,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 import tcnca
-from tcnca import presets
 from tcnca.cli import app
 from tcnca.cli.demo import FOLDER, GOAL, STREAMED, STREAMING_TOLERANCE, streaming_errors
 from tcnca.files import file_lock
@@ -102,7 +97,7 @@ def test_a_short_demo_reports_honestly(short: tuple[Path, Result]) -> None:
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_it_cannot_do() -> None:
+def test_other_data_and_changes_to_streaming_are_refused() -> None:
     result = demo("data=recall-16-4")
     assert result.exit_code == 1
     assert "tcnca train recall-small data=recall-16-4" in result.output
@@ -110,25 +105,6 @@ def test_what_it_cannot_do() -> None:
     assert result.exit_code == 1
     assert "max_steps=3: expected no changes with --streaming" in result.output
     assert not FOLDER.exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_run_to_resume(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tcnca", "demo", "max_steps=100000", "batch.size=4", "log_every=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        log = tmp_path / FOLDER / "log.jsonl"
-        deadline = time.monotonic() + 120
-        while not log.is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    assert f"--out {FOLDER} --resume" in output
-    assert list((tmp_path / FOLDER / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow
@@ -158,11 +134,9 @@ def test_it_learns_to_recall_within_three_minutes() -> None:
 
 
 @pytest.mark.slow
-def test_streaming_shows_every_preset_and_passes() -> None:
+def test_all_models_stream() -> None:
     result = demo("--streaming", "--tokens", "50")
     assert result.exit_code == 0, result.output
-    for name in presets():
-        assert name in result.output
     assert result.output.count("yes") == len(STREAMED)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tcnca.errors import DataError
 from tcnca.training import DistContext, Logger, logger, read_log
 from tcnca.training.logger import LOG, Meter, StepOutput
+from tests.training.tiny import Clock
 
 LOSS = {"loss": 1.5, "lr": 0.001, "seconds": 3.0, "tokens_per_second": 2000.0}
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def time(self) -> float:
-        return self.now
-
-    monotonic = time
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(logger, "time", types.SimpleNamespace(monotonic=made.monotonic, time=made.time))
+    monkeypatch.setattr(logger, "time", made)
     return made
 
 

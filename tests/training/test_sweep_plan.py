@@ -151,7 +151,7 @@ def test_unknown_variants_and_keys_are_named(tmp_path: Path) -> None:
         load_variants(written(tmp_path, "abuot: x\nvariants: {a: []}"))
     with pytest.raises(ConfigError, match=r"--only: did you mean plain\?"):
         load_variants(written(tmp_path), ["plane"])
-    with pytest.raises(ConfigError, match="^variant: expected a key of Recipe"):
+    with pytest.raises(ConfigError, match=r"^variant: expected a key of Recipe"):
         planned(tmp_path, "variant=plain")
     alone = CliRunner().invoke(app, ["sweep", "recall-small", "seed=1,2", "--only", "a"])
     assert alone.exit_code == 1
