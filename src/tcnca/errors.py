@@ -30,7 +30,7 @@ class DataError(TcncaError):
 
 
 class TrainingError(TcncaError):
-    """A run that cannot go on. Says at which update, and what can be done."""
+    """A run that cannot go on. Says at which step, and what can be done."""
 
 
 class KernelError(TcncaError):

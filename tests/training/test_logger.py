@@ -34,15 +34,6 @@ def screen(terminal: bool = False, width: int = 120) -> tuple[Console, io.String
     return Console(file=file, force_terminal=terminal, width=width), file
 
 
-def strict(text: str) -> Any:
-    """Parse JSON without its extensions."""
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    return json.loads(text, parse_constant=refuse)
-
-
 def test_few_lines_are_printed_and_all_are_logged(tmp_path: Path, clock: Clock) -> None:
     console, file = screen()
     with Logger(tmp_path, console) as watch:
@@ -85,7 +76,10 @@ def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with Logger(tmp_path, screen()[0]) as watch:
         watch.log({"step": 3, "progress": 0.5, **LOSS, "loss": float("nan"), "grad_norm": float("inf")})
         watch.log({"step": 3, "split": "validation", "metric": "accuracy", "value": float("-inf")})
-    first, second = (strict(line) for line in (tmp_path / LOG).read_text().splitlines())
+    text = (tmp_path / LOG).read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    first, second = (json.loads(line) for line in text.splitlines())
     assert (first["loss"], first["grad_norm"], first["lr"]) == (None, None, 0.001)
     assert second["value"] is None
 
@@ -137,14 +131,6 @@ def test_an_evaluation_shows_its_progress(tmp_path: Path, clock: Clock, terminal
         progress(3, None)
     assert terminal or "evaluating test: batch 3\n" in file.getvalue()
     assert not (tmp_path / LOG).exists()
-
-
-def test_a_disabled_logger_leaves_nothing(tmp_path: Path) -> None:
-    with Logger(tmp_path / "run", enabled=False) as watch:
-        watch.progress(1, 0.1)
-        watch.log({"step": 1, "progress": 0.1, **LOSS})
-        watch.print("hello")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")

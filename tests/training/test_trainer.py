@@ -99,9 +99,7 @@ def test_accumulation_equals_the_step_of_the_whole_batch(tmp_path: Path) -> None
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    plain, again = (
-        fit(tmp_path / flag, f"activation_checkpointing={flag}", "max_steps=4") for flag in ("false", "true")
-    )
+    plain, again = (fit(tmp_path / on, f"activation_checkpointing={on}", "max_steps=4") for on in ("false", "true"))
     assert_same(weights(plain.model), weights(again.model))
 
 
@@ -382,9 +380,10 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     with file_lock(tmp_path / ".lock"):
-        refused = invoke(*arguments(tmp_path))
-    assert refused.exit_code == 1
-    assert "another process is active in this directory; wait for it, or choose another --out" in refused.output
+        for words in (arguments(tmp_path), ["sweep", "recall-small", "seed=1,2", "--out", str(tmp_path)]):
+            refused = invoke(*words)
+            assert refused.exit_code == 1
+            assert "another process is active in this directory; wait for it, or choose another --out" in refused.output
 
     def start_another(one: TinyTrainer) -> None:
         one.out.mkdir()
