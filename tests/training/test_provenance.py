@@ -29,8 +29,7 @@ def trained(*arguments: str) -> str:
 
 
 def launch() -> Launch:
-    facts = {"step": 0, "seed": 7, "budget": None, "processes": 1, "hardware": {}}
-    return Launch(recipe="lm", command="tcnca train lm", **facts)  # type: ignore[arg-type]
+    return Launch(recipe="lm", command="tcnca train lm", step=0, seed=7, budget=None, processes=1, hardware={})
 
 
 def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
