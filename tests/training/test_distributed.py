@@ -24,6 +24,7 @@ from tests.training.tiny import (
     TinyTrainer,
     arguments,
     assert_same,
+    command,
     environment,
     latest,
     log,
@@ -131,7 +132,7 @@ def test_all_processes_evaluate_the_same_model(tmp_path: Path, parallel: str) ->
     train(2, folder, wanted(tmp_path, "bytes", f"parallel={parallel}", "norm=batch"))
     # Two processes count everything once, as one does.
     for count in (1, 2):
-        assert together(app, ["eval", str(folder), "--device", "cpu"], count=count) == [0] * count
+        assert together(command, ["eval", str(folder), "--device", "cpu"], count=count) == [0] * count
         found = json.loads((folder / "eval-test.json").read_text(encoding="utf-8"))
         assert found["count"] == scores(folder)["test"]["count"]
         assert found["value"] == pytest.approx(scores(folder)["test"]["value"], rel=1e-6)

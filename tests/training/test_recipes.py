@@ -12,14 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tcnca import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    PairHeadConfig,
-    RegressionHeadConfig,
-    SequenceModel,
-    presets,
-)
+from tcnca import presets
 from tcnca.cli import app
 from tcnca.errors import ConfigError
 from tcnca.recipes import builtin, descriptions, read_recipe
@@ -245,23 +238,6 @@ def own_file(folder: Path, name: str) -> Path:
     else:
         np.savez(path, values=values, **({"targets": values.mean((1, 2))} if name == "regress" else {}))
     return path
-
-
-HEADS = [LanguageModelHeadConfig, ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig, RegressionHeadConfig]
-
-
-@pytest.mark.parametrize(("name", "head"), list(zip(OWN, HEADS, strict=True)))
-def test_custom_data_needs_no_new_recipe(tmp_path: Path, name: str, head: type) -> None:
-    recipe = load_recipe(name).for_device("cpu")
-    with pytest.raises(ConfigError, match=r"^data\.source: expected a data set or a file, got nothing; give data=NAME"):
-        recipe.build_task()
-    recipe = recipe.override([f"data={own_file(tmp_path, name)}"])
-    task = recipe.build_task()
-    config = recipe.model_config(task)
-    assert isinstance(config.head, head)
-    assert config.causal == task.causal
-    batch = task.batch(0, recipe.batch.size)
-    task.loss(SequenceModel(config)(**batch.model_inputs()).logits, batch).backward()
 
 
 def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -228,6 +228,11 @@ def ended(*children: BaseProcess) -> list[int | None]:
     return [child.exitcode for child in children]
 
 
+def command(words: list[str]) -> None:
+    """Run `tcnca`, in a process."""
+    app(words)
+
+
 def together(target: Callable[..., None], *given: Any, count: int = 2) -> list[int | None]:
     """Return the exit codes of processes that are started as by `torchrun`."""
     with socket.socket() as free:

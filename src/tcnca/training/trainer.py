@@ -88,24 +88,30 @@ class Trainer:
                 if (finished := self._finished()) is not None:
                     return finished
             self.setup()
-            with file_lock(self.out / LOCK) if self.dist.is_main else contextlib.nullcontext():
-                if self.dist.is_main:
-                    # Another run may have started, and ended, since the first check.
-                    self._check_out()
-                if self.resume:
-                    self._restore()
-                self._record()
-                try:
-                    stopped = self._train()
-                except TrainingError:
-                    self._draw_curves()
-                    raise
-                result = self._finish(stopped)
-            if self.dist.world_size > 1:
-                # Free what holds on to the process group before the processes leave it.
-                del self.model, self.train_model, self.optimizers
-                gc.collect()
-        return result
+            try:
+                with file_lock(self.out / LOCK) if self.dist.is_main else contextlib.nullcontext():
+                    return self._run()
+            finally:
+                if self.dist.world_size > 1:
+                    # Free what holds on to the process group before the processes leave it: DDP that is freed later
+                    # may wait forever for a thread of the group.
+                    del self.model, self.train_model, self.optimizers
+                    gc.collect()
+
+    def _run(self) -> Result:
+        """Restore, train and finish, in a directory that no other run uses."""
+        if self.dist.is_main:
+            # Another run may have started, and ended, since the first check.
+            self._check_out()
+        if self.resume:
+            self._restore()
+        self._record()
+        try:
+            stopped = self._train()
+        except TrainingError:
+            self._draw_curves()
+            raise
+        return self._finish(stopped)
 
     def setup(self) -> None:
         """Build the task, the model and the optimizers."""
