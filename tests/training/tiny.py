@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from tcnca.cli import app
 from tcnca.data import Batch, get_dataset, list_datasets
 from tcnca.data.datasets.recall import Recall
 from tcnca.data.schema import SPLITS, Column, Columns, Kind, Ragged
