@@ -18,7 +18,7 @@ from tcnca.bench.report import (
     lra_mean,
 )
 from tcnca.errors import ConfigError
-from tcnca.training.files import atomic_path
+from tcnca.files import atomic_path
 from tcnca.training.report import STYLE
 
 if TYPE_CHECKING:

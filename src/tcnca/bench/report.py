@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tcnca.bench.timing import Timing
 from tcnca.errors import DataError
-from tcnca.training.files import atomic_write, to_json
+from tcnca.files import atomic_write, to_json
 
 Sizes = dict[str, int | str]
 

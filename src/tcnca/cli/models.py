@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.config import Config, check_choice, field_texts
 from tcnca.recipes import FAMILIES, descriptions, find
 
@@ -28,7 +28,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the paper's models and ours: size, receptive field, streaming state and cost of a token."""
-    with explained():
+    with report_errors():
         from tcnca.models import preset, presets, summarize
 
         chosen = [preset(name) for name in presets() if like.lower() in name]
@@ -44,7 +44,7 @@ def models(
         return
     console = Console(emoji=False, highlight=False)
     shown = {entry.family for entry in chosen}
-    say(console, "\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown))
+    typer.echo("\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown))
     console.print(models_table(rows))
 
 
@@ -82,9 +82,8 @@ def recipes(
     ] = None,
 ) -> None:
     """List the built-in recipes, or print one with all its keys."""
-    console = Console(emoji=False, highlight=False)
-    with explained():
-        say(console, printed(name, changes or []) if name else listed())
+    with report_errors():
+        typer.echo(printed(name, changes or []) if name else listed())
 
 
 def listed() -> str:
