@@ -24,9 +24,11 @@ from tcnca.models import (
     ValueInputConfig,
     preset,
 )
-from tcnca.training import DistContext, OptimizerConfig, RuntimeConfig, build_optimizers, load_recipe, set_lr
-from tcnca.training.distributed import parallelize
+from tcnca.training.config import OptimizerConfig, RuntimeConfig
+from tcnca.training.distributed import DistContext, parallelize
 from tcnca.training.evaluate import autocast
+from tcnca.training.optimizer import build_optimizers, set_lr
+from tcnca.training.recipe import load_recipe
 
 # Batch size and length of the EnWik8 models, and of each task; for Retrieval, pairs of documents.
 GPU_SIZE = (8, 8192)
