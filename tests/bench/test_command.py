@@ -14,15 +14,10 @@ from tcnca.bench import Result, write_json
 from tcnca.bench import runner as runner_module
 from tcnca.bench.case import BenchCase
 from tcnca.cli import app
-from tests.bench.helpers import REPORTS, ROOFLINE
+from tests.bench.helpers import REPORTS
 
 runner = CliRunner()
 TINY = ["--lengths", "33", "--channels", "4", "--kernel-size", "3", "--depth", "3", "--seconds", "0", "--repeat", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "measure_roofline", lambda *_: ROOFLINE)
 
 
 def test_operators_are_measured_written_and_plotted(tmp_path: Path) -> None:
@@ -65,10 +60,7 @@ def test_what_was_measured_is_kept(
         (["ops", "--lengths", "1k"], "--lengths: expected integers of at least 1, such as 1,8, got '1k'"),
         (["ops", "--batches", "0"], "--batches: expected integers of at least 1, such as 1,8, got '0'"),
         (["ops", "--only", "nonsense"], "--only: expected candidates or parts of their names, got 'nonsense'"),
-        (
-            ["ops", "--plot", "ops.jpg"],
-            "--plot: expected a file name that ends in one of .png, .svg, .pdf, got ops.jpg",
-        ),
+        (["ops", "--plot", "ops.jpg"], "--plot: expected a file name that ends in"),
         (["ops", "--json", "."], "--json: expected the name of a file, got the directory ."),
         (["show", "none.json"], "none.json: expected results of `tcnca bench`"),
         pytest.param(
