@@ -220,12 +220,17 @@ def process(target: Callable[..., None], *given: Any) -> BaseProcess:
 
 def ended(*children: BaseProcess) -> list[int | None]:
     """Start processes and return their exit codes; those that do not end in time are killed."""
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(PATIENCE)
-        child.kill()
-        child.join()
+    try:
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(PATIENCE)
+    finally:
+        # Also after Ctrl-C: the interpreter waits for its processes at the end.
+        for child in children:
+            if child.pid is not None:
+                child.kill()
+                child.join()
     return [child.exitcode for child in children]
 
 
