@@ -15,12 +15,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "none"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
+def _identity(x: Tensor) -> Tensor:
+    """Return `x`: a function with a name, since models are pickled and a lambda cannot be."""
+    return x
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "none": lambda x: x,
+    "none": _identity,
 }
 
 
