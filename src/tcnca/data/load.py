@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tcnca.config import check_choice
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.custom.options import draw_splits, input_digests
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
@@ -134,18 +135,14 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
 
 def load_examples(name: str, folder: Path, split: str, count: int) -> Dataset:
     """Open the prepared data set `name`; if it is generated but not prepared, generate `count` examples of a split."""
-    if (
-        not is_dataset(name)
-        or get_dataset(name).generator is None
-        or (folder / canonical_name(name) / MANIFEST).is_file()
-    ):
+    spec = get_dataset(name) if is_dataset(name) else None
+    if spec is None or spec.generator is None or (folder / spec.name / MANIFEST).is_file():
         return _open(name, folder, None)
     if count > MAX_GENERATED_EXAMPLES:
         raise DataError(
             f"{name}: is not prepared in {folder}, so only the first {MAX_GENERATED_EXAMPLES} examples are available; "
             f"run `tcnca data prepare {name} --out {folder}` for all"
         )
-    spec = get_dataset(name)
     sizes = {**dict.fromkeys(SPLITS, 0), split: count}
     plan = dataclasses.replace(spec.plan(None, seed=0), sizes=sizes, shard_size=32)
     return Dataset(spec.name, _manifest(spec), generate_in_memory(plan))
@@ -168,10 +165,7 @@ def _build_task(data: Dataset, options: Mapping[str, Any]) -> Task:
     build = _TASKS[data.manifest["kind"]] if name is None else get_dataset(name).task
     expected = [parameter for parameter in inspect.signature(build).parameters if parameter != "data"]
     for option in options:
-        if option not in expected:
-            raise ConfigError(
-                f"{option}: expected one of {', '.join(expected)} as option of {data.name}, got {option!r}"
-            )
+        check_choice(option, option, expected)
     return build(data, **options)
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcnca.config import check_at_least
 from tcnca.data.batch import IGNORE, Batch, optional_tensor, pad_sequences
 from tcnca.data.generate import Stream
 from tcnca.data.rng import CounterRNG
@@ -33,8 +34,8 @@ class ExampleTask(Task):
         self, data: Dataset, *, max_length: int | None = None, by_length: bool = False, stream: Stream | None = None
     ) -> None:
         super().__init__(data)
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length: expected at least 1, got {max_length}")
+        if max_length is not None:
+            check_at_least("max_length", max_length, 1)
         if by_length and stream is not None:
             raise ConfigError(
                 "by_length: expected False for a stream, whose lengths are not known in advance, got True"

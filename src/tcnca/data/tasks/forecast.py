@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcnca.config import check_at_least
 from tcnca.data.batch import Batch, optional_tensor
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, eval_windows, rank_range, shuffled_indices, training_rank_range
 from tcnca.data.schema import Ragged
 from tcnca.data.store import Dataset
 from tcnca.data.tasks.base import SquaredError, Task
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import DataError
 from tcnca.models.heads import RegressionHeadConfig
 from tcnca.models.inputs import ValueInputConfig
 from tcnca.models.preprocessing import Preprocessing
@@ -36,8 +37,7 @@ class ForecastTask(Task):
 
     def __init__(self, data: Dataset, *, window: int = 1024) -> None:
         super().__init__(data)
-        if window < 1:
-            raise ConfigError(f"window: expected at least 1, got {window}")
+        check_at_least("window", window, 1)
         self.window = window
         self._mean, self._std = tuple(data.manifest["mean"]), tuple(data.manifest["std"])
         self._error = SquaredError(self._std)
