@@ -59,7 +59,7 @@ def test_targets_are_the_next_bytes() -> None:
             np.testing.assert_array_equal(batch.targets[row], expected)
 
 
-def test_three_steps_in_a_row_have_runs_of_two_three_and_four_chunks() -> None:
+def test_rows_of_two_three_and_four_chunks() -> None:
     task = language()
     runs = [task.batch(step, SIZE).inputs.shape[1] // CHUNK for step in range(60)]
     turns = [tuple(runs[begin : begin + 3]) for begin in range(0, 60, 3)]
@@ -118,7 +118,7 @@ def test_processes_share_a_batch(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [9, 10, 200, 700])
-def test_a_tiny_text_still_makes_all_runs(size: int) -> None:
+def test_chunks_of_a_tiny_text(size: int) -> None:
     raw = TRAIN[:size]
     task = LanguageTask(Dataset("tiny", {}, {"train": {"bytes": raw}}))
     assert task.chunk_size == (size - 1) // 8
@@ -176,7 +176,7 @@ def test_every_byte_is_predicted_once(
     assert len(counts) == len(flags) == 1
 
 
-def test_carried_calls_go_on_inside_a_segment() -> None:
+def test_windows_continue_within_a_segment() -> None:
     task = language(eval_length=20, segments=5)
     batches = list(task.eval_batches("validation", 5))
     # Five segments of fifty bytes: calls of 20, 20 and 10.
@@ -213,7 +213,7 @@ def bits_of(model: SequenceModel, begin: int, end: int) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 6])
-def test_carried_evaluation_is_one_call_over_each_segment(size: int) -> None:
+def test_carried_evaluation_equals_one_call(size: int) -> None:
     task = language(eval_length=17, segments=6)
     model = tiny_model(task)
     bounds = [250 * segment // 6 for segment in range(7)]
@@ -244,7 +244,7 @@ def test_loss_and_bits() -> None:
     assert float(task.loss(logits, batch)) == pytest.approx(-sum(map(math.log, chances)) / 3, rel=1e-6)
 
 
-def test_symbols_that_occur_are_the_tokens() -> None:
+def test_tokens_are_the_bytes_that_occur() -> None:
     raw = np.frombuffer(b"\nbanana cabana, a bandana\n" * 20, np.uint8)
     symbols = sorted(set(raw.tolist()))
     task = LanguageTask(Dataset("tiny", {"symbols": symbols}, {"train": {"bytes": raw}}), chunk_size=8)
@@ -267,22 +267,15 @@ def test_symbols_that_occur_are_the_tokens() -> None:
     [("chunk_size", 0), ("eval_length", 0), ("segments", 0), ("chunks_per_row", ()), ("chunks_per_row", (2, 0))],
 )
 def test_options_below_one(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{option}: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match=f"{option}: expected an integer >= 1, got 0"):
         language(TRAIN, **{option: value})
 
 
-def test_too_few_bytes() -> None:
-    with pytest.raises(DataError, match="tiny: expected at least 9 bytes in the training split, got 8"):
-        language(TRAIN[:8])
-
-
 @pytest.mark.parametrize("step", range(3))
-def test_a_batch_too_small_for_the_longest_run_is_refused_at_once(step: int) -> None:
+def test_too_small_batches_and_splits(step: int) -> None:
     with pytest.raises(ConfigError, match=r"batch_size: expected at least 32 tokens, a row of 4 chunks of 8, got 31"):
         language().batch(step, 31)
-
-
-@pytest.mark.parametrize("step", range(3))
-def test_a_batch_without_a_run_for_each_process_is_refused_at_once(step: int) -> None:
     with pytest.raises(ConfigError, match=r"expected at least one row for each of the 3 processes, got 2"):
         language().batch(step, 64, world_size=3)
+    with pytest.raises(DataError, match="tiny: expected at least 9 bytes in the training split, got 8"):
+        language(TRAIN[:8])
