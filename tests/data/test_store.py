@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from tcnca.data.store import (
     DatasetWriter,
     check_space,
     read_manifest,
-    replace_folder,
-    restore_folder,
 )
 from tcnca.errors import DataError
 from tests.data.helpers import siblings, small_dataset, write_dataset
@@ -136,38 +134,6 @@ def test_replacement(tmp_path: Path) -> None:
         writer.commit({})
     assert list(Dataset.open(folder).splits) == ["test"]
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "test.targets.npy"]
-    assert siblings(folder) == []
-
-
-class Killed(BaseException):
-    """Ends a function where a signal would have ended the process."""
-
-
-def killed_at_second_rename(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
-    rename, calls = Path.rename, list[Path]()
-
-    def once(self: Path, target: Path) -> Path:
-        calls.append(self)
-        if len(calls) == 2:
-            raise Killed
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", once)
-        with pytest.raises(Killed):
-            function()
-
-
-def test_old_data_set_is_restored_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, new = tmp_path / "set", tmp_path / "new"
-    small_dataset(folder, label=1)
-    small_dataset(new, label=50)
-    killed_at_second_rename(monkeypatch, lambda: replace_folder(new, folder))
-    assert not folder.exists()
-    restore_folder(folder)
-    assert Dataset.open(folder).example("train", 0)["labels"] == 1
-    replace_folder(new, folder)
-    assert Dataset.open(folder).example("train", 0)["labels"] == 50
     assert siblings(folder) == []
 
 

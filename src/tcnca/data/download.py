@@ -1,7 +1,4 @@
-"""Download published files. An interrupted download is resumed by the next call.
-
-Not with pooch, which starts over after an interruption and knows nothing of checksums that a host states.
-"""
+"""Download published files. An interrupted download is resumed by the next call, which pooch cannot do."""
 
 from __future__ import annotations
 
@@ -34,13 +31,8 @@ _HEADERS = {"Accept-Encoding": "identity"}
 def download_file(download: Download, folder: Path, progress: Progress = lambda received, total: None) -> Path:
     """Download a file into `folder` unless it is already there.
 
-    Args:
-        download: the file to download.
-        folder: the destination, created if it is missing.
-        progress: called with the bytes received so far and the total, None if that is unknown.
-
-    Returns:
-        The path of the file. Its checksum is the published one, or else the one that the host states.
+    Its checksum is the published one, or else the one that the host states. `progress` is called with the bytes
+    received so far and the total, None if that is unknown.
     """
     target, part = folder / download.filename, folder / f"{download.filename}.part"
     stated = checksum_file(target)

@@ -17,7 +17,7 @@ from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import generate
 from tcnca.data.schema import Columns, Content, head, num_examples
-from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, file_lock, restore_folder
+from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, file_lock
 from tcnca.errors import ConfigError, DataError
 
 DOWNLOADS = "downloads"
@@ -87,7 +87,6 @@ def prepare_dataset(
         return found
     job.check_source()
     with file_lock(job.folder, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
-        restore_folder(job.folder)
         if not force and (found := job.find()) is not None:
             return found
         if not (job.folder / MANIFEST).exists() and job.folder.exists():

@@ -144,7 +144,6 @@ class DatasetWriter:
 
     def __enter__(self) -> DatasetWriter:
         with disk_errors(self.folder):
-            restore_folder(self.folder)
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
         return self
@@ -185,7 +184,7 @@ class DatasetWriter:
                 json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            replace_folder(self._partial, self.folder)
+            _replace_folder(self._partial, self.folder)
 
     def _file(self, name: str, like: NDArray[Any]) -> _NpyWriter:
         if name not in self._files:
@@ -251,15 +250,8 @@ def file_lock(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
-def restore_folder(folder: Path) -> None:
-    """Restore the folder that an interrupted `replace_folder` had moved away."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Move the folder `new` to `folder`, replacing an existing one."""
+def _replace_folder(new: Path, folder: Path) -> None:
+    """Move the folder `new` to `folder`. An existing one is moved away first, so that `folder` is always complete."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -35,13 +35,6 @@ def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
 
     A folder of tables or arrays holds files named train*, valid*, val* or dev*, and test*. `tcnca.data.custom.options`
     describes what happens with splits that are not given.
-
-    Args:
-        origin: a file or a folder.
-        options: what the files do not say themselves.
-
-    Raises:
-        DataError: the data is missing, damaged, or of no known format. The message names the place and what to do.
     """
     try:
         return _read(origin, options or CustomOptions())

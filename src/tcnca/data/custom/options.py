@@ -221,15 +221,8 @@ def draw_splits(
     together. With labels, each class contributes its fraction, rounded, and keeps at least one input in training; a
     class with fewer than three different inputs stays in training.
 
-    Args:
-        inputs: for each example, bytes that are equal if and only if the inputs are.
-        fractions: fractions of the splits to draw.
-        seed: seed of the draw.
-        path: the file to name in errors.
-        labels: class of each example.
-
-    Returns:
-        The indices of the examples of each split, including training, in their original order.
+    `inputs` holds bytes for each example that are equal if and only if the inputs are. Returns the indices of the
+    examples of each split, including training, in their original order.
     """
     groups: dict[bytes, list[int]] = {}
     for index, key in enumerate(inputs):
@@ -306,5 +299,5 @@ def _fill_empty(splits: list[str], sizes: Sequence[int], names: Collection[str],
 
 
 def _round(value: float) -> int:
-    """Round half up, so that rounded running sums never skip."""
+    # Half up, so that rounded running sums never skip.
     return math.floor(value + 0.5)
