@@ -100,25 +100,6 @@ def test_windows_are_shifted_and_reach_every_value() -> None:
     assert (times[1:] > 0).all()
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
-    task, again = forecast(), forecast()
-    steps = [4, 900, 0]
-    first = {step: task.batch(step, 6, 2) for step in steps}
-    for step in reversed(steps):
-        for batch in (task.batch(step, 6, 2), again.batch(step, 6, 2)):
-            assert torch.equal(batch.inputs, first[step].inputs)
-            assert torch.equal(batch.targets.nan_to_num(9.0), first[step].targets.nan_to_num(9.0))
-    assert not torch.equal(task.batch(0, 6, 2).inputs, task.batch(0, 6, 3).inputs)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_a_batch(world_size: int) -> None:
-    task, values = forecast(), np.concatenate(series(LENGTHS))
-    for step in range(10):
-        parts = [task.batch(step, 7, 0, rank, world_size) for rank in range(world_size)]
-        assert [found for part in parts for found in windows(part, values)] == windows(task.batch(step, 7), values)
-
-
 @pytest.mark.parametrize(("window", "size", "world_size"), [(1, 3, 2), (7, 3, 1), (8, 2, 5), (1000, 64, 3), (7, 1, 1)])
 def test_every_value_is_predicted_once(window: int, size: int, world_size: int) -> None:
     task, values = forecast(window=window), np.concatenate(series(LENGTHS))

@@ -42,11 +42,6 @@ def starts(inputs: Tensor) -> list[int]:
     return found
 
 
-def assert_same(batch: Batch, other: Batch) -> None:
-    assert torch.equal(batch.inputs, other.inputs)
-    assert torch.equal(batch.targets, other.targets)
-
-
 def test_targets_are_the_next_bytes() -> None:
     task = language()
     for step in range(12):
@@ -96,25 +91,6 @@ def test_an_epoch_covers_the_split(run: int) -> None:
         assert all(begin % CHUNK == 0 for begin in inner)
         cuts |= {begin // CHUNK % run for begin in inner}
     assert cuts == set(range(run))
-
-
-def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
-    steps = [0, 7, 1000, 3, 123_456]
-    task = language()
-    first = {step: task.batch(step, SIZE, 5) for step in steps}
-    for step in reversed(steps):
-        assert_same(task.batch(step, SIZE, 5), first[step])
-        assert_same(language().batch(step, SIZE, 5), first[step])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_processes_share_a_batch(world_size: int) -> None:
-    task = language()
-    for step in range(9):
-        whole = task.batch(step, SIZE)
-        parts = [task.batch(step, SIZE, 0, rank, world_size) for rank in range(world_size)]
-        assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
-        assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
 
 
 @pytest.mark.parametrize("size", [9, 10, 200, 700])

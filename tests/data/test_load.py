@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tcnca import ModelConfig, SequenceModel
 from tcnca.data import CustomOptions, Dataset, Task, load_task, prepare_dataset
 from tcnca.data.load import STREAM_EVAL_SIZE, load_examples
 from tcnca.data.schema import Columns, Ragged
@@ -23,7 +22,6 @@ from tcnca.data.tasks import (
     RegressionTask,
 )
 from tcnca.errors import ConfigError, DataError
-from tests.examples import small_config
 
 
 def write_custom(folder: Path, name: str) -> Path:
@@ -80,32 +78,6 @@ def test_custom_data_is_the_same_from_memory_and_prepared(tmp_path: Path, name: 
     for other in (named, placed):
         for mine, theirs in zip(first_batch(read), first_batch(other), strict=True):
             assert torch.equal(mine, theirs)
-
-
-@each_form
-def test_custom_data_fits_a_model(tmp_path: Path, name: str) -> None:
-    kind, own = CUSTOM[name]
-    found = load_task(write_custom(tmp_path, name), custom=own, **options(kind))
-    config: ModelConfig = small_config(input=found.input, head=found.head, causal=found.causal)
-    model = SequenceModel(config)
-    batch = found.batch(0, 64 if kind is LanguageTask else 4)
-    pair = {} if batch.second is None else {"second": batch.second, "lengths2": batch.second_lengths}
-    loss = found.loss(model(batch.inputs, lengths=batch.lengths, return_state=False, **pair).logits, batch)
-    loss.backward()
-    assert bool(loss.isfinite())
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert bool(parameter.grad.isfinite().all())
-    counted = 0
-    with torch.no_grad():
-        for batch in found.eval_batches("test", 4):
-            pair = {} if batch.second is None else {"second": batch.second, "lengths2": batch.second_lengths}
-            logits = model.eval()(batch.inputs, lengths=batch.lengths, return_state=False, **pair).logits
-            total, count = found.metric_sums(logits, batch)
-            assert bool(total.isfinite())
-            counted += int(count)
-    expected = found.sizes["test"] * (3 if kind is RegressionTask else 1)
-    assert counted == ({"series.npy": 2 * 14}.get(name) or expected)
 
 
 @pytest.mark.parametrize("name", ["text", "image", "listops", "recall"])
@@ -189,6 +161,8 @@ def test_stream_with_a_data_set_of_another_version(tmp_path: Path) -> None:
 def test_stream_without_a_prepared_data_set(tmp_path: Path) -> None:
     found = load_task("recall-16", tmp_path, stream=True)
     assert isinstance(found, RecallTask)
+    with pytest.raises(ConfigError, match="recall-16: expected data of kind language, got classification"):
+        load_task("recall-16", tmp_path, stream=True, kind="language")
     assert found.sizes == {"train": 0, "validation": STREAM_EVAL_SIZE, "test": STREAM_EVAL_SIZE}
     seen = {tuple(row.tolist()) for step in range(5) for row in found.batch(step, 100).inputs}
     held = {

@@ -220,28 +220,15 @@ class Board:
     @classmethod
     def empty(cls, images: int, size: int, rim: int, padding: int, margin: int, dashes: Dashes) -> Board:
         """Return empty images: only the border is occupied."""
-        candidates = dashes.candidates @ np.array([size + 2 * rim, 1])
         blank = _frame(size, rim, padding), _frame(size, rim, padding + margin)
-        none = np.zeros((0, *blank[0].shape), np.uint8)
-        return cls(
-            dashes=dashes,
-            size=size,
-            rim=rim,
-            candidates=candidates,
-            blank=blank,
-            occupied=none,
-            wide=none,
-        ).blank_copy(images)
+        occupied, wide = (np.tile(canvas, (images, 1, 1)) for canvas in blank)
+        candidates = dashes.candidates @ np.array([size + 2 * rim, 1])
+        return cls(dashes=dashes, size=size, rim=rim, candidates=candidates, blank=blank, occupied=occupied, wide=wide)
 
     @property
     def width(self) -> int:
         """Side length of a canvas."""
         return self.size + 2 * self.rim
-
-    def blank_copy(self, images: int) -> Board:
-        """Return a board of empty images of the same size."""
-        occupied, wide = (np.tile(canvas, (images, 1, 1)) for canvas in self.blank)
-        return dataclasses.replace(self, occupied=occupied, wide=wide)
 
     def occupy(self, rows: Ints, starts: Ints, kinds: Ints) -> None:
         """Mark the space of one dash in each of the images `rows` as occupied."""
@@ -277,7 +264,9 @@ def grow_pairs(board: Board, rng: CounterRNG, length: int, distance: int) -> Cur
     """
     count, last = len(board.occupied), 2 * (length - 1)
     pairs, trials = Curves.none(count, 2, length), Curves.none(_AT_ONCE, 2, length)
-    work = board.blank_copy(_AT_ONCE)
+    # The first turn blanks all of these.
+    canvases = np.empty((2, _AT_ONCE, board.width, board.width), np.uint8)
+    work = dataclasses.replace(board, occupied=canvases[0], wide=canvases[1])
     turn, rows = np.full(_AT_ONCE, last), np.arange(_AT_ONCE)
     stock = Curves.none(0, 2)
     ready = 0
