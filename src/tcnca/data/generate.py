@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, concatenate, take
-from tcnca.data.store import disk_errors
 from tcnca.errors import DataError
+from tcnca.files import atomic_path, disk_errors
 
 SETTINGS = "settings.json"
 MIN_PARALLEL_SECONDS = 5.0
@@ -282,7 +282,7 @@ def _exit_with_parent() -> None:
 
 def _remove_partial(folder: Path) -> None:
     """Remove incomplete files of processes that were killed."""
-    for path in folder.glob(".*.npz.*"):
+    for path in folder.glob(".*.npz"):
         path.unlink(missing_ok=True)
 
 
@@ -302,17 +302,8 @@ def _write_shard(plan: Plan, folder: Path, number: int) -> None:
             arrays |= {name: column.values, name + _OFFSETS: column.offsets}
         else:
             arrays[name] = column
-    path = _path(folder, number)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with disk_errors(folder), partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with atomic_path(_path(folder, number)) as partial:
+        np.savez(partial, allow_pickle=False, **arrays)
 
 
 def _read_shard(folder: Path, number: int) -> Columns:

@@ -54,7 +54,6 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomOptions(Config):
     """How to read the user's own files; everything that is not given is inferred from the files."""
 
