@@ -123,7 +123,7 @@ def expected(wanted: Plan) -> dict[str, list[Example]]:
 
 def shards_in(folder: Path) -> dict[str, tuple[int, int]]:
     """Return the shards that exist, with inode and time."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.npz")}
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("0*.npz")}
 
 
 # sha256 of the splits of 20 training examples of seed 3, and of examples 3 to 9 of the stream of seed 5. If these have
