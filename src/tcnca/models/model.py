@@ -367,7 +367,7 @@ def _floating_dtype(state: State) -> torch.dtype | None:
     """Return the dtype of a state's first tensor that is kept in the dtype of the model, if there is one."""
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
-        values = () if field.name in state._sums else value if isinstance(value, tuple) else (value,)
+        values = () if state._least_dtype(field.name) is not None else value if isinstance(value, tuple) else (value,)
         for each in values:
             if isinstance(each, Tensor) and each.is_floating_point():
                 return each.dtype
