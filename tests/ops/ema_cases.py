@@ -42,7 +42,7 @@ class Case:
         return "-".join([*map(str, sizes), kind, *(name for name in flags if getattr(self, name))])
 
     def leaves(self, device: str) -> dict[str, Tensor]:
-        """Inputs, parameters and, if there is one, the state's hidden states; the same in every call."""
+        """Return inputs, parameters and, if there is a state, its hidden states; the same in every call."""
         draw = torch.Generator().manual_seed(self.time)
         found = {"x": torch.randn(self.batch, self.time, self.channels, generator=draw)}
         for name in PARAMETERS:
@@ -62,13 +62,13 @@ class Case:
         return {name: value.detach().requires_grad_() for name, value in found.items()}
 
     def valid(self, device: str) -> Tensor | None:
-        """Rows full, empty and in between."""
+        """Return lengths: a full row, an empty one, and one in between."""
         if not self.lengths:
             return None
         return torch.tensor([self.time, 0, self.time // 2 + 1][: self.batch], device=device)
 
     def slopes(self, device: str) -> tuple[Tensor, Tensor]:
-        """The gradients that come in for the output and for the final hidden states."""
+        """Return the gradients of the output and of the final hidden states."""
         draw = torch.Generator().manual_seed(1)
         shape = (self.batch, 1, 1) if self.expanded else (self.batch, self.time, self.channels)
         g = torch.randn(shape, generator=draw).to(self.dtype).to(device)
@@ -76,7 +76,7 @@ class Case:
         return g, torch.randn(self.batch, self.channels, self.hidden, generator=draw).to(device)
 
     def results(self, given: dict[str, Tensor], backend: EMABackend) -> dict[str, Tensor]:
-        """Output, final hidden states if asked for, and every gradient."""
+        """Return the output, the final hidden states with `final`, and every gradient."""
         device = str(given["x"].device)
         lengths, start, (g, to_final) = self.valid(device), None, self.slopes(device)
         if self.state:
@@ -95,7 +95,7 @@ class Case:
             pulls.append(to_final.to(state.hidden))
             seen = self.time if lengths is None else lengths
             assert torch.equal(state.position, torch.full_like(state.position, 5 * self.state) + seen)
-        # PyTorch's forms do not use a decay where there is only one token; the kernels return all gradients.
+        # PyTorch's operators do not use the decay of a single token; the kernels return all gradients.
         gradients = torch.autograd.grad(
             list(found.values()), list(given.values()), pulls, materialize_grads=backend != "triton"
         )
@@ -103,7 +103,7 @@ class Case:
 
 
 def off_ties(delta: Tensor, alpha: Tensor) -> Tensor:
-    """`alpha`, moved where the last digits of a sigmoid would decide which way float32 rounds a decay near 1."""
+    """Return `alpha`, changed where the last digits of a sigmoid decide how float32 rounds a decay near 1."""
     while True:
         damped = torch.sigmoid(delta.double()) * torch.sigmoid(alpha.double())
         # Decays from 0.5 to 1 are multiples of 2⁻²⁴; sigmoids in float32 have errors of a few 1e-7.
@@ -115,7 +115,7 @@ def off_ties(delta: Tensor, alpha: Tensor) -> Tensor:
 
 
 def spread(value: Tensor) -> Tensor:
-    """The same numbers with gaps between them, the last dimension not the innermost."""
+    """Return the same numbers with gaps between them, and another innermost dimension than the last."""
     wide = value.new_full((*value.shape[:-2], 2 * value.shape[-1] + 1, value.shape[-2] + 3), float("nan"))
     wide.transpose(-1, -2)[..., 2:-1, 1::2] = value
     return wide.transpose(-1, -2)[..., 2:-1, 1::2]
@@ -123,7 +123,7 @@ def spread(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Whatever is allocated without values holds NaN."""
+    """Fill newly allocated memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -135,10 +135,10 @@ def poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rounded_coefficients() -> Iterator[None]:
-    """Plain forms in float64 go on from coefficients that float32 can hold, as all forms in float32 do.
+    """Round the coefficients of float64 calls to float32, which all float32 calls do.
 
-    How far a decay is from 1, float32 does not say well: for 0.9997 it is off by up to a ten-thousandth, and with it
-    all that remembers as long. Forms that keep decays in float32 share that error, and none may add to it.
+    For a decay of 0.9997, rounding changes its distance from 1 by up to a ten-thousandth, and results with it. All
+    float32 calls share this error, so the tests measure only what is added to it.
     """
     modules = [importlib.import_module(f"tcnca.ops.ema.{name}") for name in ("naive", "api")]
     naive: Any = modules[0]
@@ -156,10 +156,10 @@ def rounded_coefficients() -> Iterator[None]:
 
 
 def cancellation(exact: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """How much larger the two parts of δ's gradient are, that by the drive and that by the decay, than their sum.
+    """Return how much larger the two parts of δ's gradient, by the drive and by the decay, are than their sum.
 
-    Of an output that settles they cancel: δ only decides how soon. The parts are the gradients of β and α but for
-    factors: `p β` and `p σ(α)` are what δ, as `p`, has a share in.
+    They cancel for an output that converges: δ only decides how soon. Except for factors, the parts are the gradients
+    of β and α, because δ enters as `p` in `p β` and `p σ(α)`.
     """
     p, damping = torch.sigmoid(exact["delta"]), torch.sigmoid(exact["alpha"])
     parts = (exact["beta"] * expected["to beta"], expected["to alpha"] / (1.0 - damping))
@@ -168,22 +168,21 @@ def cancellation(exact: dict[str, Tensor], expected: dict[str, Tensor]) -> float
 
 
 def assert_right(case: Case, device: str, backend: EMABackend = "triton") -> None:
-    """A form against the plain ones in float64, in memory that held NaN; and the same bits twice."""
+    """Compare a backend with PyTorch's operators in float64, in memory that contains NaN, and with a second run."""
     given = case.leaves(device)
     exact = {name: value.detach().double().requires_grad_() for name, value in given.items()}
     with rounded_coefficients():
         expected = case.results(exact, "scan" if case.time <= 1000 else "fft")
     with poisoned():
         actual = case.results(given, backend)
-    # A CPU could not but repeat itself.
     again = actual if device == "cpu" else case.results(given, backend)
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
-        # All but the outputs and the gradient of the inputs is float32, whatever these are.
+        # Only the output and the gradient of the input have the case's dtype.
         allowed = TOLERANCE[case.dtype if name in ("y", "to x") else torch.float32]
         allowed *= cancellation(exact, expected) if name == "to delta" else 1.0
         assert value.shape == expected[name].shape, name
-        # Where all of it should be zero there is no relative error.
+        # Zeros have no relative error.
         zeros = not bool(expected[name].abs().max() > 0)
         error = float(value.detach().abs().max()) if zeros else relative_error(value, expected[name])
         assert error <= allowed, f"{name}: relative error {error:.1e}, allowed {allowed:.0e}"
@@ -191,5 +190,5 @@ def assert_right(case: Case, device: str, backend: EMABackend = "triton") -> Non
 
 
 def some(device: str, *sizes: tuple[int, ...], **options: Any) -> list[Tensor]:
-    """Random tensors of these sizes."""
+    """Return random tensors of these sizes."""
     return [torch.randn(size, device=device, **options) for size in sizes]

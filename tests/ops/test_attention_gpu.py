@@ -13,7 +13,7 @@ from torch import Tensor
 from tcnca.ops import ATTENTION_ACTIVATIONS, chunked_attention
 from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
-from tests.ops.test_attention_triton import BRAIN, FULL, HALF, Case, assert_right, by_kernels, naively
+from tests.ops.test_attention_triton import BRAIN, FULL, HALF, Case, assert_right, run_naive, run_triton
 
 pytestmark = pytest.mark.gpu
 
@@ -76,13 +76,13 @@ def test_slabs_add_up(
 def test_scratch_is_written_before_it_is_read(chunk_size: int) -> None:
     case = Case(shape=(3, 900, 64, 384), chunk_size=chunk_size, dtype=BRAIN, lengths=(900, 0, 400))
     leaves, slope = case.leaves("cuda"), torch.randn(3, 900, 384, device="cuda")
-    expected = case.run(leaves, slope, by_kernels)
+    expected = case.run(leaves, slope, run_triton)
     torch.cuda.synchronize()
     # What the allocator hands out next is what was just given back.
     sizes = [2**power for power in range(9, 27)]
     poison = [torch.full((size // 4,), float("nan"), device="cuda") for size in sizes for _ in range(4)]
     del poison
-    again = case.run(leaves, slope, by_kernels)
+    again = case.run(leaves, slope, run_triton)
     assert all(torch.equal(again[name], value) for name, value in expected.items())
 
 
@@ -91,8 +91,8 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
     q, k = (torch.randn(2, time, 64, device="cuda", dtype=BRAIN) for _ in range(2))
     unit = torch.eye(time, device="cuda", dtype=BRAIN).repeat(2, 1, 1).requires_grad_()
     torch.manual_seed(3)
-    weights = by_kernels(q, k, unit, chunk_size=time, causal=False, dropout=0.25)
-    plain = naively(q, k, unit, chunk_size=time, causal=False)
+    weights = run_triton(q, k, unit, chunk_size=time, causal=False, dropout=0.25)
+    plain = run_naive(q, k, unit, chunk_size=time, causal=False)
     kept = weights != 0
     assert abs(float(kept.double().mean()) - 0.75) < 0.01
     assert_close(weights, plain * kept / 0.75)
@@ -104,9 +104,9 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
 def test_auto_takes_the_kernels_for_half_precision() -> None:
     q, k, v = (torch.randn(2, 200, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
     auto, _ = chunked_attention(q, k, v, chunk_size=128)
-    assert torch.equal(auto, by_kernels(q, k, v, chunk_size=128))
+    assert torch.equal(auto, run_triton(q, k, v, chunk_size=128))
     single, _ = chunked_attention(q.float(), k.float(), v.float(), chunk_size=128)
-    assert torch.equal(single, naively(q.float(), k.float(), v.float(), chunk_size=128))
+    assert torch.equal(single, run_naive(q.float(), k.float(), v.float(), chunk_size=128))
 
 
 def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None:
@@ -114,7 +114,7 @@ def test_autocast_computes_in_its_type_and_returns_gradients_in_theirs() -> None
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     with torch.autocast("cuda", BRAIN):
         out, state = chunked_attention(*leaves, chunk_size=128, return_state=True, backend="triton")
-    truth = naively(*exact, chunk_size=128)
+    truth = run_naive(*exact, chunk_size=128)
     assert out.dtype == BRAIN
     assert state is not None
     assert state.keys.dtype == FULL
@@ -148,7 +148,7 @@ def test_a_compiled_call_is_not_compiled_again_for_another_length(activation: st
             assert_close(part, other, dtype=BRAIN)
 
     check(700)
-    # Compilers may trace a first call more than once; whoever compiles anew for another length is told off.
+    # A first call may be traced more than once, but no other length may compile anything.
     with torch.compiler.set_stance("fail_on_recompile"):
         for time in (701, 1024, 300):
             check(time)
@@ -159,7 +159,7 @@ def test_no_kernel_is_compiled_again_for_another_length() -> None:
 
     def run(batch: int, time: int) -> None:
         case = Case(shape=(batch, time, 48, 200), chunk_size=256, dtype=BRAIN, beyond=256)
-        case.run(case.leaves("cuda"), torch.randn(batch, time, 200, device="cuda"), by_kernels)
+        case.run(case.leaves("cuda"), torch.randn(batch, time, 200, device="cuda"), run_triton)
 
     run(2, 600)
     before = launcher.load_kernel.cache_info().currsize
@@ -171,7 +171,7 @@ def test_no_kernel_is_compiled_again_for_another_length() -> None:
 def test_rows_that_are_not_aligned_are_right() -> None:
     case = Case(shape=(2, 300, 64, 128), chunk_size=128, dtype=BRAIN)
     leaves, slope = case.leaves("cuda"), torch.randn(2, 300, 128, device="cuda")
-    expected = case.run(leaves, slope, by_kernels)
+    expected = case.run(leaves, slope, run_triton)
     for begin, gap in ((1, 0), (0, 3), (3, 2)):
         # A row that starts anywhere, and rows that are an odd number apart.
         moved = []
@@ -179,24 +179,24 @@ def test_rows_that_are_not_aligned_are_right() -> None:
             room = leaf.new_zeros(2, 300, begin + leaf.shape[2] + gap)
             room[..., begin : begin + leaf.shape[2]] = leaf.detach()
             moved.append(room[..., begin : begin + leaf.shape[2]].requires_grad_())
-        for name, value in case.run([*moved, leaves[3]], slope, by_kernels).items():
+        for name, value in case.run([*moved, leaves[3]], slope, run_triton).items():
             assert_close(value, expected[name], name, BRAIN)
 
 
-def test_an_empty_batch_is_no_work() -> None:
+def test_empty_batch() -> None:
     leaves = [torch.randn(0, 30, size, device="cuda", dtype=BRAIN, requires_grad=True) for size in (16, 16, 32)]
-    out = by_kernels(*leaves, chunk_size=16)
+    out = run_triton(*leaves, chunk_size=16)
     assert out.shape == (0, 30, 32)
     for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert gradient.shape == leaf.shape
 
 
-def test_graphs_replay_to_the_bit() -> None:
+def test_graphs_replay_bit_exactly() -> None:
     q, k, v = (torch.randn(2, 600, size, device="cuda", dtype=BRAIN) for size in (64, 64, 256))
-    expected = by_kernels(q, k, v, chunk_size=256)
+    expected = run_triton(q, k, v, chunk_size=256)
     torch.cuda.synchronize()
     with capture_graph() as graph:
-        out = by_kernels(q, k, v, chunk_size=256)
+        out = run_triton(q, k, v, chunk_size=256)
     out.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
@@ -208,7 +208,7 @@ def test_a_first_call_may_be_captured() -> None:
     plan: Any = importlib.import_module("tcnca.ops.attention.triton_launch")
     case = Case(shape=(2, 600, 64, 256), chunk_size=256, dtype=BRAIN)
     leaves, slope = case.leaves("cuda"), torch.randn(2, 600, 256, device="cuda")
-    expected = case.run(leaves, slope, by_kernels)
+    expected = case.run(leaves, slope, run_triton)
     torch.cuda.synchronize()
     # PyTorch's own kernels are loaded; ours are loaded anew.
     for cache in (launcher.load_kernel, plan.forward_plan, plan.backward_plan):
@@ -216,7 +216,7 @@ def test_a_first_call_may_be_captured() -> None:
     # What `expected` holds ties its leaves to the stream that it ran on, and no other may wait for a capture.
     fresh = [leaf.detach().requires_grad_() for leaf in leaves]
     with capture_graph() as graph:
-        captured = case.run(fresh, slope, by_kernels)
+        captured = case.run(fresh, slope, run_triton)
     assert launcher.load_kernel.cache_info().currsize > 0, "the capture loaded no kernel"
     graph.replay()
     torch.cuda.synchronize()

@@ -65,11 +65,11 @@ class Case:
         return {"out": out} | dict(zip(names, gradients, strict=False))
 
 
-def by_kernels(*arguments: Any, **options: Any) -> Tensor:
+def run_triton(*arguments: Any, **options: Any) -> Tensor:
     return chunked_attention(*arguments, backend="triton", **options)[0]
 
 
-def naively(*arguments: Any, **options: Any) -> Tensor:
+def run_naive(*arguments: Any, **options: Any) -> Tensor:
     return chunked_attention(*arguments, backend="naive", **options)[0]
 
 
@@ -78,9 +78,9 @@ def assert_right(case: Case, device: str) -> None:
     leaves = case.leaves(device)
     slope = torch.randn(*case.shape[:2], case.shape[3], device=device)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = case.run(exact, slope, naively)
-    actual = case.run(leaves, slope, by_kernels)
-    again = case.run(leaves, slope, by_kernels) if device == "cuda" else actual
+    expected = case.run(exact, slope, run_naive)
+    actual = case.run(leaves, slope, run_triton)
+    again = case.run(leaves, slope, run_triton) if device == "cuda" else actual
     for name, value in actual.items():
         assert_close(value, expected[name], name, case.dtype)
         assert torch.equal(again[name], value), name
@@ -151,10 +151,10 @@ def test_dropout_is_the_same_in_every_kernel(activation: str) -> None:
 
     def dropped(*arguments: Any, **options: Any) -> Tensor:
         torch.manual_seed(1)
-        return by_kernels(*arguments, dropout=0.3, **options)
+        return run_triton(*arguments, dropout=0.3, **options)
 
     actual = case.run(leaves, slope, dropped)
-    whole = case.run(leaves, slope, by_kernels)["out"]
+    whole = case.run(leaves, slope, run_triton)["out"]
     # Where a weight is zero without dropout, nothing depends on whether it was dropped.
     factors = torch.where((actual["out"] == 0) & (whole != 0), 0.0, 1 / 0.7)
     kept = (factors[whole != 0] != 0).double().mean()
@@ -162,14 +162,14 @@ def test_dropout_is_the_same_in_every_kernel(activation: str) -> None:
 
     def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         unit = torch.eye(64, dtype=torch.float64).unsqueeze(0)
-        return (naively(q, k, unit, **options) * factors.double()) @ v
+        return (run_naive(q, k, unit, **options) * factors.double()) @ v
 
     expected = case.run([leaf.detach().double().requires_grad_() for leaf in leaves], slope, exact)
     for name, value in actual.items():
         assert_close(value, expected[name], name)
     torch.manual_seed(2)
     q, k, v, bias = leaves
-    other = by_kernels(q, k, v, bias=bias, chunk_size=64, causal=False, activation=activation, dropout=0.3)
+    other = run_triton(q, k, v, bias=bias, chunk_size=64, causal=False, activation=activation, dropout=0.3)
     assert not torch.equal(other, actual["out"])
 
 
@@ -183,8 +183,8 @@ def test_small_gradients_in_half_precision(activation: str) -> None:
     """
     case = Case(shape=(1, 256, 16, 16), chunk_size=None, dtype=HALF, activation=activation)
     leaves, slope = case.leaves("cpu"), 1e-4 * torch.randn(1, 256, 16)
-    exact = case.run([leaf.detach().double().requires_grad_() for leaf in leaves], slope, naively)
-    naive, ours = (case.run(leaves, slope, way) for way in (naively, by_kernels))
+    exact = case.run([leaf.detach().double().requires_grad_() for leaf in leaves], slope, run_naive)
+    naive, ours = (case.run(leaves, slope, way) for way in (run_naive, run_triton))
     for name, expected in exact.items():
         errors = [relative_error(found[name], expected) for found in (ours, naive)]
         assert errors[0] <= max(1.5 * errors[1], 5e-3), (name, errors)
@@ -194,7 +194,7 @@ def test_small_gradients_in_half_precision(activation: str) -> None:
 @small
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["softmax", "laplace"])
-def test_the_operators_are_registered_well(activation: str) -> None:
+def test_opcheck(activation: str) -> None:
     case = Case(shape=(2, 20, 4, 6), chunk_size=9, lengths=(20, 11))
     q, k, v, bias = (leaf.detach().nan_to_num().requires_grad_() for leaf in case.leaves("cpu"))
     arguments = (q, k, v, bias, case.valid("cpu"), None, 9, True, activation, 0.0)
@@ -210,7 +210,7 @@ def test_the_state_is_that_of_the_naive_version_and_second_derivatives_are_refus
     states = [chunked_attention(q, k, v, backend=backend, **options)[1] for backend in ("triton", "naive")]
     for ours, theirs in zip(*(state.tensors().values() for state in states if state is not None), strict=True):
         assert torch.equal(ours, theirs)
-    (gradient,) = torch.autograd.grad(by_kernels(q, k, v, chunk_size=9).sum(), q, create_graph=True)
+    (gradient,) = torch.autograd.grad(run_triton(q, k, v, chunk_size=9).sum(), q, create_graph=True)
     with pytest.raises(KernelError, match=r"first derivatives only.*backend='naive'.*TCNCA_KERNELS=off"):
         gradient.sum().backward()
 
@@ -219,11 +219,11 @@ def test_the_state_is_that_of_the_naive_version_and_second_derivatives_are_refus
 def test_on_a_cpu_auto_is_naive_to_the_bit_and_triton_is_refused() -> None:
     q, k, v = (torch.randn(2, 9, size) for size in (3, 3, 5))
     out, _ = chunked_attention(q, k, v, chunk_size=4)
-    assert torch.equal(out, naively(q, k, v, chunk_size=4))
+    assert torch.equal(out, run_naive(q, k, v, chunk_size=4))
     first = attend(q[:, :4], k[:, :4], v[:, :4], mask=torch.ones(4, 4).tril().bool())
     assert_close(out[:, :4], first)
     with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*expected a CUDA device.*'naive'"):
-        by_kernels(q, k, v, chunk_size=4)
+        run_triton(q, k, v, chunk_size=4)
     with pytest.raises(InputError, match="backend: expected one of auto, naive, triton, got 'cuda'"):
         chunked_attention(q, k, v, chunk_size=4, backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match=r"tcnca::chunked_attention.*CPU"):
@@ -239,22 +239,11 @@ def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
-def test_derivatives_that_the_kernels_lack_are_a_reason() -> None:
-    reasons: list[Any] = []
-
-    def loss(x: Tensor) -> Tensor:
-        reasons.append(reason(x, x, x))
-        return chunked_attention(x, x, x, chunk_size=4)[0].sum()
-
-    torch.func.grad(loss)(torch.randn(2, 9, 3))
-    assert "torch.func" in reasons[0]
-
-
 def _fake(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
-def test_reasons_against_kernels_are_named() -> None:
+def test_unsupported_reasons_are_named() -> None:
     with torch._subclasses.FakeTensorMode():
         q, v, wide = _fake(2, 9, 16), _fake(2, 9, 64), _fake(2, 9, 129)
         state = initial_attention_state(2, 16, 64, 4, device="cuda", dtype=BRAIN)
@@ -271,21 +260,6 @@ def test_reasons_against_kernels_are_named() -> None:
     for text, word in zip(found, words, strict=True):
         assert text is not None
         assert word in text
-
-
-@pytest.mark.parametrize("activation", ["softmax", "relu2"])
-def test_what_a_compiler_is_told_of_shapes(activation: str) -> None:
-    with torch._subclasses.FakeTensorMode():
-        q, v, bias = _fake(2, 90, 16), _fake(2, 90, 64), _fake(2 * 30 - 1, dtype=FULL)
-        settings = (30, True, activation, 0.0)
-        out, normalizer = torch.ops.tcnca.chunked_attention.default(q, q, v, bias, None, None, *settings)
-        assert (out.shape, out.dtype) == (v.shape, BRAIN)
-        assert normalizer.shape == ((2, 90) if activation == "softmax" else (0,))
-        gradients = torch.ops.tcnca.chunked_attention_backward.default(
-            v, out, normalizer, q, q, v, bias, None, None, *settings, True
-        )
-        assert [part.shape for part in gradients] == [q.shape, q.shape, v.shape, bias.shape]
-        assert [part.dtype for part in gradients] == [BRAIN, BRAIN, BRAIN, FULL]
 
 
 def test_tiles_fit_the_widths_and_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

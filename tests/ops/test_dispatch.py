@@ -118,7 +118,7 @@ def test_selection_compiles_into_the_graph(machine: pytest.MonkeyPatch) -> None:
         return x + 1 if select("auto", x.shape[0], x.device) == "odd" else x - 1
 
     compiled = torch.compile(run, fullgraph=True, backend="eager")
-    assert [float(compiled(torch.zeros(size))[0]) for size in (3, 4)] == [1.0, -1.0]
+    assert [float(compiled(torch.zeros(size))[0]) for size in (3, 4, 6)] == [1.0, -1.0, -1.0]
 
 
 class Driver:
@@ -166,10 +166,6 @@ class Driver:
         self.calls.append((function.value, attribute, value))
         return 0 if value <= 200_000 else 1
 
-    def cuFuncGetAttribute(self, value: Any, attribute: int, function: Any) -> int:  # noqa: N802
-        value._obj.value = 10 * attribute + function.value
-        return 0
-
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, value: Any, function: Any, *given: int) -> int:  # noqa: N802
         value._obj.value = sum(given)
         return 0
@@ -189,7 +185,6 @@ def test_a_function_is_loaded_even_while_a_graph_is_captured(pretended: Driver) 
     function = driver.Function(b"\x7fELF...", "scan")
     assert pretended.calls == [b"\x7fELF", (5, b"scan")]
     assert (function.handle, pretended.mode) == (6, 0)
-    assert function.attribute(driver.NUM_REGISTERS) == 46
     assert function.resident_blocks(128) == 128
 
 
@@ -285,13 +280,6 @@ def prepare(launcher: Any, block: int = 128) -> Any:
     kernels: Any = importlib.import_module("tcnca.ops.ema.triton_kernels")
     constants = (("HIDDEN", 4), ("SCALE", 0.5), ("BLOCK", block))
     return launcher.Build(kernels.prepare, ("*fp32",) * 5 + ("i32",), constants, 4, 3, None)
-
-
-@not_interpreted
-def test_machine_code_is_compiled_and_loaded_once(launcher: Any, pretended: Driver) -> None:
-    for _ in range(2):
-        assert launcher.load_kernel(prepare(launcher), 0).handle == 6
-    assert pretended.calls == [b"\x7fELF", (5, b"prepare")]
 
 
 @not_interpreted

@@ -110,23 +110,23 @@ def test_a_state_can_be_used_again() -> None:
     assert all(torch.equal(value, held[name]) for name, value in state.tensors().items())
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
+def test_second_derivatives_are_refused() -> None:
     x, *parameters = some("cuda", (2, 9, 3), *[(1, 3, 4)] * 4, requires_grad=True)
     y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"EMA: expected first derivatives only"):
+    with pytest.raises(KernelError, match=r"ema_scan_backward: expected first derivatives only"):
         gradient.square().sum().backward()
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
-def test_the_operators_are_registered_well(streams: bool) -> None:
+def test_opcheck(streams: bool) -> None:
     x, *parameters = some("cuda", (2, 40, 6), *[(1, 6, 4)] * 4, requires_grad=True)
     (hidden,) = some("cuda", (2, 4, 6), requires_grad=True)
     rest = (hidden, torch.tensor([40, 7], device="cuda"), True) if streams else (None, None, False)
     torch.library.opcheck(torch.ops.tcnca.ema_scan.default, (x, *parameters, *rest))
 
 
-def test_threads_and_streams_of_their_own() -> None:
+def test_threads_with_their_own_streams() -> None:
     sizes = [(2, 300 + 50 * i, 40) for i in range(4)]
     parameters = some("cuda", *[(1, 40, 16)] * 4)
     inputs = some("cuda", *sizes, *sizes)
@@ -150,7 +150,7 @@ def test_threads_and_streams_of_their_own() -> None:
         assert torch.equal(found[number], y), f"thread {number}"
 
 
-def test_a_cuda_graph_repeats_it() -> None:
+def test_graphs_replay_bit_exactly() -> None:
     x, *parameters = some("cuda", (2, 500, 40), *[(1, 40, 16)] * 4, requires_grad=True)
     (g,) = some("cuda", (2, 500, 40))
 

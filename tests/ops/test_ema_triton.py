@@ -15,40 +15,23 @@ from torch import Tensor
 
 from tcnca import ConfigError, EMAConfig
 from tcnca.errors import KernelError
-from tcnca.ops import EMA_BACKENDS, EMAState, dispatch, ema
+from tcnca.ops import EMAState, dispatch, ema
 from tests.comparison import assert_close
 from tests.ops.ema_cases import Case, assert_right, some
 from tests.ops.interpreter import INTERPRETED, interpreted, not_interpreted
 
 
-def test_backends() -> None:
-    assert EMA_BACKENDS == ("auto", "recurrent", "scan", "fft", "triton")
-    assert EMAConfig().backend == "auto"
+def test_a_truncated_configuration_refuses_triton() -> None:
     with pytest.raises(ConfigError, match=r"backend: expected .* with truncation 3, got 'triton'"):
         EMAConfig(backend="triton", truncation=3)
 
 
-@pytest.mark.parametrize("truncation", [None, 4], ids=["full", "truncated"])
-def test_auto_is_the_fft_bit_for_bit_on_a_cpu(truncation: int | None) -> None:
-    x, *parameters = some("cpu", (2, 11, 3), *[(1, 3, 4)] * 4)
-    states: dict[str, EMAState | None] = {"auto": None, "fft": None}
-    for piece in x.split([1, 6, 1, 3], 1):
-        outputs = []
-        for backend in ("auto", "fft"):
-            options: dict[str, Any] = {"backend": backend, "truncation": truncation, "state": states[backend]}
-            y, states[backend] = ema(piece, *parameters, return_state=True, **options)
-            outputs.append(y)
-        assert torch.equal(*outputs)
-    auto, fft = states["auto"], states["fft"]
-    assert auto is not None
-    assert fft is not None
-    assert all(torch.equal(value, fft.tensors()[name]) for name, value in auto.tensors().items())
-
-
 @not_interpreted
-def test_the_cpu_is_refused() -> None:
+def test_on_a_cpu_auto_is_the_fft_and_triton_is_refused() -> None:
+    arguments = some("cpu", (2, 9, 3), *[(1, 3, 4)] * 4)
+    assert torch.equal(ema(*arguments)[0], ema(*arguments, backend="fft")[0])
     with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*x: expected a CUDA.*'auto' or 'fft'"):
-        ema(*some("cpu", (2, 9, 3), *[(1, 3, 4)] * 4), backend="triton")
+        ema(*arguments, backend="triton")
 
 
 def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
@@ -58,7 +41,7 @@ def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
-def test_reasons_against_kernels_are_named() -> None:
+def test_unsupported_reasons_are_named() -> None:
     with torch._subclasses.FakeTensorMode():
         x, parameter = torch.empty(2, 9, 3, device="cuda"), torch.empty(1, 3, 4, device="cuda")
         hidden = torch.empty(2, 3, 4, device="cuda", dtype=torch.float64)
@@ -93,9 +76,7 @@ def test_triton_is_not_imported_before_it_is_needed() -> None:
     ("shape", "length", "segments"),
     [
         ((8, 8192, 64), 128, 65),
-        ((8, 131072, 64), 512, 257),
         ((1, 131072, 64), 128, 1025),
-        ((8, 8192, 512), 256, 33),
         ((64, 131072, 1024), 1024, 129),
         ((1, 1, 1), 128, 1),
     ],
@@ -187,18 +168,18 @@ def test_no_rows() -> None:
 
 
 @interpreted
-def test_second_derivatives_are_refused_not_wrong() -> None:
+def test_second_derivatives_are_refused() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4))
     y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"EMA: expected first derivatives only.*backend='fft'"):
+    with pytest.raises(KernelError, match=r"expected first derivatives only.*backend='fft'"):
         gradient.square().sum().backward()
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
-def test_the_operators_are_registered_well(streams: bool) -> None:
+def test_opcheck(streams: bool) -> None:
     *most, hidden = (part.requires_grad_() for part in some("cpu", (2, 3, 2), *[(1, 2, 3)] * 4, (2, 3, 2)))
     inputs = (*most, hidden, torch.tensor([3, 1]), True) if streams else (*most, None, None, False)
     torch.library.opcheck(torch.ops.tcnca.ema_scan.default, inputs)
@@ -211,7 +192,7 @@ def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.Monkey
     # The answers are those of a machine with a GPU.
     monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
     monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
-    monkeypatch.setattr(dispatch, "should_use", lambda compiler, device, op: dispatch._should_use(compiler, 0, op))
+    monkeypatch.setattr(dispatch, "should_use", lambda compiler, device, op: True)
     candidate = api.CANDIDATES[0]._replace(should_use=lambda call: call.kernel is None)
     monkeypatch.setattr(api, "CANDIDATES", (candidate,))
     monkeypatch.delenv("TCNCA_KERNELS", raising=False)

@@ -15,11 +15,9 @@ from tcnca import InputError, StateError
 from tcnca.ops import (
     AttentionState,
     chunked_attention,
-    dilated_conv,
     ema,
     ema_kernel,
     initial_attention_state,
-    initial_conv_state,
     initial_ema_state,
     initial_tcn_state,
     tcn,
@@ -38,35 +36,20 @@ NO_TOKENS = ["[2, 0, 3]", "1 or more tokens"]
 NO_BATCH = ["[5, 3]", "[batch, time, channels]"]
 BIDIRECTIONAL = ["state:", "bidirectional"]
 
-WEIGHT, BLOCKS = zeros(3, 4), zeros(2, 1, 3, 4)
-both_ways = partial(dilated_conv, X, WEIGHT, 1, causal=False)
+BLOCKS = zeros(2, 1, 3, 4)
 tcn_both_ways = partial(tcn, X, BLOCKS, 2, causal=False)
-CONV: list[Row] = [
-    ("x-dimensions", lambda: dilated_conv(FLAT, WEIGHT, 1), ["x:", *NO_BATCH]),
-    ("x-empty", lambda: dilated_conv(EMPTY, WEIGHT, 1), ["x:", "[2, 0, 3]", "1 or more"]),
-    ("weight-dimensions", lambda: dilated_conv(X, zeros(3), 1), ["weight:", "[3]", "[channels, kernel_size]"]),
-    ("weight-channels", lambda: dilated_conv(X, zeros(4, 4), 1), ["weight:", "[4, 4]", "3 channels"]),
-    ("weight-empty", lambda: dilated_conv(X, zeros(3, 0), 1), ["weight:", "[3, 0]", "1 or more"]),
-    ("dilation", lambda: dilated_conv(X, WEIGHT, 0), ["dilation:", "got 0", "1 or more"]),
-    ("state-bidirectional", lambda: both_ways(state=initial_conv_state(2, 3, 4, 1)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: both_ways(return_state=True), BIDIRECTIONAL),
-    (
-        "state-dilation",
-        lambda: dilated_conv(X, WEIGHT, 1, state=initial_conv_state(2, 3, 4, 2)),
-        ["state.buffer:", "[2, 6, 3]", "[2, 3, 3]"],
-    ),
-]
 TCN: list[Row] = [
     ("weight-dtype", lambda: tcn(X, BLOCKS.double(), 2), ["weight:", "torch.float32 like x", "got torch.float64"]),
     ("x-dimensions", lambda: tcn(FLAT, BLOCKS, 2), ["x:", *NO_BATCH]),
     ("x-empty", lambda: tcn(EMPTY, BLOCKS, 2), ["x:", *NO_TOKENS]),
     (
         "weight-dimensions",
-        lambda: tcn(X, WEIGHT, 2),
+        lambda: tcn(X, zeros(3, 4), 2),
         ["weight:", "[3, 4]", "[depth, convolutions, channels, kernel_size]"],
     ),
     ("weight-channels", lambda: tcn(X, zeros(2, 1, 5, 4), 2), ["weight:", "[2, 1, 5, 4]", "3 channels"]),
     ("weight-empty", lambda: tcn(X, zeros(0, 1, 3, 4), 2), ["weight:", "[0, 1, 3, 4]", "1 or more"]),
+    ("dropout", lambda: tcn(X, BLOCKS, 2, dropout=math.nan), ["dropout:", "probability from 0 to 1", "got nan"]),
     ("factor", lambda: tcn(X, BLOCKS, 0), ["dilation_factor:", "got 0", "1 or more"]),
     (
         "activation",
@@ -74,16 +57,10 @@ TCN: list[Row] = [
         ["activation:", "'tanh'", "silu, gelu, gelu_tanh, relu, none"],
     ),
     ("state-bidirectional", lambda: tcn_both_ways(state=initial_tcn_state(2, 3, 4, 2, 2)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: tcn_both_ways(return_state=True), BIDIRECTIONAL),
     (
         "state-factor",
         lambda: tcn(X, BLOCKS, 2, state=initial_tcn_state(2, 3, 4, 3, 2)),
         ["state.buffers:", "[[2, 3, 3], [2, 9, 3]]", "[[2, 3, 3], [2, 6, 3]]"],
-    ),
-    (
-        "state-depth",
-        lambda: tcn(X, BLOCKS, 2, state=initial_tcn_state(2, 3, 4, 2, 3)),
-        ["state.buffers:", "[2, 12, 3]", "[[2, 3, 3], [2, 6, 3]]"],
     ),
 ]
 
@@ -100,17 +77,13 @@ def run_ema(**options: Any) -> object:
 
 
 EMA: list[Row] = [
-    ("x-dimensions", lambda: ema(FLAT, *PARAMETERS), ["x:", *NO_BATCH]),
-    ("x-empty", lambda: ema(EMPTY, *PARAMETERS), ["x:", *NO_TOKENS]),
     (
         "delta-dimensions",
         lambda: ema(X, zeros(3, 4), *PARAMETERS[1:]),
-        ["delta:", "[3, 4]", "[directions, channels, hidden]"],
+        ["delta:", "[3, 4]", "[directions, channels, d_state]"],
     ),
     ("delta-directions", lambda: ema(X, *[zeros(3, 3, 4)] * 4), ["delta:", "[3, 3, 4]", "1 or 2 directions"]),
-    ("delta-channels", lambda: ema(X, *[zeros(1, 5, 4)] * 4), ["delta:", "[1, 5, 4]", "3 channels"]),
     ("delta-empty", lambda: ema(X, *[zeros(1, 3, 0)] * 4), ["delta:", "[1, 3, 0]"]),
-    ("alpha", lambda: one_wrong(1), ["alpha:", "[1, 3, 2]", "the same for all four"]),
     ("gamma", lambda: one_wrong(3), ["gamma:", "[1, 3, 2]", "the same for all four"]),
     ("backend", lambda: run_ema(backend="loop"), ["backend:", "'loop'", "auto, fft, scan, recurrent, triton"]),
     ("truncation", lambda: run_ema(truncation=0), ["truncation:", "got 0", "None or 1 or more"]),
@@ -124,10 +97,7 @@ EMA: list[Row] = [
         lambda: run_ema(truncation=8, kernel=ema_kernel(*PARAMETERS, 5), return_state=True),
         ["kernel:", "[1, 3, 5]", "8 or more"],
     ),
-    ("kernel-directions", lambda: run_ema(kernel=ema_kernel(*TWO_SIDED, 5)), ["kernel:", "[2, 3, 5]", "[1, 3, lags]"]),
-    ("kernel-dimensions", lambda: run_ema(kernel=zeros(1, 3)), ["kernel:", "[1, 3]", "[1, 3, lags]"]),
     ("state-bidirectional", lambda: ema(X, *TWO_SIDED, state=initial_ema_state(2, 3, 4)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: ema(X, *TWO_SIDED, return_state=True), BIDIRECTIONAL),
     (
         "state-hidden",
         lambda: run_ema(state=initial_ema_state(2, 3, 5)),
@@ -137,11 +107,6 @@ EMA: list[Row] = [
         "state-of-a-truncated-one",
         lambda: run_ema(state=initial_ema_state(2, 3, 4, truncation=6)),
         ["state.window:", "expected shape None", "got [2, 6, 3]"],
-    ),
-    (
-        "state-of-another-truncation",
-        lambda: run_ema(truncation=6, state=initial_ema_state(2, 3, 4, truncation=7)),
-        ["state.window:", "got [2, 7, 3]", "expected shape [2, 6, 3]"],
     ),
     (
         "state-of-one-not-truncated",
@@ -160,17 +125,13 @@ def attention(
 PAST = AttentionState(zeros(2, 2, 3), zeros(2, 2, 3), torch.tensor([2, 0]))
 BIAS_SHAPE = "[2 · max_length - 1]"
 ATTENTION: list[Row] = [
-    ("q-dimensions", lambda: attention(q=FLAT), ["q:", "[5, 3]", "[batch, time, width]"]),
-    ("q-empty", lambda: attention(q=EMPTY, k=EMPTY, v=EMPTY), ["q:", *NO_TOKENS]),
+    ("q-dimensions", lambda: attention(q=FLAT), ["q:", "[5, 3]", "[batch, time, d_key]"]),
     ("k", lambda: attention(k=zeros(2, 5, 4)), ["k:", "got [2, 5, 4]", "shape of q, [2, 5, 3]"]),
     ("v-time", lambda: attention(v=zeros(2, 6, 3)), ["v:", "got [2, 6, 3]", "[2, 5, d_value]"]),
-    ("v-dimensions", lambda: attention(v=zeros(2, 5)), ["v:", "got [2, 5]", "[2, 5, d_value]"]),
     ("chunk_size", lambda: attention(chunk_size=0), ["chunk_size:", "got 0", "1 or more, or None"]),
-    ("dropout-of-all", lambda: attention(dropout=1.0), ["dropout:", "got 1.0", "from 0 up to, not including, 1"]),
     ("dropout-nan", lambda: attention(dropout=math.nan), ["dropout:", "got nan", "from 0 up to, not including, 1"]),
     ("activation", lambda: attention(activation="elu"), ["activation:", "'elu'", "softmax, relu2, laplace"]),
     ("state-bidirectional", lambda: attention(causal=False, state=initial_attention_state(2, 3, 3, 4)), BIDIRECTIONAL),
-    ("return_state-bidirectional", lambda: attention(causal=False, return_state=True), BIDIRECTIONAL),
     (
         "state-of-another-chunk",
         lambda: attention(state=initial_attention_state(2, 3, 3, 6)),
@@ -188,8 +149,6 @@ ATTENTION: list[Row] = [
     ),
     ("bias-short", lambda: attention(bias=zeros(5)), ["bias:", "got [5]", BIAS_SHAPE, "at least 4", "chunk size"]),
     ("bias-even", lambda: attention(bias=zeros(8)), ["bias:", "got [8]", BIAS_SHAPE]),
-    ("bias-dimensions", lambda: attention(bias=zeros(9, 1)), ["bias:", "got [9, 1]", BIAS_SHAPE]),
-    ("bias-scalar", lambda: attention(bias=torch.tensor(0.0)), ["bias:", "got []", BIAS_SHAPE]),
     (
         "bias-short-of-all-tokens",
         lambda: attention(chunk_size=None, bias=zeros(7)),
@@ -209,7 +168,7 @@ ATTENTION: list[Row] = [
 
 TABLE = [
     pytest.param(*row[1:], id=f"{operator}-{row[0]}")
-    for operator, rows in {"conv": CONV, "tcn": TCN, "ema": EMA, "attention": ATTENTION}.items()
+    for operator, rows in {"tcn": TCN, "ema": EMA, "attention": ATTENTION}.items()
     for row in rows
 ]
 

@@ -1,4 +1,4 @@
-"""What EMA and attention promise with state in and out: split invariance, padding, causality, states as values."""
+"""What TCN, EMA and attention promise with state in and out: split invariance, padding, causality, states as values."""
 
 from __future__ import annotations
 
@@ -16,24 +16,54 @@ from tcnca.ops import (
     AttentionState,
     EMABackend,
     EMAState,
+    TCNState,
     chunked_attention,
     ema,
     ema_kernel,
     initial_attention_state,
     initial_ema_state,
+    tcn,
 )
 from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, Case, counts, leaf, some_lengths
 
 BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
-# A truncation of the EMA, or the chunk size of attention; a truncation of one is tested apart.
+# A truncation of the EMA, the chunk size of attention, or the number of a shape of the TCN. A truncation of one is
+# tested apart.
 LIMITS = st.none() | st.integers(2, 9)
 SOME_LIMITS = pytest.mark.parametrize("limit", [None, 4], ids=["full", "limited"])
 
 
+# Kernel size, dilation factor, depth, convolutions per block.
+TCN_SHAPES = [
+    (3, 2, 2, 1),
+    (1, 2, 2, 1),
+    (4, 3, 2, 2),
+    (2, 1, 3, 2),
+    (3, 5, 2, 1),
+    (5, 2, 1, 2),
+    (2, 3, 3, 1),
+    (4, 4, 2, 1),
+    (5, 1, 2, 2),
+    (2, 5, 3, 2),
+]
+
+
 class Make(Protocol):
     def __call__(self, time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case: ...
+
+
+def tcn_case(time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case:
+    """`limit` selects a shape, `extra` leaves the skip connections out."""
+    torch.manual_seed(0)
+    kernel_size, factor, depth, convolutions = TCN_SHAPES[limit or 0]
+    weight, bias = leaf(depth, convolutions, CHANNELS, kernel_size), leaf(depth, convolutions, CHANNELS)
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, TCNState | None]:
+        return tcn(x, weight, factor, bias=bias, causal=causal, residual=not extra, **options)
+
+    return Case(operator, (leaf(BATCH, time, CHANNELS),), {"weight": weight, "bias": bias})
 
 
 def ema_case(
@@ -68,7 +98,8 @@ def attention_case(
     return Case(operator, leaves, {} if bias is None else {"bias": bias})
 
 
-MAKERS: dict[str, Make] = {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
+MAKERS: dict[str, Make] = {"tcn": tcn_case}
+MAKERS |= {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
 MAKERS |= {f"attention-{name}": partial(attention_case, activation=name) for name in ATTENTION_ACTIVATIONS}
 every_operator = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -107,7 +138,7 @@ def test_padding_is_ignored(make: Make, causal: bool, limit: int | None, lengths
 @example(limit=4, calls=WAITING, extra=0, inplace=False)
 @example(limit=4, calls=WAITING, extra=0, inplace=True)
 @given(limit=LIMITS, calls=counts(BATCH), extra=EXTRA, inplace=st.booleans())
-def test_rows_of_different_lengths_stream_alone(
+def test_rows_of_different_lengths_stream_independently(
     make: Make, limit: int | None, calls: list[list[int]], extra: int, inplace: bool
 ) -> None:
     case = make(max(map(sum, zip(*calls, strict=True))), limit)
@@ -128,7 +159,7 @@ def test_rows_and_chunks_without_tokens_give_no_nan(
 
 @every_operator
 @given(limit=LIMITS, at=st.integers(1, 9))
-def test_the_future_moves_nothing(make: Make, limit: int | None, at: int) -> None:
+def test_outputs_depend_on_the_past_only(make: Make, limit: int | None, at: int) -> None:
     # A Fourier transform spreads its rounding over all times.
     properties.assert_causal(make(10, limit), at, exact=make is not MAKERS["ema-fft"])
 
@@ -161,7 +192,7 @@ def test_a_truncation_of_one_has_no_past(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", PYTORCH_EMA)
-def test_a_state_may_be_continued_by_another_form(backend: str) -> None:
+def test_another_backend_continues_a_state(backend: str) -> None:
     first, second, whole = (MAKERS[f"ema-{form}"](11) for form in ("fft", backend, "recurrent"))
     with torch.no_grad():
         _, state = first.operator(first.inputs[0][:, :6], return_state=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tcnca.errors import ConfigError, KernelError
+from tcnca.errors import KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
-from tcnca.ops.tcn import TCNSpec, api, cpu
+from tcnca.ops.tcn import api, cpu
+from tcnca.ops.tcn.naive import TCNSpec
 from tests.comparison import assert_close
 from tests.ops.tcn_cases import Case, exact
 
@@ -101,7 +102,14 @@ def test_gradcheck(causal: bool, lengths: tuple[int, ...] | None) -> None:
 
 def test_gradients_have_gradients() -> None:
     case = Case(shape=(1, 6, 2), kernel_size=2, factor=2, depth=2, bias=True, dtype=torch.float64)
+
+    def last_buffer(*leaves: Tensor) -> Tensor:
+        _, state = case.call([*leaves], "cpu", return_state=True)
+        assert state is not None
+        return state.buffers[1]
+
     assert torch.autograd.gradgradcheck(lambda *leaves: case.call([*leaves], "cpu")[0], case.leaves())
+    assert torch.autograd.gradgradcheck(last_buffer, case.leaves())
 
 
 def test_layout_does_not_matter() -> None:
@@ -161,13 +169,11 @@ def test_calls_give_the_same_bits_in_all_threads_and_inference_mode() -> None:
     assert all(torch.equal(*pair) for one in found.values() for pair in zip(one, expected, strict=True))
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
-def test_opcheck(keep: bool) -> None:
+def test_opcheck() -> None:
     x, weight, bias = Case(bias=True, shape=(2, 20, 4)).leaves()
-    torch.library.opcheck(
-        torch.ops.tcnca.tcn_cpu.default, (x, weight, bias, torch.tensor([20, 7]), 3, "silu", True, True, keep)
-    )
-    torch.library.opcheck(torch.ops.tcnca.tcn_cpu.default, (x, weight, None, None, 3, "gelu", False, False, keep))
+    operator = torch.ops.tcnca.tcn_cpu.default
+    torch.library.opcheck(operator, (x, weight, bias, torch.tensor([20, 7]), 1, 3, "silu", True, True))
+    torch.library.opcheck(operator, (x, weight, None, None, 2, 3, "gelu", False, False))
 
 
 def test_compiles_into_one_graph_for_all_lengths() -> None:
@@ -231,19 +237,12 @@ def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatc
     assert calls == [large.numel()]
     tcn(small, weight, 2)
     tcn(large.double(), weight.double(), 2)
-    tcn(large.bfloat16(), weight.bfloat16(), 2)
     tcn(large, weight, 2, dropout=0.5)
-    tcn(large, weight, 2, state=initial_tcn_state(1, 64, 3, 2, 2))
-    with torch.autocast("cpu"):
-        tcn(large, weight, 2)
     monkeypatch.setenv("TCNCA_KERNELS", "off")
     tcn(large, weight, 2)
     assert len(calls) == 1
     tcn(small, weight, 2, backend="cpu")
     assert len(calls) == 2
-    monkeypatch.setenv("TCNCA_KERNELS", "fast")
-    with pytest.raises(ConfigError, match="TCNCA_KERNELS: expected auto or off in the environment, got 'fast'"):
-        tcn(large, weight, 2)
 
 
 def test_unsupported_reasons_are_named() -> None:
@@ -260,7 +259,7 @@ def test_unsupported_reasons_are_named() -> None:
         tcn(x.bfloat16(), weight.bfloat16(), 2, backend="cpu")
     with torch.autocast("cpu"), pytest.raises(KernelError, match="autocast: expected it off"):
         tcn(x, weight, 2, backend="cpu")
-    with pytest.raises(KernelError, match="device: expected all tensors on the CPU, got one on meta"):
+    with pytest.raises(KernelError, match="device: expected the CPU for all tensors, got meta"):
         tcn(x.to("meta"), weight.to("meta"), 2, backend="cpu")
 
 

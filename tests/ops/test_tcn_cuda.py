@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tcnca
 from tcnca.errors import InputError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
-from tcnca.ops.tcn import TCNSpec, api, cuda, naive_tcn
 from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core
-from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Layout, Settings, layout, make_call
+from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Call, Layout, Settings, layout
+from tcnca.ops.tcn.naive import TCNSpec, naive_tcn
 from tests.comparison import assert_close
 
 
@@ -48,33 +48,19 @@ def _fake(*shape: int, dtype: torch.dtype = torch.bfloat16, leaf: bool = False) 
 
 def test_unsupported_reasons_are_named() -> None:
     def reason(x: Tensor, weight: Tensor, **options: Any) -> str:
-        return cuda.unsupported_reason(TCNSpec(x=x, weight=weight, dilation_factor=2, **options)) or ""
+        return operator.unsupported_reason(TCNSpec(x=x, weight=weight, dilation_factor=2, **options)) or ""
 
     with FakeTensorMode():
         x, weight, bias = _fake(2, 9, 8), _fake(3, 1, 8, 5), _fake(3, 1, 8)
         state = initial_tcn_state(2, 8, 5, 2, 3, device="cuda", dtype=torch.bfloat16)
         assert reason(x, weight, bias=bias) == ""
         assert "dropout: expected 0 after a state, got 0.1" in reason(x, weight, state=state, dropout=0.1)
-        assert "got one on cpu" in reason(x, weight, lengths=torch.empty(2, dtype=torch.long))
-        assert "dtype: expected float32, bfloat16 or float16" in reason(x.double(), weight.double())
+        assert "got cpu" in reason(x, weight, lengths=torch.empty(2, dtype=torch.long))
+        assert "got torch.float64" in reason(x.double(), weight.double())
         assert "kernel_size: expected at most 64, got 65" in reason(x, _fake(3, 1, 8, MAX_KERNEL_SIZE + 1))
         assert "time: expected more than one token" in reason(_fake(2, 1, 8), weight, state=state)
         assert "gradients are required" in reason(x, _fake(3, 1, 8, 5, leaf=True), state=state)
         assert "batch: expected at most 65535" in reason(_fake(65536, 1, 8), weight)
-
-
-def test_auto_takes_the_kernels_where_the_machine_can_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    monkeypatch.setitem(api._RUN, "cuda", lambda spec: taken.append("cuda"))
-    monkeypatch.setitem(api._RUN, "naive", lambda spec: taken.append("naive"))
-    monkeypatch.setattr(dispatch, "device_reason", lambda index: None)
-    monkeypatch.setattr(dispatch, "missing", lambda compiler: None)
-    with FakeTensorMode():
-        x, weight = _fake(2, 9, 8), _fake(3, 1, 8, 5)
-        tcn(x, weight, 2)
-        monkeypatch.setenv("TCNCA_KERNELS", "off")
-        tcn(x, weight, 2)
-    assert taken == ["cuda", "naive"]
 
 
 def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
@@ -87,38 +73,25 @@ def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
 
 def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
     """`tcn_blocks` with PyTorch's own operators, including what it promises about padding."""
-    weight = weight if weight.dim() == 3 else weight[:, 0]
-    bias = bias if bias is None or bias.dim() == 2 else bias[:, 0]
     dilation, factor, activation, residual, causal, dropout = settings
-    for block in range(weight.shape[0]):
+    options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal, "dropout": dropout}
+    for number in range(weight.shape[0]):
+        taps, offset, distance = TCNSpec(
+            x=x, weight=weight, bias=bias, dilation=dilation, dilation_factor=factor
+        ).convolution(number)
         x = tcnca.ops.zero_padding(x, lengths)
-        taps = torch.zeros(*weight.shape[1:-1], (weight.shape[-1] - 1) * dilation * factor**block + 1).to(weight)
-        taps[..., :: dilation * factor**block] = weight[block]
-        options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal}
-        offset = None if bias is None else bias[block][None, None]
-        x, _ = naive_tcn(
-            TCNSpec(x=x, weight=taps[None, None], dilation_factor=1, bias=offset, dropout=dropout, **options)
-        )
+        x, _ = naive_tcn(TCNSpec(x=x, weight=taps, bias=offset, dilation=distance, dilation_factor=1, **options))
     return x
 
 
-def _from_state(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    past: Tensor,
-    position: Tensor,
-    dilation: int,
-    activation: str,
-    residual: bool,
-) -> Tensor:
+def _from_state(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
     """`tcn_block_from_state` with PyTorch's own operators."""
+    past, position, dilation, activation, residual = rest
     order = (position.unsqueeze(1) + torch.arange(past.shape[1])) % max(past.shape[1], 1)
     older = past.gather(1, order.unsqueeze(-1).expand_as(past))
     both = torch.cat([older, tcnca.ops.zero_padding(x, lengths)], 1)
     settings = Settings(dilation, 1, activation, residual, True, 0.0)
-    return _blocks(both, weight[None], None if bias is None else bias[None], None, settings)[:, past.shape[1] :]
+    return _blocks(both, weight, bias, None, settings)[:, past.shape[1] :]
 
 
 @pytest.fixture
@@ -170,17 +143,6 @@ def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inpla
     assert_close(torch.cat(pieces, 1), whole)
 
 
-def test_operators_know_their_shapes_without_running() -> None:
-    x, weight, bias = (part.to("meta", torch.bfloat16) for part in _arguments())
-    settings = (None, 1, 2, "silu", True, True, 0.0)
-    for taps, offset in ((weight, bias), (weight[:, 0], bias[:, 0])):
-        y, inner = torch.ops.tcnca.tcn_blocks(x, taps.float(), offset.float(), None, *settings, True)
-        assert (y.shape, y.dtype, inner.shape) == (x.shape, torch.bfloat16, (2, *x.shape))
-        parts = torch.ops.tcnca.tcn_blocks_backward(y, x, inner, taps.float(), offset, None, *settings)
-        assert [part.shape for part in parts] == [x.shape, taps.shape, offset.shape]
-    assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
 @pytest.mark.parametrize(
     ("convolutions", "return_state", "norm"), [(1, False, False), (2, True, False), (1, True, True)]
 )
@@ -210,7 +172,8 @@ def test_tensors_without_memory_are_not_asked_for_their_address(leaf: bool) -> N
 
 
 def test_lengths_are_clamped_to_the_row() -> None:
-    assert operator._clamped(torch.tensor([-3, 0, 5, 99], dtype=torch.int32), 9).tolist() == [0, 0, 5, 9]
+    lengths = torch.tensor([-3, 0, 5, 99], dtype=torch.int32)
+    assert operator._prepared(torch.zeros(1), None, lengths, 9)[2].tolist() == [0, 0, 5, 9]
 
 
 def test_unaligned_tensors_are_copied() -> None:
@@ -267,26 +230,18 @@ def test_plans_choose_the_family_of_kernels(
 ) -> None:
     rest = ((4, 1, x.shape[2], kernel_size), True, False, Settings(1, 8, "silu", True, True, 0.1))
     for keep in (False, True):
-        operator.forward_plan(x, *rest, keep)
+        operator.forward_plan(Call(x, *rest, keep))
         assert set(loaded) == {f"{forward}_forward"}
         loaded.clear()
-    operator.backward_plan(x, x, *rest)
+    operator.backward_plan(Call(x, *rest), x)
     assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
-    assert operator.recomputes(x, *rest) == (backward == "smem")
-
-
-def test_plans_are_cached(loaded: list[str]) -> None:
-    rest = ((4, 64, 17), False, False, Settings(1, 8, "silu", True, True, 0.0))
-    first = operator.forward_plan(_layout(8, 512, 64), *rest, False)
-    assert operator.forward_plan(_layout(8, 512, 64), *rest, False) is first
-    assert len(loaded) == 1
-    assert operator.forward_plan(_layout(8, 513, 64), *rest, False) is not first
+    assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_dropout_keeps_the_mean(dropout: float) -> None:
     settings = Settings(1, 8, "silu", True, True, dropout)
-    dropped, scale = make_call(_layout(1, 8, 8), (1, 8, 3), False, False, settings).dropout_arguments
+    dropped, scale = Call(_layout(1, 8, 8), (1, 8, 3), False, False, settings).dropout_arguments
     assert abs(dropped / 65536 - dropout) < 1e-5
     assert scale * (65536 - dropped) / 65536 == (0.0 if dropout == 1.0 else pytest.approx(1.0))
 

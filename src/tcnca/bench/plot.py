@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcnca.bench.report import EAGER, GRAPH, Report, Result, distinct_sizes, format_number, format_seconds, format_sizes
 from tcnca.errors import ConfigError
-from tcnca.training.files import atomic_path
+from tcnca.files import atomic_path
 from tcnca.training.report import GRAY, STYLE
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.text import Text
 from tcnca.bench.case import Sizes
 from tcnca.bench.timing import Timing
 from tcnca.errors import DataError
-from tcnca.training.files import atomic_write, to_json
+from tcnca.files import atomic_write, to_json
 
 GRAPH, EAGER = "graph", "eager"
 MODES = (GRAPH, EAGER)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,16 +136,16 @@ def show(
 ) -> None:
     """Print or plot earlier results; several files share one table of ratios."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         from tcnca.bench import read_json
 
         if plot is not None and len(files) > 1:
             raise ConfigError(f"--plot: expected one file of results, got {len(files)}")
         reports = [read_json(path) for path in files]
         if plot is not None:
-            _save_plot(console, plot, reports[0])
+            _save_plot(plot, reports[0])
         for report in reports:
-            say(console, f"{report.suite}, {report.started}, commit {report.commit or 'none'}")
+            typer.echo(f"{report.suite}, {report.started}, commit {report.commit or 'none'}")
             _print_results(console, report, tables=len(reports) == 1)
         _print_ratios(console, reports)
 
@@ -153,7 +153,7 @@ def show(
 def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) -> None:
     """Measure, print, write and plot. JSON is written after every candidate, and after Ctrl-C."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         from tcnca.bench import run_suite, write_json
         from tcnca.bench.plot import check_plot_path
         from tcnca.bench.report import format_seconds, format_sizes
@@ -179,7 +179,7 @@ def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) ->
             if not console.is_terminal:
                 result = report.results[-1]
                 times = ", ".join(f"{phase} {format_seconds(result.seconds(phase))}" for phase in result.times)
-                say(console, f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
+                typer.echo(f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
 
         with progress:
             report = run_suite(suite, settings, command_line(sys.argv[1:]), on_start=on_start, on_result=on_result)
@@ -189,11 +189,11 @@ def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) ->
         _print_results(console, report)
         _print_ratios(console, [report])
         if json is not None:
-            say(console, f"All numbers are in {json}.")
+            typer.echo(f"All numbers are in {json}.")
         if plot is not None:
-            _save_plot(console, plot, report)
+            _save_plot(plot, report)
         if report.interrupted:
-            say(console, "interrupted; the numbers are those measured so far")
+            typer.echo("interrupted; the numbers are those measured so far")
             raise typer.Exit(130)
 
 
@@ -240,11 +240,11 @@ def _numbers(name: str, text: str | int | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def _save_plot(console: Console, path: Path, report: Report) -> None:
+def _save_plot(path: Path, report: Report) -> None:
     from tcnca.bench import save_plot
 
     saved = save_plot(path, report)
-    say(console, f"The plot is {saved}." if saved else "No plot: nothing to draw was timed.")
+    typer.echo(f"The plot is {saved}." if saved else "No plot: nothing to draw was timed.")
 
 
 def _print_results(console: Console, report: Report, *, tables: bool = True) -> None:
@@ -252,16 +252,16 @@ def _print_results(console: Console, report: Report, *, tables: bool = True) -> 
 
     facts = report.hardware
     size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts['threads']} threads"
-    say(console, f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}")
+    typer.echo(f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}")
     if report.roofline:
         copy, product = (report.roofline[f"{unit}_per_second"] / 1e9 for unit in ("bytes", "flops"))
-        say(console, f"roofline: a copy moves {copy:,.0f} GB/s, a matrix product computes {product:,.0f} GFLOP/s")
+        typer.echo(f"roofline: a copy moves {copy:,.0f} GB/s, a matrix product computes {product:,.0f} GFLOP/s")
     if facts["device"] == "cpu":
-        say(console, "On a CPU default sizes are smaller: times and ratios are not comparable with the paper's.")
+        typer.echo("On a CPU default sizes are smaller: times and ratios are not comparable with the paper's.")
     for table in result_tables(report) if tables else ():
         console.print(table)
     for line in failure_lines(report.results):
-        say(console, line)
+        typer.echo(line)
 
 
 def _print_ratios(console: Console, reports: list[Report]) -> None:

@@ -3,36 +3,33 @@
 All take and return `[batch, time, channels]`. Every causal one takes a state and returns one, for any number of tokens.
 """
 
-from tcnca.ops.activations import ACTIVATIONS, Activation, activation, laplace, relu2
-from tcnca.ops.attention import (
+from tcnca.ops.activations import ACTIVATIONS, Activation, activation
+from tcnca.ops.attention.api import chunked_attention, required_max_length
+from tcnca.ops.attention.naive import (
     ATTENTION_ACTIVATIONS,
     AttentionActivation,
     AttentionState,
     attend,
-    chunked_attention,
     initial_attention_state,
     offset_bias,
-    required_max_length,
     rotary_bias,
     rotate,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
-from tcnca.ops.dilated_conv import ConvState, dilated_conv, initial_conv_state
 from tcnca.ops.dropout import dropout
-from tcnca.ops.ema import EMA_BACKENDS, EMABackend, EMAState, ema, ema_coefficients, ema_kernel, initial_ema_state
+from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops.ema.naive import ema_kernel
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
-from tcnca.ops.tcn import TCN_BACKENDS, TCNBackend, TCNState, initial_tcn_state, receptive_field, tcn
+from tcnca.ops.tcn.api import TCNBackend, tcn
+from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, receptive_field
 
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_ACTIVATIONS",
-    "EMA_BACKENDS",
-    "TCN_BACKENDS",
     "Activation",
     "AttentionActivation",
     "AttentionState",
-    "ConvState",
     "EMABackend",
     "EMAState",
     "State",
@@ -46,20 +43,15 @@ __all__ = [
     "check_tensor",
     "check_values",
     "chunked_attention",
-    "dilated_conv",
     "dropout",
     "ema",
-    "ema_coefficients",
     "ema_kernel",
     "initial_attention_state",
-    "initial_conv_state",
     "initial_ema_state",
     "initial_tcn_state",
-    "laplace",
     "length_mask",
     "offset_bias",
     "receptive_field",
-    "relu2",
     "required_max_length",
     "rotary_bias",
     "rotate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -14,22 +15,12 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "none"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU in its tanh approximation."""
-    return F.gelu(x, approximate="tanh")
-
-
-def identity(x: Tensor) -> Tensor:
-    """Return `x`."""
-    return x
-
-
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "none": identity,
+    "none": lambda x: x,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcnca.errors import InputError, TcncaError
+from tcnca.errors import InputError, StateError, TcncaError
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -15,6 +15,20 @@ def check_tensor(name: str, value: object) -> None:
         raise InputError(
             f"{name}: expected a torch.Tensor, got a {kind.__module__}.{kind.__qualname__}; use torch.as_tensor"
         )
+
+
+def check_sequence(name: str, x: Tensor, last: str = "channels") -> None:
+    """Raise an error unless `x` is `[batch, time, last]` with 1 or more tokens."""
+    check_tensor(name, x)
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise InputError(f"{name}: expected shape [batch, time, {last}] with 1 or more tokens, got {list(x.shape)}")
+
+
+def check_state(name: str, value: Tensor | None, expected: list[int] | None) -> None:
+    """Raise an error unless a part of a state has the expected shape; None is a missing part."""
+    got = None if value is None else list(value.shape)
+    if got != expected:
+        raise StateError(f"state.{name}: expected shape {expected}, got {got}")
 
 
 def check_same_dtype(x: Tensor, **parameters: Tensor | None) -> None:
@@ -33,6 +47,7 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
     """
     if lengths is None:
         return
+    check_tensor(name, lengths)
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise InputError(f"{name}: expected [{batch}] integers, got shape {list(lengths.shape)} of {lengths.dtype}")
     if lengths.device.type == "cpu":

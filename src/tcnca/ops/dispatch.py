@@ -13,10 +13,11 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from tcnca.errors import ConfigError, InputError, KernelError
@@ -28,6 +29,8 @@ HINT = f"set {SETTING}=off in the environment to run without kernels"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DRIVER_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 MIN_CAPABILITY = (8, 0)  # asynchronous copies, and tensor cores for bfloat16
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Compiler = Literal["triton", "nvrtc"]
 Call = TypeVar("Call")
@@ -65,14 +68,13 @@ def select_backend(
         pytorch: the backends that run any call with PyTorch's own operators; `auto` falls back to the first.
     """
     if requested == "auto":
-        if kernels_enabled():
-            for candidate in candidates:
-                if (
-                    candidate.should_use(call)
-                    and candidate.unsupported_reason(call) is None
-                    and should_use(candidate.compiler, device, op)
-                ):
-                    return candidate.name
+        for candidate in candidates if kernels_enabled() else ():
+            if (
+                candidate.should_use(call)
+                and candidate.unsupported_reason(call) is None
+                and should_use(candidate.compiler, device, op)
+            ):
+                return candidate.name
         return pytorch[0]
     for candidate in candidates:
         if candidate.name == requested:
@@ -86,22 +88,6 @@ def select_backend(
         names = ("auto", *pytorch, *(candidate.name for candidate in candidates))
         raise InputError(f"backend: expected one of {', '.join(names)}, got {requested!r}")
     return requested
-
-
-def unsupported_reason(compiler: Compiler | None, device: torch.device) -> str | None:
-    """Return why a device cannot run kernels of a compiler, or None if it can."""
-    return None if compiler is None else _unsupported_reason(compiler, _index(device))
-
-
-def should_use(compiler: Compiler | None, device: torch.device, op: str) -> bool:
-    """Return whether `auto` may use kernels of a compiler on a device; warn once if only an installation is missing."""
-    if compiler is None:
-        return kernels_enabled()
-    return device.type == "cuda" and _should_use(compiler, _index(device) or 0, op)
-
-
-def _index(device: torch.device) -> int | None:
-    return device.index or 0 if device.type == "cuda" else None
 
 
 def _constant(function: Function) -> Function:
@@ -123,17 +109,23 @@ def kernels_enabled() -> bool:
 
 
 @_constant
-def _unsupported_reason(compiler: Compiler, index: int | None) -> str | None:
-    if index is not None:
-        return device_reason(index) or missing(compiler)
+def unsupported_reason(compiler: Compiler | None, device: torch.device) -> str | None:
+    """Return why a device cannot run kernels of a compiler, or None if it can."""
+    if compiler is None:
+        return None
+    if device.type == "cuda":
+        return device_reason(device.index or 0) or missing(compiler)
     if not (INTERPRETED and compiler == "triton"):
         return "device: expected a CUDA device, got the CPU"
     return _triton_missing()
 
 
 @_constant
-def _should_use(compiler: Compiler, index: int, op: str) -> bool:
-    if not kernels_enabled() or device_reason(index) is not None:
+def should_use(compiler: Compiler | None, device: torch.device, op: str) -> bool:
+    """Return whether `auto` may use kernels of a compiler on a device; warn once if only an installation is missing."""
+    if compiler is None:
+        return True
+    if device.type != "cuda" or device_reason(device.index or 0) is not None:
         return False
     reason = missing(compiler)
     if reason is not None:
@@ -160,6 +152,18 @@ def transform_reason() -> str | None:
         return None
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "torch.func: expected no transform and no forward-mode derivative, got one"
+    return None
+
+
+def tensors_reason(floating: Sequence[Tensor], *others: Tensor | None) -> str | None:
+    """Return why kernels cannot take these tensors, which need one device and `floating` a dtype, or None."""
+    device = floating[0].device
+    for tensor in (*floating, *others):
+        if tensor is not None and tensor.device != device:
+            return f"device: expected {device} for all tensors, got {tensor.device}"
+    for tensor in floating:
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype: expected {', '.join(map(str, KERNEL_DTYPES))}, got {tensor.dtype}"
     return None
 
 

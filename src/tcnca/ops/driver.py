@@ -21,8 +21,6 @@ INTERPRETER_SHARED_MEMORY = 227 * 1024
 
 # Values of the driver's enumerations.
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-LOCAL_SIZE = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -41,7 +39,6 @@ def library() -> Any:
     found.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     found.cuFuncSetCacheConfig.argtypes = [pointer, ctypes.c_int]
     found.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    found.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
     found.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [pointer, pointer, ctypes.c_int, ctypes.c_size_t]
     found.cuGetErrorName.argtypes = [ctypes.c_int, pointer]
     return found
@@ -80,13 +77,6 @@ class Function:
             if prefer_shared:
                 check(library().cuFuncSetCacheConfig(function, PREFER_SHARED), action)
             check(library().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE, shared_memory), action)
-
-    def attribute(self, attribute: int) -> int:
-        """Return an attribute, for example `NUM_REGISTERS`."""
-        value = ctypes.c_int()
-        error = library().cuFuncGetAttribute(ctypes.byref(value), attribute, ctypes.c_void_p(self.handle))
-        check(error, f"describe the kernel {self.name}")
-        return value.value
 
     def resident_blocks(self, threads: int) -> int:
         """Return how many blocks of `threads` threads fit on one multiprocessor at a time."""

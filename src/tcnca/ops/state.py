@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import StateError
 
-_FORMAT = "tcnca-state-1"
+_FORMAT = "tcnca-state-2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +30,13 @@ class State:
     """Base class of the streaming states.
 
     Subclasses are frozen dataclasses. They are registered with PyTorch's pytree, so that `torch.compile` and
-    `torch.export` support them, and by name for `load`.
+    `torch.export` support them.
     """
-
-    _classes: ClassVar[dict[str, type[State]]] = {}
-    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Set before the dataclass decorator would add one that prints every tensor.
         cls.__repr__ = State.__repr__  # type: ignore[method-assign]
-        State._classes[cls.__name__] = cls
         if cls.__module__.startswith("tcnca."):
             # They contain tensors and no code, so `torch.load(weights_only=True)` may read them.
             torch.serialization.add_safe_globals([cls])
@@ -70,12 +66,11 @@ class State:
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return a new state with `function` applied to every tensor."""
         self.check_not_consumed()
-        changed = {field.name: _map(getattr(self, field.name), function) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **changed)
+        return pytree.tree_map_only(Tensor, function, self)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by its dotted name, for example `layers.0.attention.keys`."""
-        return dict(_walk(self, ""))
+        return {name: leaf for name, leaf in _leaves(self).items() if leaf is not None}
 
     @property
     def batch_size(self) -> int:
@@ -99,8 +94,7 @@ class State:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return a copy on another device or in another floating dtype, with the arguments of `torch.nn.Module.to`.
 
-        Positions keep their dtype, and sums over the whole past stay in float32 at least: in half precision they would
-        stop growing.
+        Positions keep their dtype, and sums over the past their precision: in half precision they would stop growing.
         """
         self.check_not_consumed()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -117,10 +111,16 @@ class State:
             target = kind if kind is not None and value.is_floating_point() else value.dtype
             return value.to(device=device, dtype=target, non_blocking=non_blocking, copy=True)
 
-        wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
-        names = [field.name for field in dataclasses.fields(self)]
-        changed = {name: moved(getattr(self, name), wide if name in self._sums else dtype) for name in names}
+        changed = {}
+        for field in dataclasses.fields(self):
+            least = self._least_dtype(field.name)
+            kind = dtype if dtype is None or least is None else torch.promote_types(dtype, least)
+            changed[field.name] = moved(getattr(self, field.name), kind)
         return dataclasses.replace(self, **changed)
+
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        """Return the dtype that `to` keeps at least for a field, such as a sum over the whole past."""
+        return None
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""
@@ -141,7 +141,9 @@ class State:
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file."""
         self.check_not_consumed()
-        metadata = {"format": _FORMAT, "structure": json.dumps(_describe(self))}
+        structure = pytree.treespec_dumps(pytree.tree_structure(self))
+        names = [None if leaf is None else name for name, leaf in _leaves(self).items()]
+        metadata = {"format": _FORMAT, "structure": structure, "names": json.dumps(names)}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
 
     @classmethod
@@ -156,8 +158,9 @@ class State:
         if metadata.get("format") != _FORMAT:
             raise StateError(f"{path}: expected format {_FORMAT!r}, got {metadata.get('format')!r}")
         try:
-            state = _rebuild(json.loads(metadata["structure"]), "", tensors)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            leaves = [None if name is None else tensors[name] for name in json.loads(metadata["names"])]
+            state = pytree.tree_unflatten(leaves, pytree.treespec_loads(metadata["structure"]))
+        except (KeyError, TypeError, ValueError, NotImplementedError) as error:
             raise StateError(f"{path}: expected a complete state, got a damaged one ({error!r})") from error
         if not isinstance(state, cls):
             raise StateError(f"{path}: expected a {cls.__name__}, got a {type(state).__name__}")
@@ -181,48 +184,11 @@ def _flatten_with_keys(state: State) -> tuple[list[tuple[Any, Any]], list[Any]]:
     return [(pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
 
 
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, State):
-        return value.map(function)
-    if isinstance(value, tuple):
-        return tuple(_map(item, function) for item in value)
-    return value
+def _leaves(state: State) -> dict[str, Any]:
+    """Return the tensors, and None for missing parts, by dotted name."""
+    pairs, _ = pytree.tree_flatten_with_path(state)
+    return {".".join(map(_key_name, path)): leaf for path, leaf in pairs}
 
 
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, State):
-        for field in dataclasses.fields(value):
-            yield from _walk(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _walk(item, f"{name}.{index}".lstrip("."))
-
-
-def _describe(value: Any) -> Any:
-    """Return the structure of a state, without its tensors, as JSON."""
-    if isinstance(value, State):
-        fields = {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"state": type(value).__name__, "fields": fields}
-    if isinstance(value, tuple):
-        return [_describe(item) for item in value]
-    if isinstance(value, Tensor):
-        return {"tensor": True}
-    return value
-
-
-def _rebuild(described: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(described, list):
-        return tuple(_rebuild(item, f"{name}.{index}".lstrip("."), tensors) for index, item in enumerate(described))
-    if isinstance(described, dict) and "tensor" in described:
-        return tensors[name]
-    if isinstance(described, dict):
-        cls = State._classes.get(described["state"])
-        if cls is None:
-            raise StateError(f"state: expected one of {sorted(State._classes)}, got {described['state']!r}")
-        fields = cast(dict[str, Any], described["fields"])
-        return cls(**{key: _rebuild(item, f"{name}.{key}".lstrip("."), tensors) for key, item in fields.items()})
-    return described
+def _key_name(key: Any) -> str:
+    return key.name if isinstance(key, pytree.GetAttrKey) else str(key.idx)

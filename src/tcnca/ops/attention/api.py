@@ -17,13 +17,12 @@ from tcnca.ops.attention.naive import (
     required_slots,
 )
 from tcnca.ops.attention.triton_op import fused_attention
-from tcnca.ops.checks import autocasts, check_lengths, check_values
-from tcnca.ops.dispatch import Candidate, select_backend, transform_reason
+from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state, check_values
+from tcnca.ops.dispatch import Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.padding import advance, zero_padding
 
 AttentionBackend = Literal["auto", "naive", "triton"]
-TRITON_MAX_WIDTH = 128  # of queries and keys; a block of them stays in shared memory
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_MAX_KEY = 128  # d_key; a block of queries or keys stays in shared memory
 
 
 def chunked_attention(
@@ -45,7 +44,7 @@ def chunked_attention(
     """Compute attention of one head inside chunks that do not overlap.
 
     Args:
-        q, k: `[batch, time, width]`.
+        q, k: `[batch, time, d_key]`.
         v: `[batch, time, d_value]`.
         chunk_size: tokens in a chunk, or None for full attention.
         causal: whether a query sees only keys that are not later than itself.
@@ -76,16 +75,13 @@ def _triton_unsupported(call: AttentionCall) -> str | None:
         return f"q: expected a CUDA tensor, got one on {q.device}"
     if call.state is not None:
         return "state: expected None, got one; the kernels take sequences from their start"
-    for tensor in (k, v, call.bias, call.lengths):
-        if tensor is not None and tensor.device != q.device:
-            return f"device: expected {q.device} for all tensors, as for q, got {tensor.device}"
-    for tensor in (q, k, v):
-        if tensor.dtype not in TRITON_DTYPES:
-            return f"dtype: expected {', '.join(map(str, TRITON_DTYPES))}, got {tensor.dtype}"
+    reason = tensors_reason([q, k, v], call.bias, call.lengths)
+    if reason is not None:
+        return reason
     if not autocasts(q.device) and not q.dtype == k.dtype == v.dtype:
         return f"dtype: expected one for q, k and v, except under autocast, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if q.shape[2] > TRITON_MAX_WIDTH:
-        return f"q, k: expected a width of at most {TRITON_MAX_WIDTH}, got {q.shape[2]}"
+    if q.shape[2] > TRITON_MAX_KEY:
+        return f"d_key: expected at most {TRITON_MAX_KEY}, got {q.shape[2]}"
     return transform_reason()
 
 
@@ -130,8 +126,7 @@ def required_max_length(
 def _check(call: AttentionCall) -> None:
     """Raise an error that names what is wrong with the arguments of `chunked_attention`."""
     q, k, v, bias, chunk_size = call.q, call.k, call.v, call.bias, call.chunk_size
-    if q.dim() != 3 or q.shape[1] < 1:
-        raise InputError(f"q: expected shape [batch, time, width] with 1 or more tokens, got {list(q.shape)}")
+    check_sequence("q", q, "d_key")
     if k.shape != q.shape:
         raise InputError(f"k: expected the shape of q, {list(q.shape)}, got {list(k.shape)}")
     if v.dim() != 3 or v.shape[:2] != q.shape[:2]:
@@ -158,14 +153,10 @@ def _check(call: AttentionCall) -> None:
 
 
 def _check_state(call: AttentionCall, state: AttentionState) -> None:
-    batch, _, width = call.q.shape
+    batch, _, d_key = call.q.shape
     slots = state.keys.shape[1] if call.chunk_size is None else call.chunk_size
-    for name, got, expected in (
-        ("keys", list(state.keys.shape), [batch, slots, width]),
-        ("values", list(state.values.shape), [batch, slots, call.v.shape[2]]),
-    ):
-        if got != expected:
-            raise StateError(f"state.{name}: expected shape {expected} ([batch, slots, width]), got {got}")
+    check_state("keys", state.keys, [batch, slots, d_key])
+    check_state("values", state.values, [batch, slots, call.v.shape[2]])
     if call.chunk_size is None:
         check_values(
             state.position <= slots,

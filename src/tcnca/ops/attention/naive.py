@@ -32,7 +32,7 @@ ROTARY_BASE = 10000.0
 class AttentionState(State):
     """Keys and values of the unfinished chunk.
 
-    keys: `[batch, slots, width]`; slot `j` holds place `j` of the chunk. As many slots as the chunk has
+    keys: `[batch, slots, d_key]`; slot `j` holds place `j` of the chunk. There are as many slots as the chunk has
         tokens; for full attention at least as many as the longest row has.
     values: `[batch, slots, d_value]`.
     position: `[batch]`, tokens seen so far.
@@ -67,7 +67,7 @@ class AttentionCall:
 
 def initial_attention_state(
     batch: int,
-    width: int,
+    d_key: int,
     d_value: int,
     chunk_size: int | None,
     device: torch.device | str | None = None,
@@ -76,7 +76,7 @@ def initial_attention_state(
     """Return the state before the first token."""
     slots = 0 if chunk_size is None else chunk_size
     return AttentionState(
-        torch.zeros(batch, slots, width, device=device, dtype=dtype),
+        torch.zeros(batch, slots, d_key, device=device, dtype=dtype),
         torch.zeros(batch, slots, d_value, device=device, dtype=dtype),
         torch.zeros(batch, dtype=torch.long, device=device),
     )
@@ -94,12 +94,12 @@ def attend(
 ) -> Tensor:
     """Compute `weights(q kᵀ) v`.
 
-    `softmax` scales the scores by `width^-½`; `relu2` and `laplace` divide them by the number of visible keys.
+    `softmax` scales the scores by `d_key^-½`; `relu2` and `laplace` divide them by the number of visible keys.
     A query that sees no key gets zeros.
 
     Args:
-        q: `[…, queries, width]`.
-        k: `[…, keys, width]`.
+        q: `[…, queries, d_key]`.
+        k: `[…, keys, d_key]`.
         v: `[…, keys, d_value]`.
         bias: added to the scores, broadcast to `[…, queries, keys]`.
         mask: true where a query may look, broadcast to `[…, queries, keys]`.

@@ -11,11 +11,9 @@ written nor read. Each number has one writer, so results are the same in every r
 
 # Compile-time constants are in capitals, and the compiler supports no conditional expressions on blocks.
 # ruff: noqa: N803, SIM108
-# mypy: disable-error-code="untyped-decorator, assignment"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -26,9 +24,7 @@ IN_INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def locate_chunk(
-    group: tl.tensor, lengths: tl.tensor, time: tl.tensor, size: tl.tensor, chunks: tl.tensor, LENGTHS: tl.constexpr
-) -> Any:
+def locate_chunk(group, lengths, time, size, chunks, LENGTHS: tl.constexpr):
     """Return the first row, the tokens and the valid tokens of chunk `group`, counted through the batch."""
     sequence = group // chunks
     start = (group % chunks) * size
@@ -40,16 +36,7 @@ def locate_chunk(
 
 
 @triton.jit
-def load_rows(
-    x: tl.tensor,
-    base: tl.tensor,
-    place: tl.tensor,
-    valid: tl.tensor,
-    stride: tl.tensor,
-    column: tl.tensor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> Any:
+def load_rows(x, base, place, valid, stride, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Load `[places, columns]` of a chunk whose first row is `base`; zeros in the padding and beyond the width."""
     inside = (place < valid)[:, None]
     if WIDTH % COLUMNS != 0:
@@ -58,16 +45,7 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(
-    x: tl.tensor,
-    base: tl.tensor,
-    place: tl.tensor,
-    tokens: tl.tensor,
-    column: tl.tensor,
-    value: tl.tensor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+def store_rows(x, base, place, tokens, column, value, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Write `value` to the rows of a chunk in a matrix without gaps."""
     inside = (place < tokens)[:, None]
     if WIDTH % COLUMNS != 0:
@@ -76,7 +54,7 @@ def store_rows(
 
 
 @triton.jit
-def visible_pairs(query: tl.tensor, key: tl.tensor, valid: tl.tensor, CAUSAL: tl.constexpr) -> Any:
+def visible_pairs(query, key, valid, CAUSAL: tl.constexpr):
     """Return whether queries see keys, by their places."""
     if CAUSAL:
         seen = key <= query
@@ -86,7 +64,7 @@ def visible_pairs(query: tl.tensor, key: tl.tensor, valid: tl.tensor, CAUSAL: tl
 
 
 @triton.jit
-def all_visible(query: tl.tensor, keys: tl.tensor, valid: tl.tensor, CAUSAL: tl.constexpr) -> Any:
+def all_visible(query, keys, valid, CAUSAL: tl.constexpr):
     """Return whether all queries from place `query` on see all keys before place `keys`."""
     if CAUSAL:
         keys = keys - 1
@@ -97,7 +75,7 @@ def all_visible(query: tl.tensor, keys: tl.tensor, valid: tl.tensor, CAUSAL: tl.
 
 
 @triton.jit
-def load_bias(bias: tl.tensor, query: tl.tensor, key: tl.tensor, max_length: tl.tensor) -> Any:
+def load_bias(bias, query, key, max_length):
     """Load the bias of each pair; it must be padded at its end by as many numbers as a block has keys."""
     if IN_INTERPRETER:
         found = tl.load(bias + (key - query + max_length - 1))
@@ -113,18 +91,18 @@ def load_bias(bias: tl.tensor, query: tl.tensor, key: tl.tensor, max_length: tl.
 
 @triton.jit
 def compute_scores(
-    products: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    valid: tl.tensor,
-    complete: tl.tensor,
-    bias: tl.tensor,
-    max_length: tl.tensor,
-    scale: tl.tensor,
+    products,
+    query,
+    key,
+    valid,
+    complete,
+    bias,
+    max_length,
+    scale,
     ACTIVATION: tl.constexpr,
     CAUSAL: tl.constexpr,
     BIAS: tl.constexpr,
-) -> Any:
+):
     """Compute scores of queries and keys, by place, in either order of axes; -∞ where a query may not look.
 
     Queries of the padding are passed with the place of the last valid token, and their scores are discarded.
@@ -144,7 +122,7 @@ def compute_scores(
 
 
 @triton.jit
-def activate(scores: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
+def activate(scores, ACTIVATION: tl.constexpr):
     """Compute the weights of scores for the activations without a normalizer."""
     if ACTIVATION == "relu2":
         positive = tl.maximum(scores, 0.0)
@@ -155,7 +133,7 @@ def activate(scores: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
 
 
 @triton.jit
-def weight_slope(scores: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
+def weight_slope(scores, ACTIVATION: tl.constexpr):
     """Compute the derivative of `activate`."""
     if ACTIVATION == "relu2":
         found = 2.0 * tl.maximum(scores, 0.0)
@@ -166,7 +144,7 @@ def weight_slope(scores: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
 
 
 @triton.jit
-def mix(x: tl.tensor) -> Any:
+def mix(x):
     """Hash 32 bits so that every bit of `x` affects every bit of the result."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -176,7 +154,7 @@ def mix(x: tl.tensor) -> Any:
 
 
 @triton.jit
-def dropout_factor(seed: tl.tensor, query: tl.tensor, key: tl.tensor, dropout: tl.tensor) -> Any:
+def dropout_factor(seed, query, key, dropout):
     """Return what dropout multiplies a weight by: 0, or 1 / (1 - dropout).
 
     `query` counts rows of the whole batch, `key` places in a chunk. The result depends on nothing else, so it is the
@@ -192,24 +170,24 @@ def dropout_factor(seed: tl.tensor, query: tl.tensor, key: tl.tensor, dropout: t
 
 @triton.jit
 def attended(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    bias: tl.tensor,
-    lengths: tl.tensor,
-    seed: tl.tensor,
-    out: tl.tensor,
-    normalizer: tl.tensor,
-    q_by_row: tl.tensor,
-    k_by_row: tl.tensor,
-    v_by_row: tl.tensor,
-    scale: tl.tensor,
-    dropout: tl.tensor,
-    time: tl.tensor,
-    size: tl.tensor,
-    chunks: tl.tensor,
-    blocks: tl.tensor,
-    max_length: tl.tensor,
+    q,
+    k,
+    v,
+    bias,
+    lengths,
+    seed,
+    out,
+    normalizer,
+    q_by_row,
+    k_by_row,
+    v_by_row,
+    scale,
+    dropout,
+    time,
+    size,
+    chunks,
+    blocks,
+    max_length,
     WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
     Z: tl.constexpr,
@@ -223,7 +201,7 @@ def attended(
     DROPOUT: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ATTEND: tl.constexpr,
-) -> None:
+):
     """Compute the output of a block of queries over all keys that they see, for one slice of the values.
 
     `NORMALIZE` computes the softmax's normalizer, the log₂ of its sum, in the same pass, and programs of the first
@@ -284,16 +262,7 @@ def attended(
 
 
 @triton.jit
-def row_sums(
-    dy: tl.tensor,
-    out: tl.tensor,
-    sums: tl.tensor,
-    dy_by_row: tl.tensor,
-    rows: tl.tensor,
-    VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
+def row_sums(dy, out, sums, dy_by_row, rows, VALUES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
     """Sum `dy · out` over each row: what the softmax's normalizer subtracts from every gradient of a weight."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS], tl.float32)
@@ -306,45 +275,38 @@ def row_sums(
 
 
 @triton.jit
-def slab_rows(
-    group: tl.tensor,
-    key: tl.tensor,
-    first_block: tl.tensor,
-    key_blocks: tl.tensor,
-    blocks: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> Any:
+def slab_rows(group, key, first_block, key_blocks, blocks, BLOCK: tl.constexpr):
     """Return where rows of a slab begin, by its chunk and the place of its keys."""
     return (group.to(tl.int64) * key_blocks * BLOCK + (key - first_block * BLOCK)) * (blocks * BLOCK)
 
 
 @triton.jit
 def scores_gradient(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    dy: tl.tensor,
-    bias: tl.tensor,
-    lengths: tl.tensor,
-    seed: tl.tensor,
-    normalizer: tl.tensor,
-    sums: tl.tensor,
-    weights: tl.tensor,
-    slopes: tl.tensor,
-    q_by_row: tl.tensor,
-    k_by_row: tl.tensor,
-    v_by_row: tl.tensor,
-    dy_by_row: tl.tensor,
-    scale: tl.tensor,
-    dropout: tl.tensor,
-    time: tl.tensor,
-    size: tl.tensor,
-    chunks: tl.tensor,
-    blocks: tl.tensor,
-    max_length: tl.tensor,
-    first_group: tl.tensor,
-    first_block: tl.tensor,
-    key_blocks: tl.tensor,
+    q,
+    k,
+    v,
+    dy,
+    bias,
+    lengths,
+    seed,
+    normalizer,
+    sums,
+    weights,
+    slopes,
+    q_by_row,
+    k_by_row,
+    v_by_row,
+    dy_by_row,
+    scale,
+    dropout,
+    time,
+    size,
+    chunks,
+    blocks,
+    max_length,
+    first_group,
+    first_block,
+    key_blocks,
     WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
     Z: tl.constexpr,
@@ -355,7 +317,7 @@ def scores_gradient(
     BIAS: tl.constexpr,
     LENGTHS: tl.constexpr,
     DROPOUT: tl.constexpr,
-) -> None:
+):
     """Compute one block of the weights and of the gradients of scores; zeros in the padding."""
     group = tl.program_id(1)
     base, _, valid = locate_chunk(first_group + group, lengths, time, size, chunks, LENGTHS)
@@ -405,21 +367,21 @@ def scores_gradient(
 
 @triton.jit
 def rows_gradient(
-    matrix: tl.tensor,
-    x: tl.tensor,
-    lengths: tl.tensor,
-    so_far: tl.tensor,
-    out: tl.tensor,
-    x_by_row: tl.tensor,
-    factor: tl.tensor,
-    time: tl.tensor,
-    size: tl.tensor,
-    chunks: tl.tensor,
-    blocks: tl.tensor,
-    slices: tl.tensor,
-    first_group: tl.tensor,
-    first_block: tl.tensor,
-    key_blocks: tl.tensor,
+    matrix,
+    x,
+    lengths,
+    so_far,
+    out,
+    x_by_row,
+    factor,
+    time,
+    size,
+    chunks,
+    blocks,
+    slices,
+    first_group,
+    first_block,
+    key_blocks,
     WIDTH: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -429,7 +391,7 @@ def rows_gradient(
     ACTIVATION: tl.constexpr,
     CAUSAL: tl.constexpr,
     LENGTHS: tl.constexpr,
-) -> None:
+):
     """Multiply the slab by a slice of the columns of `x`.
 
     With `TO_KEYS`, compute the gradient of a block of the slab's keys from all queries that see them. Otherwise compute
@@ -487,21 +449,21 @@ def rows_gradient(
 
 @triton.jit
 def bias_gradient(
-    slopes: tl.tensor,
-    lengths: tl.tensor,
-    found: tl.tensor,
-    time: tl.tensor,
-    size: tl.tensor,
-    chunks: tl.tensor,
-    blocks: tl.tensor,
-    first_group: tl.tensor,
-    first_block: tl.tensor,
-    key_blocks: tl.tensor,
+    slopes,
+    lengths,
+    found,
+    time,
+    size,
+    chunks,
+    blocks,
+    first_group,
+    first_block,
+    key_blocks,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
     LENGTHS: tl.constexpr,
-) -> None:
+):
     """Compute the bias' gradient from all tiles of a chunk that are equally far from its diagonal.
 
     A block has one or more tiles. Tiles are summed and then added along their diagonals, into `found`,

@@ -177,13 +177,6 @@ def slabs(groups: int, blocks: int, block: int, itemsize: int) -> list[Slab]:
     ]
 
 
-class Forward(NamedTuple):
-    """The launches of a call; the first computes the softmax's normalizer, if the second does not."""
-
-    normalize: Launch | None
-    attend: Launch
-
-
 class Part(NamedTuple):
     """The launches of the gradients through one slab, in their order."""
 
@@ -207,27 +200,15 @@ class Backward(NamedTuple):
     """Whether the keys of a chunk are in several slabs, which add to the same queries."""
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call as the kernels read them; the queries take the place of those that are not given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor
-    lengths: Tensor
-    seed: Tensor
-
-
 def run_forward(stream: int, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and the softmax's normalizer, `[batch, time]`; empty for the other activations."""
     signature, inputs = _prepare(*arguments)
-    out = inputs.v.new_empty(inputs.v.shape)
+    v = inputs[2]
+    out = v.new_empty(v.shape)
     softmax = signature.activation == "softmax"
     normalizer = out.new_empty((signature.batch, signature.time) if softmax else (0,), dtype=torch.float32)
-    plan = forward_plan(signature)
-    if plan.normalize is not None:
-        plan.normalize(stream, *inputs, out, normalizer)
-    plan.attend(stream, *inputs, out, normalizer)
+    for launch in forward_plan(signature):
+        launch(stream, *inputs, out, normalizer)
     return out, normalizer
 
 
@@ -236,25 +217,24 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and bias; the last is empty unless `arguments` end in True."""
     to_bias = arguments[-1]
-    signature, inputs = _prepare(*arguments[:-1])
+    signature, (q, k, v, bias, lengths, seed) = _prepare(*arguments[:-1])
     dy, normalizer = regular_rows(dy.to(signature.dtype)), aligned(normalizer)
     plan = backward_plan(signature, dy.stride(1), to_bias)
     sums = normalizer
     if plan.sums is not None:
         sums = torch.empty_like(normalizer)
         plan.sums(stream, dy, aligned(out), sums)
-    q, k, v, *optional = inputs
     dq, dk, dv = q.new_empty(q.shape), q.new_empty(q.shape), v.new_empty(v.shape)
     so_far = q.new_empty(q.shape if plan.split else (0,), dtype=torch.float32)
     weights, slopes = q.new_empty((2, plan.slab_size))
     dbias = q.new_zeros(plan.bias_shape, dtype=torch.float32)
     for part in plan.parts:
-        part.scores(stream, q, k, v, dy, *optional, normalizer, sums, weights, slopes)
-        part.values(stream, weights, dy, inputs.lengths, so_far, dv)
-        part.keys(stream, slopes, q, inputs.lengths, so_far, dk)
-        part.queries(stream, slopes, k, inputs.lengths, so_far, dq)
+        part.scores(stream, q, k, v, dy, bias, lengths, seed, normalizer, sums, weights, slopes)
+        part.values(stream, weights, dy, lengths, so_far, dv)
+        part.keys(stream, slopes, q, lengths, so_far, dk)
+        part.queries(stream, slopes, k, lengths, so_far, dq)
         if part.bias is not None:
-            part.bias(stream, slopes, inputs.lengths, dbias)
+            part.bias(stream, slopes, lengths, dbias)
     return dq, dk, dv, _sum_of_bias(dbias, signature) if to_bias else dbias.flatten()
 
 
@@ -269,8 +249,11 @@ def _prepare(
     causal: bool,
     activation: str,
     dropout: float,
-) -> tuple[Signature, Inputs]:
-    """Return the signature of a call, and its tensors: rows at a constant distance, a bias in units of the scores."""
+) -> tuple[Signature, list[Tensor]]:
+    """Return the signature of a call, and its tensors: rows at a constant distance, a bias in units of the scores.
+
+    The queries take the place of tensors that are not given.
+    """
     max_length = None
     if bias is not None:
         max_length = (bias.shape[0] + 1) // 2
@@ -295,7 +278,7 @@ def _prepare(
         dropout,
         q.device.index,
     )
-    return signature, Inputs(q, k, v, *(q if part is None else part for part in (bias, lengths, seed)))
+    return signature, [q, k, v, *(q if part is None else part for part in (bias, lengths, seed))]
 
 
 def regular_rows(x: Tensor) -> Tensor:
@@ -317,17 +300,15 @@ def _sum_of_bias(found: Tensor, signature: Signature) -> Tensor:
 
 
 @functools.lru_cache(CACHED_PLANS)
-def forward_plan(signature: Signature) -> Forward:
-    """Prepare the launches of a call."""
+def forward_plan(signature: Signature) -> list[Launch]:
+    """Prepare the launches of a call; the first computes the softmax's normalizer, if the last does not."""
     tile = signature.tile("attended")
     slices = -(-signature.d_value // tile.columns)
     softmax = signature.activation == "softmax"
     first = softmax and slices >= NORMALIZE_FIRST
     narrow = tile._replace(columns=MIN_SIDE)
-    return Forward(
-        _attended(signature, narrow, 1, NORMALIZE=True, ATTEND=False) if first else None,
-        _attended(signature, tile, slices, NORMALIZE=softmax and not first, ATTEND=True),
-    )
+    normalize = [_attended(signature, narrow, 1, NORMALIZE=True, ATTEND=False)] if first else []
+    return [*normalize, _attended(signature, tile, slices, NORMALIZE=softmax and not first, ATTEND=True)]
 
 
 @functools.lru_cache(CACHED_BACKWARD_PLANS)

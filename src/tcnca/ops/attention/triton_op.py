@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnca.errors import KernelError
-from tcnca.ops.dispatch import HINT, INTERPRETED
+from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
-
-_LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor? seed"
-_SETTINGS = "SymInt chunk_size, bool causal, str activation, float dropout"
-_LIBRARY.define(f"chunked_attention({_INPUTS}, {_SETTINGS}) -> (Tensor out, Tensor normalizer)")
-_LIBRARY.define(
-    f"chunked_attention_backward(Tensor dy, Tensor out, Tensor normalizer, {_INPUTS}, {_SETTINGS}, bool to_bias)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
-)
+from tcnca.ops.library import register
 
 
 def fused_attention(
@@ -42,7 +33,7 @@ def fused_attention(
     seed = torch.randint(2**62, (1,), device=q.device) if dropout > 0.0 else None
     # 0 is full attention: a number in any case, so that a compiler may leave it open.
     settings = (0 if chunk_size is None else chunk_size, causal, activation, dropout)
-    return torch.ops.tcnca.chunked_attention.default(q, k, v, bias, lengths, seed, *settings)[0]
+    return _FORWARD(q, k, v, bias, lengths, seed, *settings)[0]
 
 
 @on_device
@@ -85,28 +76,29 @@ def _gradients(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     if dy is None:
         return (None,) * 10
     to_bias = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = torch.ops.tcnca.chunked_attention_backward.default(
-        dy, *ctx.saved_tensors, *ctx.settings, to_bias
-    )
+    dq, dk, dv, dbias = _BACKWARD(dy, *ctx.saved_tensors, *ctx.settings, to_bias)
     return dq, dk, dv, dbias if to_bias else None, *(None,) * 6
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    return
-
-
-def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise KernelError(
-        f"attention: expected first derivatives only, got a second one, which the kernels do not have; "
-        f"use backend='naive', or {HINT}"
-    )
-
-
 # Triton's interpreter runs the same kernels on the CPU, for tests.
-_KEY = "CPU" if INTERPRETED else "CUDA"
-_LIBRARY.impl("chunked_attention", _forward, _KEY)
-_LIBRARY.impl("chunked_attention_backward", _backward, _KEY)
-torch.library.register_fake("tcnca::chunked_attention", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("tcnca::chunked_attention_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::chunked_attention", _gradients, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::chunked_attention_backward", _refuse, setup_context=_save_nothing, lib=_LIBRARY)
+_DEVICE = "CPU" if INTERPRETED else "CUDA"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? lengths, Tensor? seed, "
+    "SymInt chunk_size, bool causal, str activation, float dropout"
+)
+_BACKWARD = register(
+    f"chunked_attention_backward(Tensor dy, Tensor out, Tensor normalizer, {_INPUTS}, bool to_bias)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    _backward,
+    _fake_backward,
+    _DEVICE,
+    "naive",
+)
+_FORWARD = register(
+    f"chunked_attention({_INPUTS}) -> (Tensor out, Tensor normalizer)",
+    _forward,
+    _fake_forward,
+    _DEVICE,
+    _gradients,
+    _save,
+)

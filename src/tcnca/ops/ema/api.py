@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import autocasts, check_lengths
-from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, transform_reason
+from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
+from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_fft, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.padding import advance, take_time, zero_padding
@@ -19,9 +19,7 @@ from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "recurrent", "scan", "fft", "triton"]
-EMA_BACKENDS: tuple[str, ...] = get_args(EMABackend)
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRITON_MAX_HIDDEN = 64
+TRITON_MAX_STATES = 64
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -30,17 +28,27 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, hidden]`.
+    hidden: `[batch, channels, d_state]`, the hidden states.
     window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
         input is subtracted again after `truncation` steps. None otherwise.
     position: `[batch]`, tokens seen so far.
     """
 
-    _sums: ClassVar[frozenset[str]] = frozenset({"hidden"})
-
     hidden: Tensor
     window: Tensor | None
     position: Tensor
+
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        return _hidden_dtype(self.window is not None) if field == "hidden" else None
+
+
+def _hidden_dtype(truncated: bool) -> torch.dtype:
+    """Return the least dtype of hidden states, which sum over a whole past.
+
+    Where a truncated EMA subtracts an input again, the rounding error that remains would stay forever if the decay is
+    near 1, so its hidden states are kept and computed in float64.
+    """
+    return torch.float64 if truncated else torch.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +68,15 @@ class EMACall:
 def initial_ema_state(
     batch: int,
     channels: int,
-    hidden: int,
+    d_state: int,
     truncation: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> EMAState:
-    """Return the state before the first token.
-
-    Hidden states are kept in float32 at least, as they sum over a whole past, and those of a truncated EMA in float64.
-    """
-    least = torch.float32 if truncation is None else torch.float64
-    precise = torch.promote_types(dtype or torch.get_default_dtype(), least)
+    """Return the state before the first token; hidden states are in float32 at least, with truncation in float64."""
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), _hidden_dtype(truncation is not None))
     return EMAState(
-        torch.zeros(batch, channels, hidden, device=device, dtype=precise),
+        torch.zeros(batch, channels, d_state, device=device, dtype=precise),
         None if truncation is None else torch.zeros(batch, truncation, channels, device=device, dtype=dtype),
         torch.zeros(batch, dtype=torch.long, device=device),
     )
@@ -100,7 +104,7 @@ def ema(
 
     Args:
         x: `[batch, time, channels]`.
-        delta, alpha, beta, gamma: `[directions, channels, hidden]`. One direction is causal; with two, the second
+        delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
             looks into the future and both see the present.
         backend: `fft` (convolution in the frequency domain), `recurrent` (token by token), `scan` (parallel scan),
             `triton` (a scan in fused kernels for NVIDIA GPUs: no truncation, no float64, first derivatives only) or
@@ -127,20 +131,17 @@ def ema(
 
 
 def _triton_unsupported(call: EMACall) -> str | None:
-    x, hidden = call.x, call.parameters[0].shape[2]
+    x, d_state = call.x, call.parameters[0].shape[2]
     if not x.is_cuda and not INTERPRETED:
         return f"x: expected a CUDA tensor, got one on {x.device}"
     if call.truncation is not None:
         return f"truncation: expected None, got {call.truncation}; the fused scan never subtracts an input"
-    tensors = [x, *call.parameters] if call.state is None else [x, *call.parameters, call.state.hidden]
-    for tensor in tensors:
-        if tensor.dtype not in TRITON_DTYPES:
-            return f"dtype: expected {', '.join(map(str, TRITON_DTYPES))}, got {tensor.dtype}"
-    for tensor in tensors if call.lengths is None else [*tensors, call.lengths]:
-        if tensor.device != x.device:
-            return f"device: expected {x.device} for all tensors, as for x, got {tensor.device}"
-    if hidden > TRITON_MAX_HIDDEN:
-        return f"hidden: expected at most {TRITON_MAX_HIDDEN} states for each channel, got {hidden}"
+    hidden = () if call.state is None else (call.state.hidden,)
+    reason = tensors_reason([x, *call.parameters, *hidden], call.lengths)
+    if reason is not None:
+        return reason
+    if d_state > TRITON_MAX_STATES:
+        return f"d_state: expected at most {TRITON_MAX_STATES}, got {d_state}"
     return transform_reason()
 
 
@@ -210,11 +211,7 @@ def _next_hidden(x: Tensor, parameters: Parameters, state: EMAState) -> Tensor:
 
 
 def _exact(parameters: Parameters, window: Tensor | None) -> Parameters:
-    """Return the parameters, in float64 for a truncated EMA.
-
-    The rounding error that remains when an input is subtracted again would stay forever where the decay is near 1, so
-    the hidden states of a truncated EMA are kept and computed in float64.
-    """
+    """Return the parameters, in float64 for a truncated EMA (see `_hidden_dtype`)."""
     if window is None:
         return parameters
     delta, alpha, beta, gamma = (part.double() for part in parameters)
@@ -257,13 +254,12 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
 def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
     x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise InputError(f"x: expected shape [batch, time, channels] with 1 or more tokens, got {list(x.shape)}")
-    directions, channels, hidden = delta.shape if delta.dim() == 3 else (0, 0, 0)
+    check_sequence("x", x)
+    directions, channels, d_state = delta.shape if delta.dim() == 3 else (0, 0, 0)
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):
-        if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or hidden < 1:
+        if value.shape != delta.shape or directions not in (1, 2) or channels != x.shape[2] or d_state < 1:
             raise InputError(
-                f"{name}: expected shape [directions, channels, hidden], the same for all four parameters, with 1 or 2 "
+                f"{name}: expected shape [directions, channels, d_state], the same for all four, with 1 or 2 "
                 f"directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
             )
     check_lengths(call.lengths, x.shape[0], x.shape[1])
@@ -281,10 +277,5 @@ def _check(call: EMACall) -> None:
     if streams and directions == 2:
         raise StateError("state: expected None for a bidirectional EMA, only a causal one has a state")
     if call.state is not None:
-        window = None if call.state.window is None else list(call.state.window.shape)
-        for name, got, expected in (
-            ("hidden", list(call.state.hidden.shape), [x.shape[0], x.shape[2], hidden]),
-            ("window", window, None if truncation is None else [x.shape[0], truncation, x.shape[2]]),
-        ):
-            if got != expected:
-                raise StateError(f"state.{name}: expected shape {expected}, got {got}")
+        check_state("hidden", call.state.hidden, [x.shape[0], x.shape[2], d_state])
+        check_state("window", call.state.window, None if truncation is None else [x.shape[0], truncation, x.shape[2]])

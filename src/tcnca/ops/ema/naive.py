@@ -1,8 +1,8 @@
 """The damped EMA of whole sequences in PyTorch's own operators: the recurrence, and two parallel forms of it.
 
-The recurrence is the oracle of all others. Parameters have the shape `[directions, channels, hidden]`: one direction is
-causal; of two, the first looks into the past and the second into the future. A truncation `m` keeps the kernel's first
-`m` lags: in a recurrence, an input is subtracted again `m` steps after it entered.
+The recurrence is the oracle of all others. Parameters are `[directions, channels, d_state]`: one direction is causal;
+of two, the first looks into the past and the second into the future. A truncation `m` keeps the kernel's first `m`
+lags: in a recurrence, an input is subtracted again `m` steps after it entered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class EMACoefficients(NamedTuple):
-    """Coefficients of `s ← drive · x + decay · s`, `y = Σ readout · s`; each `[directions, channels, hidden]`."""
+    """Coefficients of `s ← drive · x + decay · s`, `y = Σ readout · s`; each `[directions, channels, d_state]`."""
 
     drive: Tensor
     decay: Tensor
@@ -55,7 +55,7 @@ def _each_direction(
 
 
 def _driven(x: Tensor, coefficients: EMACoefficients, truncation: int | None) -> Tensor:
-    """Return what enters the hidden states at each time, `[batch, time, channels, hidden]`."""
+    """Return what enters the hidden states at each time, `[batch, time, channels, d_state]`."""
     entering = x.unsqueeze(-1) * coefficients.drive
     if truncation is None or truncation >= x.shape[1]:
         return entering
@@ -81,7 +81,7 @@ def _scan(driven: Tensor, coefficients: EMACoefficients) -> Tensor:
 
 
 def decay_powers(decay: Tensor, exponents: Tensor) -> Tensor:
-    """Return `decay` (`[…, hidden]`) to the powers `exponents` (`[time]`), as `[…, hidden, time]`."""
+    """Return `decay` (`[…, d_state]`) to the powers `exponents` (`[time]`), as `[…, d_state, time]`."""
     # By the logarithm, as a kernel of thousands of taps needs. Sigmoids that round to 1 give a decay of 0.
     logarithm = torch.log(decay.clamp(min=torch.finfo(decay.dtype).tiny))
     return torch.exp(logarithm.unsqueeze(-1) * exponents.to(decay.dtype))

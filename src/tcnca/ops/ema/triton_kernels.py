@@ -16,7 +16,7 @@ for each hidden state and token instead of three. `SCALED` keeps the drive in.
 
 # Compile-time constants are in capitals, and the compiler supports neither starred tuples nor short-circuits.
 # ruff: noqa: N803, RUF005, SIM102
-# mypy: disable-error-code="untyped-decorator, assignment"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(tiles: tl.tensor, segments: tl.tensor) -> tl.tensor:
+def locate(tiles, segments):
     """Return tile, segment and row of this program."""
     program = tl.program_id(0)
     row = program // tiles
@@ -33,9 +33,7 @@ def locate(tiles: tl.tensor, segments: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def walk(
-    segment: tl.tensor, length: tl.tensor, time: tl.tensor, backwards: tl.tensor, GROUP: tl.constexpr
-) -> tl.tensor:
+def walk(segment, length, time, backwards, GROUP: tl.constexpr):
     """Return the first time of a walk over a segment, its direction, and the number of groups of steps.
 
     The last group of a forward walk and the first of a backward walk may extend past the end of time. The state after
@@ -47,30 +45,14 @@ def walk(
 
 
 @triton.jit
-def token_pointers(
-    base: tl.tensor,
-    batch: tl.tensor,
-    t: tl.tensor,
-    channel: tl.tensor,
-    by_batch: tl.tensor,
-    by_time: tl.tensor,
-    by_channel: tl.tensor,
-) -> tl.tensor:
+def token_pointers(base, batch, t, channel, by_batch, by_time, by_channel):
     """Return pointers to one token's tile of channels."""
     offset = batch * by_batch.to(tl.int64) + t * by_time.to(tl.int64)
     return base + offset + channel * by_channel.to(tl.int64)
 
 
 @triton.jit
-def load_group(
-    pointer: tl.tensor,
-    step: tl.tensor,
-    in_channels: tl.tensor,
-    t: tl.tensor,
-    sign: tl.tensor,
-    end: tl.tensor,
-    GROUP: tl.constexpr,
-) -> tl.tensor:
+def load_group(pointer, step, in_channels, t, sign, end, GROUP: tl.constexpr):
     """Load the values of a group of steps, all before the first is used; zeros from the time `end` on."""
     values = ()
     for j in tl.static_range(GROUP):
@@ -81,14 +63,14 @@ def load_group(
 
 
 @triton.jit
-def state_offsets(hidden: tl.tensor, channel: tl.tensor, channels: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
+def state_offsets(hidden, channel, channels, HIDDEN: tl.constexpr):
     """Return offsets of a tile in `[hidden, channels]`, and which of them exist."""
     inside = (hidden[:, None] < HIDDEN) & (channel[None, :] < channels)
     return hidden[:, None] * channels + channel[None, :], inside
 
 
 @triton.jit
-def valid_tokens(lengths: tl.tensor, batch: tl.tensor, time: tl.tensor, LENGTHS: tl.constexpr) -> tl.tensor:
+def valid_tokens(lengths, batch, time, LENGTHS: tl.constexpr):
     """Return the number of valid tokens of a row."""
     valid = time
     if LENGTHS:
@@ -97,9 +79,7 @@ def valid_tokens(lengths: tl.tensor, batch: tl.tensor, time: tl.tensor, LENGTHS:
 
 
 @triton.jit
-def added_by(
-    value: tl.tensor, weight: tl.tensor, last: tl.tensor, is_last: tl.tensor, SCALED: tl.constexpr, INJECT: tl.constexpr
-) -> tl.tensor:
+def added_by(value, weight, last, is_last, SCALED: tl.constexpr, INJECT: tl.constexpr):
     """Return what one token adds to the hidden states; a gradient of the final states enters with the last token."""
     added = value[None, :]
     if SCALED:
@@ -111,16 +91,8 @@ def added_by(
 
 @triton.jit
 def prepare(
-    delta: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    gamma: tl.tensor,
-    coefficients: tl.tensor,
-    channels: tl.tensor,
-    HIDDEN: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    delta, alpha, beta, gamma, coefficients, channels, HIDDEN: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute drive, decay and readout with channels last, from MEGA's δ, α, β and γ."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     size = channels * HIDDEN
@@ -139,22 +111,22 @@ def prepare(
 
 @triton.jit
 def ends(
-    x: tl.tensor,
-    coefficients: tl.tensor,
-    found: tl.tensor,
-    lengths: tl.tensor,
-    final: tl.tensor,
-    by_batch: tl.tensor,
-    by_time: tl.tensor,
-    by_channel: tl.tensor,
-    rows: tl.tensor,
-    time: tl.tensor,
-    channels: tl.tensor,
-    segments: tl.tensor,
-    length: tl.tensor,
-    tiles: tl.tensor,
-    groups: tl.tensor,
-    flip: tl.tensor,
+    x,
+    coefficients,
+    found,
+    lengths,
+    final,
+    by_batch,
+    by_time,
+    by_channel,
+    rows,
+    time,
+    channels,
+    segments,
+    length,
+    tiles,
+    groups,
+    flip,
     ENTER: tl.constexpr,
     HIDDEN: tl.constexpr,
     STATES: tl.constexpr,
@@ -163,7 +135,7 @@ def ends(
     INJECT: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """Compute the hidden states at the end of each segment, started from zero.
 
     One row for each direction and sequence. `flip` reverses time, `ENTER` is the coefficient that multiplies `x`.
@@ -206,7 +178,7 @@ def ends(
 
 
 @triton.jit
-def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+def _power(base, exponent):
     power = base * 0.0 + 1.0
     while exponent > 0:
         power = tl.where(exponent % 2 == 1, power * base, power)
@@ -216,20 +188,12 @@ def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _chain(decay_one: tl.tensor, state_one: tl.tensor, decay_two: tl.tensor, state_two: tl.tensor) -> tl.tensor:
+def _chain(decay_one, state_one, decay_two, state_two):
     return decay_one * decay_two, state_one * decay_two + state_two
 
 
 @triton.jit
-def _load_segments(
-    base: tl.tensor,
-    order: tl.tensor,
-    segments: tl.tensor,
-    size: tl.tensor,
-    backwards: tl.tensor,
-    exists: tl.tensor,
-    GROUP: tl.constexpr,
-) -> tl.tensor:
+def _load_segments(base, order, segments, size, backwards, exists, GROUP: tl.constexpr):
     """Return pointers to the segments from `order` on, and the states there; zeros where there is no segment."""
     pointers = ()
     values = ()
@@ -244,24 +208,24 @@ def _load_segments(
 
 @triton.jit
 def carry(
-    coefficients: tl.tensor,
-    found: tl.tensor,
-    initial: tl.tensor,
-    total: tl.tensor,
-    rows: tl.tensor,
-    channels: tl.tensor,
-    segments: tl.tensor,
-    length: tl.tensor,
-    share: tl.tensor,
-    blocks: tl.tensor,
-    flip: tl.tensor,
+    coefficients,
+    found,
+    initial,
+    total,
+    rows,
+    channels,
+    segments,
+    length,
+    share,
+    blocks,
+    flip,
     HIDDEN: tl.constexpr,
     INITIAL: tl.constexpr,
     TOTAL: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """Turn the ends of segments of `length` tokens into what the segments start from, in place.
 
     `WIDTH` chains of `share` segments, a multiple of `GROUP`, run in parallel, and end in `total`. In float64, as a
@@ -307,24 +271,24 @@ def carry(
 
 @triton.jit
 def outputs(
-    x: tl.tensor,
-    y: tl.tensor,
-    previous: tl.tensor,
-    coefficients: tl.tensor,
-    carries: tl.tensor,
-    lengths: tl.tensor,
-    final: tl.tensor,
-    by_batch: tl.tensor,
-    by_time: tl.tensor,
-    by_channel: tl.tensor,
-    rows: tl.tensor,
-    time: tl.tensor,
-    channels: tl.tensor,
-    segments: tl.tensor,
-    length: tl.tensor,
-    tiles: tl.tensor,
-    direction: tl.tensor,
-    flip: tl.tensor,
+    x,
+    y,
+    previous,
+    coefficients,
+    carries,
+    lengths,
+    final,
+    by_batch,
+    by_time,
+    by_channel,
+    rows,
+    time,
+    channels,
+    segments,
+    length,
+    tiles,
+    direction,
+    flip,
     ENTER: tl.constexpr,
     HIDDEN: tl.constexpr,
     STATES: tl.constexpr,
@@ -336,7 +300,7 @@ def outputs(
     FINAL: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """Compute the outputs of every segment from what it starts from; with `GRADIENT`, the gradient of the input.
 
     Without `SCALED` drive and readout enter as a product, so that the gradient has the same coefficients.
@@ -406,27 +370,27 @@ def outputs(
 
 @triton.jit
 def weights(
-    x: tl.tensor,
-    g: tl.tensor,
-    coefficients: tl.tensor,
-    carries: tl.tensor,
-    pulls: tl.tensor,
-    parts: tl.tensor,
-    lengths: tl.tensor,
-    final: tl.tensor,
-    x_by_batch: tl.tensor,
-    x_by_time: tl.tensor,
-    x_by_channel: tl.tensor,
-    g_by_batch: tl.tensor,
-    g_by_time: tl.tensor,
-    g_by_channel: tl.tensor,
-    rows: tl.tensor,
-    time: tl.tensor,
-    channels: tl.tensor,
-    segments: tl.tensor,
-    length: tl.tensor,
-    tiles: tl.tensor,
-    groups: tl.tensor,
+    x,
+    g,
+    coefficients,
+    carries,
+    pulls,
+    parts,
+    lengths,
+    final,
+    x_by_batch,
+    x_by_time,
+    x_by_channel,
+    g_by_batch,
+    g_by_time,
+    g_by_channel,
+    rows,
+    time,
+    channels,
+    segments,
+    length,
+    tiles,
+    groups,
     HIDDEN: tl.constexpr,
     STATES: tl.constexpr,
     SCALED: tl.constexpr,
@@ -434,7 +398,7 @@ def weights(
     INJECT: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-) -> None:
+):
     """Compute each segment's part of the coefficients' gradients, `[directions, 2 or 3, rows, hidden, channels]`.
 
     The walk carries the states and their derivatives by the decay (and by the drive, if `SCALED`). It needs the
@@ -502,9 +466,7 @@ def weights(
 
 
 @triton.jit
-def _column(
-    base: tl.tensor, lane: tl.tensor, rows: tl.tensor, size: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
+def _column(base, lane, rows, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the columns `lane` of a `[rows, size]` matrix, always in the same order."""
     total = tl.zeros([WIDTH, BLOCK], tl.float64)
     row = tl.arange(0, WIDTH)
@@ -516,23 +478,23 @@ def _column(
 
 @triton.jit
 def reduce(
-    parts: tl.tensor,
-    coefficients: tl.tensor,
-    delta: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    to_delta: tl.tensor,
-    to_alpha: tl.tensor,
-    to_beta: tl.tensor,
-    to_gamma: tl.tensor,
-    rows: tl.tensor,
-    channels: tl.tensor,
+    parts,
+    coefficients,
+    delta,
+    alpha,
+    beta,
+    to_delta,
+    to_alpha,
+    to_beta,
+    to_gamma,
+    rows,
+    channels,
     HIDDEN: tl.constexpr,
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Add up the gradients of the segments, and compute those of the parameters."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     direction = tl.program_id(1)

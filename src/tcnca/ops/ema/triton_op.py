@@ -10,19 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnca.errors import KernelError
-from tcnca.ops.dispatch import HINT, INTERPRETED
+from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
-
-_LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
-_PARAMETERS = "Tensor delta, Tensor alpha, Tensor beta, Tensor gamma, Tensor? initial, Tensor? lengths"
-_LIBRARY.define(
-    f"ema_scan(Tensor x, {_PARAMETERS}, bool return_final) -> (Tensor y, Tensor final, Tensor coefficients)"
-)
-_LIBRARY.define(
-    f"ema_scan_backward(Tensor g, Tensor? to_final, Tensor x, Tensor coefficients, {_PARAMETERS})"
-    " -> (Tensor to_x, Tensor to_delta, Tensor to_alpha, Tensor to_beta, Tensor to_gamma, Tensor to_initial)"
-)
+from tcnca.ops.library import register
 
 
 def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +33,7 @@ def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         or type(x) not in (Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
     ):
-        y, final, _ = torch.ops.tcnca.ema_scan.default(x, *rest)
+        y, final, _ = _FORWARD(x, *rest)
         return y, final if return_final else None
     # The registered operator does the same, but its call takes longer than its kernels.
     if torch.is_grad_enabled():
@@ -120,7 +110,7 @@ class _Scan(torch.autograd.Function):
         g = torch.zeros_like(x) if g is None else g
         if torch.is_grad_enabled():
             # A second derivative gets the registered operator's error instead of zeros.
-            found = torch.ops.tcnca.ema_scan_backward.default(g, to_final, x, *others[:-1])
+            found = _BACKWARD(g, to_final, x, *others[:-1])
             return *found[:5], None if others[5] is None else found[5], None, None
         return *_backward(g, to_final, x, *others), None, None
 
@@ -160,26 +150,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _gradients(ctx: Any, g: Tensor | None, to_final: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *others = ctx.saved_tensors
     g = torch.zeros_like(x) if g is None else g
-    found = torch.ops.tcnca.ema_scan_backward.default(g, to_final if ctx.return_final else None, x, *others)
+    found = _BACKWARD(g, to_final if ctx.return_final else None, x, *others)
     return *found[:5], None if others[5] is None else found[5], None, None
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    return
-
-
-def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise KernelError(
-        f"EMA: expected first derivatives only, got a second one, which the fused scan does not have; "
-        f"use backend='fft', or {HINT}"
-    )
-
-
 # Triton's interpreter runs the same kernels on the CPU, for tests.
-_KEY = "CPU" if INTERPRETED else "CUDA"
-_LIBRARY.impl("ema_scan", _run_forward, _KEY)
-_LIBRARY.impl("ema_scan_backward", _run_backward, _KEY)
-torch.library.register_fake("tcnca::ema_scan", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("tcnca::ema_scan_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::ema_scan", _gradients, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::ema_scan_backward", _refuse, setup_context=_save_nothing, lib=_LIBRARY)
+_DEVICE = "CPU" if INTERPRETED else "CUDA"
+_PARAMETERS = "Tensor delta, Tensor alpha, Tensor beta, Tensor gamma, Tensor? initial, Tensor? lengths"
+_BACKWARD = register(
+    f"ema_scan_backward(Tensor g, Tensor? to_final, Tensor x, Tensor coefficients, {_PARAMETERS})"
+    " -> (Tensor to_x, Tensor to_delta, Tensor to_alpha, Tensor to_beta, Tensor to_gamma, Tensor to_initial)",
+    _run_backward,
+    _fake_backward,
+    _DEVICE,
+    "fft",
+)
+_FORWARD = register(
+    f"ema_scan(Tensor x, {_PARAMETERS}, bool return_final) -> (Tensor y, Tensor final, Tensor coefficients)",
+    _run_forward,
+    _fake_forward,
+    _DEVICE,
+    _gradients,
+    _save,
+)

@@ -1,15 +1,1 @@
 """The temporal convolutional network: residual blocks of dilated depthwise convolutions."""
-
-from tcnca.ops.tcn.api import TCN_BACKENDS, TCNBackend, tcn
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, initial_tcn_state, naive_tcn, receptive_field
-
-__all__ = [
-    "TCN_BACKENDS",
-    "TCNBackend",
-    "TCNSpec",
-    "TCNState",
-    "initial_tcn_state",
-    "naive_tcn",
-    "receptive_field",
-    "tcn",
-]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 from tcnca.ops.dispatch import Candidate, select_backend
-from tcnca.ops.tcn import cpu, cuda
+from tcnca.ops.tcn import cpu
+from tcnca.ops.tcn.cuda import operator as cuda
 from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn
 
 TCNBackend = Literal["auto", "naive", "cpu", "cuda"]
-TCN_BACKENDS: tuple[str, ...] = get_args(TCNBackend)
 
 _CANDIDATES: tuple[Candidate[TCNSpec], ...] = (
     Candidate("cuda", "nvrtc", cuda.unsupported_reason, cuda.should_use),
@@ -40,10 +40,13 @@ def tcn(
     """Run `depth` residual blocks; block `i` has `convolutions` dilated convolutions of dilation `dilation_factor^i`.
 
     One block: `h = x`, then for each of its convolutions `h = dropout(activation(norm_fn(conv(h))))`, then `x + h`.
+    A causal convolution is `conv(h)[t] = Σ_j weight[:, j] · h[t - j · dilation] + bias`, channel by channel. A
+    bidirectional one is centered: tap `j` looks `(j - (kernel_size - 1) // 2) · dilation` steps back, so an even kernel
+    reaches one dilation further into the past than into the future.
 
     Args:
         x: `[batch, time, channels]`.
-        weight: `[depth, convolutions, channels, kernel_size]`, taps as in `dilated_conv`.
+        weight: `[depth, convolutions, channels, kernel_size]`.
         dilation_factor: 1 or more.
         bias: `[depth, convolutions, channels]`.
         activation: one of `tcnca.ops.ACTIVATIONS`.
@@ -52,7 +55,11 @@ def tcn(
             causal TCN needs one that does not mix times. Kernels then run one convolution after the other.
         dropout: probability with which a value is set to zero; the others are scaled up to keep the mean. The mask
             depends on PyTorch's seed, and differs between backends.
-        causal, lengths, state, return_state, inplace: as in `dilated_conv`.
+        causal: whether outputs depend on the past only.
+        lengths: `[batch]`, number of valid tokens in each row; the others are padding and count as zeros.
+        state: the state that an earlier call returned; None at the start of the sequence. Causal only.
+        return_state: whether to return the state after these tokens.
+        inplace: whether the memory of `state` may be reused; `state` is invalid afterwards.
         backend: `naive` uses PyTorch's own operators, `cuda` kernels for NVIDIA GPUs, `cpu` a fast path for the CPU;
             both raise an error if they cannot run the call. `auto` takes the fastest that can, see
             `tcnca.ops.dispatch`. The CUDA kernels also treat the skip connection's padding as zeros, and under

@@ -8,7 +8,6 @@ along a row. A sequence that is folded into these rows, channels last, has the l
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import platform
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tcnca.errors import KernelError
 from tcnca.ops.checks import autocasts
-from tcnca.ops.dispatch import HINT, transform_reason
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, naive_tcn, next_state
+from tcnca.ops.dispatch import transform_reason
+from tcnca.ops.library import register
+from tcnca.ops.tcn.naive import TCNSpec, TCNState, naive_tcn, run_convolutions
 
 MIN_NUMBERS = 1 << 15  # of x, below which this is not faster
 # Only measured on these processors, on which oneDNN has its fast convolutions.
@@ -28,27 +27,15 @@ FAST_HERE = torch.backends.mkldnn.is_available() and platform.machine().lower() 
 SLAB = 1 << 20  # numbers of x that go through all blocks together, which bounds the memory
 MIN_CHANNELS = 32  # of a slab; the weights' gradients of fewer channels take half as long again
 
-_LIBRARY = torch.library.Library("tcnca", "FRAGMENT")
-_SETTINGS = "SymInt factor, str activation, bool residual, bool causal"
-_LIBRARY.define(
-    f"tcn_cpu(Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, {_SETTINGS}, bool keep)"
-    " -> (Tensor y, Tensor inner)"
-)
-_LIBRARY.define(
-    f"tcn_cpu_backward(Tensor dy, Tensor? dinner, Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, {_SETTINGS})"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)"
-)
-_FORWARD = torch.ops.tcnca.tcn_cpu.default
-_BACKWARD = torch.ops.tcnca.tcn_cpu_backward.default
 _aten: Any = torch.ops.aten
 
 
 def unsupported_reason(spec: TCNSpec) -> str | None:
     """Return why this backend cannot run a call, or None if it can."""
-    x, tensors = spec.x, [spec.x, *spec.parameters()]
-    for tensor in tensors if spec.lengths is None else [*tensors, spec.lengths]:
-        if tensor.device.type != "cpu":
-            return f"device: expected all tensors on the CPU, got one on {tensor.device}"
+    x = spec.x
+    for tensor in (x, spec.weight, spec.bias, spec.lengths):
+        if tensor is not None and tensor.device.type != "cpu":
+            return f"device: expected the CPU for all tensors, got {tensor.device}"
     if spec.norm_fn is not None:
         return "norm_fn: expected None, got one"
     if spec.dropout > 0.0:
@@ -73,47 +60,38 @@ def should_use(spec: TCNSpec) -> bool:
 
 def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     """Run a call for which there is no `unsupported_reason`."""
-    settings = (spec.dilation_factor, spec.activation, spec.residual, spec.causal)
-    y, inner = _FORWARD(spec.x, spec.weight, spec.bias, spec.lengths, *settings, spec.return_state)
-    return y, next_state(spec, [spec.x, *inner.unbind()]) if spec.return_state else None
+    options = (spec.activation, spec.causal)
+    if not spec.return_state:
+        factors = (spec.dilation, spec.dilation_factor)
+        return _FORWARD(spec.x, spec.weight, spec.bias, spec.lengths, *factors, *options, spec.residual), None
+    adds_skip = spec.residual and spec.weight.shape[1] == 1
+
+    def convolve(h: Tensor, number: int) -> Tensor:
+        weight, bias, dilation = spec.convolution(number)
+        return _FORWARD(h, weight, bias, spec.lengths, dilation, 1, *options, adds_skip)
+
+    return run_convolutions(spec, spec.x, convolve, adds_skip)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    """Return `y` and, with `keep`, the last argument, the inputs of all convolutions but the first."""
-    *settings, keep = rest
-    y, inner = _fake_forward(x, weight, bias, lengths, keep)
-    with _without_autocast():
-        for part, slab in _slabs(x, weight, bias, lengths, *settings):
-            inputs: list[Tensor] = []
-            slab.forward(x[part], inputs if keep else None, y[part])
-            for number, conv_input in enumerate(inputs[1:]):
-                inner[number, *part] = conv_input
-    return y, inner
+def _forward(x: Tensor, *rest: Any) -> Tensor:
+    y = x.new_empty(x.shape)
+    with torch.autocast("cpu", enabled=False):
+        for part, slab in _slabs(x, *rest):
+            slab.forward(x[part], y[part])
+    return y
 
 
-def _backward(
-    dy: Tensor,
-    dinner: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dkernels, dbias = _fake_backward(dy, dinner, x, weight, bias)
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dkernels, dbias = _fake_backward(dy, x, weight, bias)
     dkernels.zero_()
     dbias.zero_()
-    with _without_autocast():
-        for part, slab in _slabs(x, weight, bias, lengths, *settings):
-            inputs: list[Tensor] = []
-            slab.forward(x[part], inputs, None)
-            extra = [None] * len(inputs) if dinner is None else [None, *dinner[:, *part]]
+    with torch.autocast("cpu", enabled=False):
+        for part, slab in _slabs(x, weight, bias, *rest):
+            inputs = slab.forward(x[part], None)
             channels = part[2]
             dtaps = dkernels[:, :, channels].flatten(0, 1).unbind()
             dbiases = None if bias is None else dbias[:, :, channels].flatten(0, 1).unbind()
-            dx[part] = slab.backward(dy[part], inputs, extra, dtaps, dbiases)
+            dx[part] = slab.backward(dy[part], inputs, dtaps, dbiases)
     return dx, dkernels.flip(-1), dbias
 
 
@@ -125,10 +103,11 @@ def _slabs(
     weight: Tensor,
     bias: Tensor | None,
     lengths: Tensor | None,
+    dilation: int,
     factor: int,
     activation: str,
-    residual: bool,
     causal: bool,
+    residual: bool,
 ) -> Iterator[tuple[_Part, _Slab]]:
     """Yield the sequences and channels that go through all blocks together, and their blocks."""
     batch, time, channels = x.shape
@@ -140,8 +119,8 @@ def _slabs(
             rows, columns = slice(top, min(top + height, batch)), slice(left, min(left + width, channels))
             convolutions = []
             for block, index in itertools.product(*map(range, weight.shape[:2])):
-                offset = None if bias is None else bias[block, index, columns]
-                convolutions.append(_used_taps(kernels[block, index, columns], offset, factor**block, time, causal))
+                kernel, offset = kernels[block, index, columns], None if bias is None else bias[block, index, columns]
+                convolutions.append(_used_taps(kernel, offset, dilation * factor**block, time, causal))
             valid = None if counts is None else counts[rows]
             slab = _Slab(convolutions, _ACTIVATIONS[activation], weight.shape[1], residual, valid)
             yield (rows, slice(None), columns), slab
@@ -204,40 +183,33 @@ class _Slab(NamedTuple):
     residual: bool
     lengths: list[int] | None
 
-    def forward(self, x: Tensor, inputs: list[Tensor] | None, y: Tensor | None) -> None:
-        """Append the inputs of all convolutions to `inputs`, and write the output of the last one to `y`."""
+    def forward(self, x: Tensor, y: Tensor | None) -> list[Tensor]:
+        """Write the output to `y`; without `y`, return the inputs of all convolutions."""
+        inputs: list[Tensor] = []
         h = skip = x
         for number, convolution in enumerate(self.convolutions):
             ends = (number + 1) % self.convolutions_per_block == 0
-            source = h if self.lengths is None else self._clear_padding(h.clone())
-            if inputs is not None:
-                inputs.append(source)
             last = number + 1 == len(self.convolutions)
-            if last and y is None:
-                return
+            source = h if self.lengths is None else self._clear_padding(h.clone())
+            if y is None:
+                inputs.append(source)
+                if last:
+                    break
             rows = _fold(source, convolution.dilation, convolution.past, convolution.future)
             folded = _correlate(rows, convolution.kernel, convolution.bias)
             self.activation.apply(folded)
             target = y if last and y is not None else x.new_empty(x.shape)
             h = _unfold(folded, skip if ends and self.residual else None, target)
             skip = h if ends else skip
+        return inputs
 
     def backward(
-        self,
-        dy: Tensor,
-        inputs: list[Tensor],
-        dinputs: list[Tensor | None],
-        dkernels: tuple[Tensor, ...],
-        dbiases: tuple[Tensor, ...] | None,
+        self, dy: Tensor, inputs: list[Tensor], dkernels: tuple[Tensor, ...], dbiases: tuple[Tensor, ...] | None
     ) -> Tensor:
-        """Return the gradient of `x`, and add to those of the parameters.
-
-        `inputs` are those of the convolutions, `dinputs` gradients that they have besides.
-        """
+        """Return the gradient of `x`, and add to those of the parameters; `inputs` are those of the convolutions."""
         dh = dskip = dy
         for number in reversed(range(len(inputs))):
-            convolution = self.convolutions[number]
-            kernel, bias, dilation, used, past, future = convolution
+            kernel, bias, dilation, used, past, future = self.convolutions[number]
             rows = _fold(inputs[number], dilation, past, future)
             dz = _correlate(rows, kernel, bias)
             for gradient, argument in _pairs(dh, dz):
@@ -256,8 +228,6 @@ class _Slab(NamedTuple):
                 # Padding reaches the skip connection, but no convolution.
                 dh = self._clear_padding(_unfold(dsource, None, dy.new_empty(dy.shape)))
                 dh = dh if skip is None else dh.add_(skip)
-            extra = dinputs[number]
-            dh = dh if extra is None else dh.add_(extra)
             dskip = dh if begins else dskip
         return dh
 
@@ -328,49 +298,33 @@ def _kernel_gradient(dz: Tensor, rows: Tensor, kernel: Tensor) -> Tensor:
     return found[1].reshape(channels, taps)
 
 
-def _without_autocast() -> contextlib.AbstractContextManager[None]:
-    on = torch.is_autocast_enabled("cpu")
-    return torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext()
-
-
-def _fake_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    count = weight.shape[0] * weight.shape[1]
-    return x.new_empty(x.shape), x.new_empty(count - 1, *x.shape) if settings[-1] else x.new_empty(0)
+def _fake_forward(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _fake_backward(
-    dy: Tensor, dinner: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, lengths, *settings, keep = inputs
-    ctx.save_for_backward(x, weight, bias, lengths)  # what is between the convolutions is recomputed
-    ctx.settings, ctx.keep = settings, keep
-    ctx.set_materialize_grads(False)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])  # what is between the convolutions is recomputed
+    ctx.settings = inputs[4:]
 
 
-def _gradients(ctx: Any, dy: Tensor | None, dinner: Tensor | None) -> tuple[Any, ...]:
-    x, weight, bias, lengths = ctx.saved_tensors
-    dinner = dinner if ctx.keep else None
-    if dy is None and dinner is None:
-        return (None,) * 9
-    if torch.is_grad_enabled() and dinner is None:
-        return *_differentiable(dy, x, weight, bias, lengths, *ctx.settings), *(None,) * 6
-    dy = x.new_zeros(x.shape) if dy is None else dy
-    dx, dweight, dbias = _BACKWARD(dy, dinner, x, weight, bias, lengths, *ctx.settings)
-    return dx, dweight, None if bias is None else dbias, *(None,) * 6
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    gradients = _differentiable if torch.is_grad_enabled() else _BACKWARD
+    dx, dweight, dbias = gradients(dy, *ctx.saved_tensors, *ctx.settings)
+    return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, *(None,) * 6
 
 
 def _differentiable(
-    dy: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *settings: Any
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *settings: Any
 ) -> list[Tensor | None]:
     """Return the gradients by PyTorch's own operators, which have gradients as well."""
-    names = ("dilation_factor", "activation", "residual", "causal")
+    names = ("dilation", "dilation_factor", "activation", "causal", "residual")
     options = dict(zip(names, settings, strict=True))
     y, _ = naive_tcn(TCNSpec(x=x, weight=weight, bias=bias, lengths=lengths, **options))
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None and leaf.requires_grad]
@@ -378,17 +332,15 @@ def _differentiable(
     return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in (x, weight, bias)]
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    return
-
-
-def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise KernelError(f"second derivatives of a TCN's state: not supported by the backend 'cpu'; {HINT}")
-
-
-_LIBRARY.impl("tcn_cpu", _forward, "CPU")
-_LIBRARY.impl("tcn_cpu_backward", _backward, "CPU")
-torch.library.register_fake("tcnca::tcn_cpu", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("tcnca::tcn_cpu_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::tcn_cpu", _gradients, setup_context=_save, lib=_LIBRARY)
-torch.library.register_autograd("tcnca::tcn_cpu_backward", _refuse, setup_context=_save_nothing, lib=_LIBRARY)
+_INPUTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, "
+    "SymInt dilation, SymInt factor, str activation, bool causal, bool residual"
+)
+_BACKWARD = register(
+    f"tcn_cpu_backward(Tensor dy, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _backward,
+    _fake_backward,
+    "CPU",
+    "naive",
+)
+_FORWARD = register(f"tcn_cpu({_INPUTS}) -> Tensor", _forward, _fake_forward, "CPU", _gradients, _save)

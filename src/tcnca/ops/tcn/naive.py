@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.activations import ACTIVATIONS, activation
-from tcnca.ops.checks import check_lengths, check_same_dtype
-from tcnca.ops.dilated_conv import conv_with_buffer
+from tcnca.ops.checks import check_lengths, check_same_dtype, check_sequence
 from tcnca.ops.dropout import dropout
-from tcnca.ops.padding import advance
-from tcnca.ops.ring import push_ring
+from tcnca.ops.padding import advance, zero_padding
+from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
 NormFn = Callable[[Tensor, int], Tensor]
@@ -35,11 +35,15 @@ class TCNState(State):
 # Without `eq`, because a hash of the fields would be that of tensors, and `torch.compile` asks for it.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TCNSpec:
-    """One call of `tcnca.ops.tcn`, whose arguments these are; every backend takes it as a whole."""
+    """One call of `tcnca.ops.tcn`, whose arguments these are; every backend takes it as a whole.
+
+    Block `i` has the dilation `dilation · dilation_factor^i`.
+    """
 
     x: Tensor
     weight: Tensor
     dilation_factor: int
+    dilation: int = 1
     bias: Tensor | None = None
     activation: str = "silu"
     residual: bool = True
@@ -55,10 +59,12 @@ class TCNSpec:
         """Return the weight and, if there is one, the bias."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def convolution(self, block: int, index: int) -> tuple[Tensor, Tensor | None, int]:
-        """Return weight `[channels, kernel_size]`, bias `[channels]` and dilation of a block's convolution."""
-        bias = None if self.bias is None else self.bias[block, index]
-        return self.weight[block, index], bias, self.dilation_factor**block
+    def convolution(self, number: int) -> tuple[Tensor, Tensor | None, int]:
+        """Return weight `[1, 1, channels, kernel_size]`, bias `[1, 1, channels]` and dilation of a convolution."""
+        block, index = divmod(number, self.weight.shape[1])
+        place = slice(block, block + 1), slice(index, index + 1)
+        bias = None if self.bias is None else self.bias[place]
+        return self.weight[place], bias, self.dilation * self.dilation_factor**block
 
 
 def receptive_field(kernel_size: int, dilation_factor: int, depth: int, convolutions: int = 1) -> int:
@@ -94,29 +100,69 @@ def _buffer_shapes(
 
 def naive_tcn(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     """Run a call on any device and in any floating dtype."""
-    x, state = spec.x, spec.state
-    depth, convolutions = spec.weight.shape[:2]
     function = activation(spec.activation)
+
+    def convolve(h: Tensor, number: int) -> Tensor:
+        h = _dilated_conv(spec, h, number)
+        h = function(h if spec.norm_fn is None else spec.norm_fn(h, number))
+        return dropout(h, spec.dropout) if spec.dropout > 0.0 else h
+
+    return run_convolutions(spec, spec.x, convolve)
+
+
+def run_convolutions(
+    spec: TCNSpec, x: Tensor, convolve: Callable[[Tensor, int], Tensor], adds_skip: bool = False
+) -> tuple[Tensor, TCNState | None]:
+    """Run one convolution after the other, from `x`.
+
+    `convolve` takes the input of a convolution and its number, and returns what follows it up to the next convolution
+    or skip connection, or with `adds_skip` including the skip connection.
+    """
+    depth, convolutions = spec.weight.shape[:2]
     inputs: list[Tensor] = []  # of each convolution, for the state
     for block in range(depth):
         h = x
         for index in range(convolutions):
-            number = block * convolutions + index
-            buffer, position = (None, None) if state is None else (state.buffers[number], state.position)
-            weight, bias, dilation = spec.convolution(block, index)
-            h, conv_input = conv_with_buffer(h, weight, dilation, bias, spec.causal, spec.lengths, buffer, position)
             if spec.return_state:
-                inputs.append(conv_input)
-            if spec.norm_fn is not None:
-                h = spec.norm_fn(h, number)
-            h = function(h)
-            if spec.dropout > 0.0:
-                h = dropout(h, spec.dropout)
-        x = x + h if spec.residual else h
-    return x, next_state(spec, inputs) if spec.return_state else None
+                inputs.append(h if inputs else spec.x)
+            h = convolve(h, block * convolutions + index)
+        x = x + h if spec.residual and not adds_skip else h
+    return x, _next_state(spec, inputs) if spec.return_state else None
 
 
-def next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
+def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
+    """Convolve every channel of `x` with its own kernel, from the state's ring buffer if there is a state."""
+    weight, bias, dilation = spec.convolution(number)
+    weight, bias = weight[0, 0], None if bias is None else bias[0, 0]
+    x = zero_padding(x, spec.lengths)
+    time, kernel_size = x.shape[1], weight.shape[1]
+    if spec.state is None:
+        if spec.causal and not torch.compiler.is_compiling():
+            # Leave out taps that reach back before the first token; a compiled graph should not depend on how many.
+            kernel_size = min(kernel_size, (time - 1) // dilation + 1)
+            weight = weight[:, :kernel_size]
+        future = 0 if spec.causal else (kernel_size - 1) // 2 * dilation
+        past = (kernel_size - 1) * dilation - future
+        return _correlate(F.pad(x, (0, 0, past, future)), weight, dilation, bias)
+    buffer, position = spec.state.buffers[number], spec.state.position
+    if time <= dilation and kernel_size > 1:
+        # No token is the input of another one of these: read only the taps from the buffer.
+        steps = torch.arange(time, device=x.device)
+        back = torch.arange(1, kernel_size, device=x.device) * dilation
+        taps = read_ring(buffer, position, (back.unsqueeze(1) - steps).flatten())
+        taps = taps.view(x.shape[0], kernel_size - 1, time, x.shape[2])
+        y = x * weight[:, 0] + torch.einsum("bktd,dk->btd", taps, weight[:, 1:])
+        return y if bias is None else y + bias
+    return _correlate(torch.cat([unroll_ring(buffer, position), x], 1), weight, dilation, bias)
+
+
+def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | None) -> Tensor:
+    # PyTorch's first tap is the oldest one, here it is the newest.
+    kernels = weight.flip(1).unsqueeze(1)
+    return F.conv1d(padded.transpose(1, 2), kernels, bias, dilation=dilation, groups=weight.shape[0]).transpose(1, 2)
+
+
+def _next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
     """Return the state after a call, given the inputs of each of its convolutions."""
     first, state = inputs[0], spec.state
     if state is None:
@@ -133,8 +179,7 @@ def next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
 def check_tcn(spec: TCNSpec) -> None:
     """Raise an error that names the argument if a call is invalid."""
     x, weight, bias, state = spec.x, spec.weight, spec.bias, spec.state
-    if x.dim() != 3 or x.shape[1] < 1:
-        raise InputError(f"x: expected [batch, time, channels] with 1 or more tokens, got shape {list(x.shape)}")
+    check_sequence("x", x)
     if weight.dim() != 4 or weight.shape[2] != x.shape[2] or min(weight.shape) < 1:
         raise InputError(
             f"weight: expected [depth, convolutions, channels, kernel_size], each 1 or more, with {x.shape[2]} "

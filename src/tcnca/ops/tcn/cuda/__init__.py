@@ -3,7 +3,3 @@
 Three families of kernels compute the same blocks: `tensor_core` for 16-bit numbers, `registers` for everything else,
 `smem` for short sequences.
 """
-
-from tcnca.ops.tcn.cuda.operator import run, should_use, unsupported_reason
-
-__all__ = ["run", "should_use", "unsupported_reason"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import torch
@@ -91,20 +90,41 @@ class Block:
         return tuple((shared | more).items())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """`depth` blocks over `x`; all other tensors but the output's gradient are contiguous.
+class Call(NamedTuple):
+    """All that the plan of a call of `tcnca::tcn_blocks` or its gradient depends on.
 
+    x: the input's layout; all other tensors but the output's gradient are contiguous.
+    weight: shape of the weight, `(depth, …, channels, kernel_size)`.
+    bias, lengths: whether they are given.
     keep: whether every block's output is kept, or two buffers alternate.
     """
 
-    block: Block
     x: Layout
-    depth: int
-    dilation: int
-    factor: int
-    dropout: float
-    keep: bool
+    weight: tuple[int, ...]
+    bias: bool
+    lengths: bool
+    settings: Settings
+    keep: bool = True
+
+    @property
+    def block(self) -> Block:
+        """What is compiled."""
+        settings = self.settings
+        return Block(
+            kernel_size=self.weight[-1],
+            dtype=self.x.dtype,
+            bias=self.bias,
+            activation=settings.activation,
+            residual=settings.residual,
+            causal=settings.causal,
+            lengths=self.lengths,
+            dropout=settings.dropout > 0.0,
+        )
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return self.weight[0]
 
     @property
     def device(self) -> int:
@@ -126,15 +146,16 @@ class Call:
         """Number of channels."""
         return self.x.shape[2]
 
-    @functools.cached_property
+    @property
     def dilations(self) -> tuple[int, ...]:
         """The dilation of each block, at most `time`, which has the same effect as any larger one."""
-        return tuple(min(self.dilation * self.factor**layer, self.time) for layer in range(self.depth))
+        dilation, factor = self.settings[:2]
+        return tuple(min(dilation * factor**layer, self.time) for layer in range(self.depth))
 
     @property
     def first_dilation_and_factor(self) -> tuple[int, int]:
         """What a kernel that runs all blocks computes the dilations from."""
-        return self.dilations[0], min(self.factor, self.time)
+        return self.dilations[0], min(self.settings.factor, self.time)
 
     @property
     def packed(self) -> Layout:
@@ -155,33 +176,8 @@ class Call:
     @property
     def dropout_arguments(self) -> tuple[int, float]:
         """How many of 65536 values are dropped, and the factor of the others that keeps the mean."""
-        dropped = round(self.dropout * DROPOUT_STEPS)
+        dropped = round(self.settings.dropout * DROPOUT_STEPS)
         return dropped, 0.0 if dropped == DROPOUT_STEPS else DROPOUT_STEPS / (DROPOUT_STEPS - dropped)
-
-
-def make_call(
-    x: Layout, weight: tuple[int, ...], bias: bool, lengths: bool, settings: Settings, keep: bool = True
-) -> Call:
-    """Return the call for the shape of a weight, and whether there are biases and lengths."""
-    block = Block(
-        kernel_size=weight[-1],
-        dtype=x.dtype,
-        bias=bias,
-        activation=settings.activation,
-        residual=settings.residual,
-        causal=settings.causal,
-        lengths=lengths,
-        dropout=settings.dropout > 0.0,
-    )
-    return Call(
-        block=block,
-        x=x,
-        depth=weight[0],
-        dilation=settings.dilation,
-        factor=settings.factor,
-        dropout=settings.dropout,
-        keep=keep,
-    )
 
 
 class ForwardPointers(NamedTuple):
@@ -203,8 +199,8 @@ class BackwardPointers(NamedTuple):
     """Addresses of a backward pass, 0 for missing tensors."""
 
     dy: int
-    x: int
     inner: int
+    x: int
     weight: int
     bias: int
     lengths: int

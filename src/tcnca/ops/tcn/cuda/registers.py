@@ -42,7 +42,7 @@ def forward_launch(call: Call, layer: int, past: torch.dtype | None = None) -> d
     kernel = nvrtc.load(forward_source(block, vector, past), "registers_forward", 0, call.device)
     grid, threads, cut = _cut_time(call, layer, vector, kernel, block.kernel_size)
     # The size of a state's ring follows from the dilation, even if that is longer than the sequence.
-    dilation = call.dilations[layer] if past is None else call.dilation
+    dilation = call.dilations[layer] if past is None else call.settings.dilation
     numbers = (call.time, call.channels, dilation, *x.steps, *y.steps, *cut, layer, *call.dropout_arguments)
     return driver.Launch(kernel, grid, threads, 8, numbers, as_struct=True)
 

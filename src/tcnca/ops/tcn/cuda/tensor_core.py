@@ -162,9 +162,10 @@ def _counter(device: int, stream: int) -> int:
     capturing = torch.cuda.is_current_stream_capturing()
     if device not in _counters:
         if capturing:
-            raise KernelError("the first TCN of a process ran while a graph was captured; run it once before")
-        _counters[device] = torch.zeros(NUM_COUNTERS, 32, dtype=torch.int32, device=f"cuda:{device}")
+            raise KernelError("CUDA graph: expected a TCN that has run once before it is captured, got the first call")
+        zeros = torch.zeros(NUM_COUNTERS, 32, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.synchronize(device)  # other streams will use them too
+        _counters.setdefault(device, zeros)  # another thread may have been first
     if capturing:
         slot = NUM_COUNTERS // 2 + next(_next_capture) % (NUM_COUNTERS // 2)
     else:
