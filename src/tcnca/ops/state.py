@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,8 @@ class State:
     Subclasses are frozen dataclasses. They are registered with PyTorch's pytree, so that `torch.compile` and
     `torch.export` support them.
     """
+
+    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,14 +115,15 @@ class State:
 
         changed = {}
         for field in dataclasses.fields(self):
-            least = self._least_dtype(field.name)
-            kind = dtype if dtype is None or least is None else torch.promote_types(dtype, least)
+            kind = dtype
+            if dtype is not None and field.name in self._sums:
+                kind = torch.promote_types(dtype, self._sum_dtype())
             changed[field.name] = moved(getattr(self, field.name), kind)
         return dataclasses.replace(self, **changed)
 
-    def _least_dtype(self, field: str) -> torch.dtype | None:
-        """Return the dtype that `to` keeps at least for a field, such as a sum over the whole past."""
-        return None
+    def _sum_dtype(self) -> torch.dtype:
+        """Return the dtype that sums have at least."""
+        return torch.float32
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""
