@@ -15,12 +15,16 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "none"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x  # not a lambda, which could not be pickled with a model
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "none": lambda x: x,
+    "none": _identity,
 }
 
 
