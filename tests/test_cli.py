@@ -15,50 +15,32 @@ from tcnca.__main__ import main
 from tcnca.cli import COMMANDS, app
 
 runner = CliRunner()
-# Must be answered without importing libraries that take seconds to load.
+# Must be answered without importing libraries that take seconds to load, which this prints.
 QUICK = ["--version", "--help", "train no-such-recipe", "trian", *(f"{name} --help" for name in COMMANDS)]
-HEAVY = ["torch", "matplotlib", "numpy"]
-# Runs several command lines in one process, and prints which libraries each one imports.
 SCRIPT = """
-import contextlib, io, json, sys
+import contextlib, io, sys
 from tcnca.__main__ import main
-heavy, *lines = json.loads(sys.argv[1])
-found = {}
-for line in lines:
-    sys.argv[1:], before = line.split(), set(sys.modules)
+for line in sys.argv[1].splitlines():
+    sys.argv[1:] = line.split()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main()
-    found[line] = [name for name in heavy if name in set(sys.modules) - before]
-print(json.dumps(found))
+    print(line, *{"torch", "matplotlib", "numpy"} & set(sys.modules), sep=": ")
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> dict[str, list[str]]:
-    """Libraries that each command line imports."""
-    arguments = json.dumps([HEAVY, *QUICK])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, arguments], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("line", QUICK)
-def test_help_and_mistakes_do_not_import_torch(line: str, imported: dict[str, list[str]]) -> None:
-    assert imported[line] == []
+def test_help_and_mistakes_do_not_import_torch() -> None:
+    arguments = [sys.executable, "-c", SCRIPT, "\n".join(QUICK)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == QUICK
 
 
 def test_version() -> None:
     assert runner.invoke(app, ["--version"]).output.strip() == f"tcnca {__version__}"
 
 
-def test_help_names_every_command() -> None:
-    output = runner.invoke(app, ["--help"]).output
-    for name, (_, about) in COMMANDS.items():
-        assert name in output
-        assert about.split()[0] in output
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name: str) -> None:
+def test_every_command_is_listed_and_has_help(name: str) -> None:
+    assert name in runner.invoke(app, ["--help"]).output
     result = runner.invoke(app, [name, "--help"], prog_name="tcnca")
     assert result.exit_code == 0, result.output
     assert f"tcnca {name}" in result.output
@@ -99,11 +81,7 @@ def test_models_lists_every_preset() -> None:
 def test_models_table_can_be_filtered() -> None:
     output = runner.invoke(app, ["models", "recall-64"]).output
     assert "tcnca-simple-recall-64" in output
-    assert "mega-recall-64" in output
     assert "enwik8" not in output
-
-
-def test_models_that_do_not_exist() -> None:
     result = runner.invoke(app, ["models", "nonsense"])
     assert result.exit_code != 0
     assert "nonsense" in result.output

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import tcnca
-from tcnca import presets
 from tcnca.cli import app
 from tcnca.cli.demo import FOLDER, GOAL, STREAMED, STREAMING_TOLERANCE, streaming_errors
-from tcnca.training.files import file_lock
+from tcnca.files import file_lock
 from tests.examples import small_model
 
 runner = CliRunner()
@@ -73,10 +67,10 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 def test_an_active_run_keeps_its_directory() -> None:
     FOLDER.mkdir(parents=True)
     (FOLDER / "recipe.yaml").write_text("about: active\n", encoding="utf-8")
-    with file_lock(FOLDER, "run"):
+    with file_lock(FOLDER / ".lock"):
         refused = demo(*SHORT)
     assert refused.exit_code == 1
-    assert "another run is active in this directory" in refused.output
+    assert "another process is active in this directory" in refused.output
     assert (FOLDER / "recipe.yaml").is_file()
 
 
@@ -102,7 +96,7 @@ def test_a_short_demo_reports_honestly(short: tuple[Path, Result]) -> None:
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_it_cannot_do() -> None:
+def test_other_data_and_changes_to_streaming_are_refused() -> None:
     result = demo("data=recall-16-4")
     assert result.exit_code == 1
     assert "tcnca train recall-small data=recall-16-4" in result.output
@@ -110,25 +104,6 @@ def test_what_it_cannot_do() -> None:
     assert result.exit_code == 1
     assert "max_steps=3: expected no changes with --streaming" in result.output
     assert not FOLDER.exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_run_to_resume(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tcnca", "demo", "max_steps=100000", "batch.size=4", "log_every=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        log = tmp_path / FOLDER / "log.jsonl"
-        deadline = time.monotonic() + 120
-        while not log.is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    assert f"--out {FOLDER} --resume" in output
-    assert list((tmp_path / FOLDER / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow
@@ -143,26 +118,15 @@ def test_it_learns_to_recall_within_three_minutes() -> None:
     found = answers(result.output)
     assert found["a 2 c 4 b 3 d 1 a"] == "2"
     assert all(value_of(asked) == answer for asked, answer in found.items())
-    # Sequences that the library has not generated.
-    draw = np.random.default_rng(0)
-    keys, values = draw.integers(0, 5, (400, 32)), draw.integers(5, 10, (400, 5))
-    asked = keys[:, draw.integers(32)]
-    rows = np.arange(400)
-    pairs = np.stack([keys, values[rows[:, None], keys]], axis=2).reshape(400, 64)
-    with torch.no_grad():
-        logits = tcnca.load(FOLDER)(torch.from_numpy(np.concatenate([pairs, asked[:, None]], axis=1))).logits
-    assert (logits[:, -1].argmax(-1).numpy() == values[rows, asked]).mean() >= GOAL
     for command in ("tcnca eval runs/demo", "curves.png"):
         assert command in result.output
     assert runner.invoke(app, ["eval", str(FOLDER)]).exit_code == 0
 
 
 @pytest.mark.slow
-def test_streaming_shows_every_preset_and_passes() -> None:
+def test_all_models_stream() -> None:
     result = demo("--streaming", "--tokens", "50")
     assert result.exit_code == 0, result.output
-    for name in presets():
-        assert name in result.output
     assert result.output.count("yes") == len(STREAMED)
 
 

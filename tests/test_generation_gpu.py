@@ -17,11 +17,13 @@ def test_nothing_is_captured_without_a_gpu_or_for_few_tokens() -> None:
     assert not should_capture(model, torch.device("cuda"), MIN_GRAPH_TOKENS - 1)
     # The state of full attention grows.
     assert not should_capture(small_model("mega-full"), torch.device("cuda"), 100)
+    # A model of feed-forward nets has no state.
+    assert not should_capture(small_model("tcn-mlp", mixer=None), torch.device("cuda"), 100)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", sorted(set(FAMILY) - {"mega-full"}))
-def test_a_captured_step_is_a_step(family: str) -> None:
+def test_captured_step_equals_the_model(family: str) -> None:
     model = small_model(family).cuda()
     tokens = torch.randint(VOCABULARY, (3, 60), device="cuda")
     lengths = torch.tensor([7, 3, 1], device="cuda")
@@ -36,7 +38,7 @@ def test_a_captured_step_is_a_step(family: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILY)
-def test_generation_is_that_of_the_plain_loop(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_with_a_graph_equals_the_plain_loop(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(family).cuda().eval()
     prompt = torch.randint(VOCABULARY, (2, 11), device="cuda")
     captured = generate(model, prompt, 40, temperature=0.0)

@@ -23,7 +23,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import yaml
 
@@ -150,18 +150,29 @@ Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]
 
 
+class _LazyDoc:
+    """A class docstring with the texts of the fields, for which the source is read when somebody asks for help."""
+
+    def __init__(self, doc: str | None) -> None:
+        self.doc = inspect.cleandoc(doc or "")
+
+    def __get__(self, instance: Config | None, owner: type[Config]) -> str:
+        lines = "".join(f"\n    {name}: {text}" for name, text in field_texts(owner).items())
+        return f"{self.doc}\n\nFields:{lines}\n" if lines else self.doc
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of the configurations, which are frozen dataclasses.
+    """Base of the configurations. Its subclasses are frozen dataclasses, without a decorator.
 
     Values are checked and converted by the types of their fields when a configuration is built: NumPy scalars become
     Python's, lists become tuples, and 1e3 is 1000 in an integer field. Checks across fields go into `__post_init__`,
     after `super().__post_init__()`; their messages begin with the name of a field.
 
-    The text below each field is added to the docstring of the class.
-
     Args (of the class statement):
-        kind: name of this class in dictionaries and recipes, where a field can hold one of several.
+        kind: name of this class in dictionaries and recipes, where a field can hold one of several. It registers the
+            class: a field of type `MixerConfig` can hold every subclass of it that has a kind.
         shorthand: field that is meant where a single value is given for the whole: `data=FILE` is `data.source`.
     """
 
@@ -172,12 +183,25 @@ class Config:
     def __init_subclass__(cls, kind: str = "", shorthand: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._kind, cls._shorthand = kind, shorthand
-        texts = field_texts(cls)
-        if texts:
-            lines = "".join(f"\n    {name}: {text}" for name, text in texts.items())
-            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields:{lines}\n"
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        cls.__doc__ = _LazyDoc(cls.__doc__)  # type: ignore[assignment]
         # A new kind adds keys to the configurations that can hold it.
         _SCHEMAS.clear()
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Answer an unknown field with the right name."""
+        for name in fields:
+            if name not in _hints(cls):
+                path = resolve(cls, name)
+                raise ConfigError(f"{name}: use {path}{' with override()' if '.' in path else ''}")
+        return super().__new__(cls)
+
+    @classmethod
+    def of(cls, config: Self | None, fields: Mapping[str, Any]) -> Self:
+        """Return `config`, or the default configuration for None, with some fields changed."""
+        config = cls() if config is None else config
+        check("config", config, cls)
+        return config.override(fields)
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
@@ -214,7 +238,7 @@ class Config:
         return apply(self, canonical(type(self), {**changes, **fields}))
 
 
-def field_texts(cls: type) -> dict[str, str]:
+def field_texts(cls: type[Config]) -> dict[str, str]:
     """Return the string below each field in the source of a configuration; nothing if there is no source."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -222,14 +246,13 @@ def field_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-def _own_field_texts(cls: type) -> dict[str, str]:
+def _own_field_texts(cls: type[Config]) -> dict[str, str]:
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError):
         return {}
     texts = {}
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    for field, text in itertools.pairwise(statements):
+    for field, text in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else []):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                 texts[name] = " ".join(words.split())
@@ -262,7 +285,7 @@ def _plain(value: Any) -> Any:
 
 
 _LONG_LIST = 12
-"""Choices that are listed also where there is a suggestion."""
+"""Most choices that are listed after a suggestion."""
 
 
 class _UnfitError(Exception):
@@ -271,10 +294,8 @@ class _UnfitError(Exception):
 
 def check(name: str, value: Any, hint: Any) -> Any:
     """Return `value` as the type `hint` wants it, or raise a ConfigError that begins with `name`."""
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0):
-        value = value.item()
     try:
-        return _convert(value, hint)
+        return _convert(value.tolist() if hasattr(value, "tolist") else value, hint)
     except _UnfitError:
         choices = [each for each in _members(hint) if get_origin(each) is Literal]
         known = [str(each) for choice in choices for each in get_args(choice)]
@@ -312,15 +333,17 @@ def _convert(value: Any, hint: Any) -> Any:
         raise _UnfitError
     if origin is Annotated:
         if isinstance(hint.__metadata__[0], KeysOf) and isinstance(value, Mapping):
-            return _nested(_canonical(_schema(hint.__metadata__[0]), value))
+            return _nested(canonical(hint.__metadata__[0], value))
         found = _convert(value, hint.__origin__)
         if any(isinstance(limits, Range) and found not in limits for limits in hint.__metadata__):
             raise _UnfitError
         return found
     if origin is Literal:
         fits = any(value == each and type(value) is type(each) for each in arguments)
-    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(arguments):
-        return tuple(_convert(each, wanted) for each, wanted in zip(value, arguments, strict=True))
+    elif origin is tuple and isinstance(value, list | tuple):
+        members = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        fits = len(value) == len(members)
+        value = tuple(_convert(each, member) for each, member in zip(value, members, strict=False))
     elif origin is dict and isinstance(value, Mapping):
         return dict(value)
     elif hint is int and isinstance(value, float) and value.is_integer():
@@ -347,7 +370,8 @@ def _describe(hint: Any) -> str:
         names = [str(each) for each in get_args(hint)]
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(hint) is tuple:
-        return f"{len(get_args(hint))} values, each {_describe(get_args(hint)[0])}"
+        number = "" if get_args(hint)[-1] is Ellipsis else f"{len(get_args(hint))} "
+        return f"{number}values, each {_describe(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "keys and values"
     names_of = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "None"}
@@ -411,26 +435,21 @@ def _build_schema(owner: type[Config] | KeysOf) -> _Schema:
         return dataclasses.replace(below, keys=[*owner.extra, *below.keys])
     schema = _Schema(owner.__name__, help=owner._key_help)
     for name, hint in _hints(owner).items():
-        kinds = _kinds(hint)
-        marks = getattr(hint, "__metadata__", ())
-        if kinds:
-            for kind, cls in kinds.items():
-                below = _schema(cls)
-                extra = ["kind"] if kind else []
-                schema.add(
-                    name, dataclasses.replace(below, keys=[*extra, *below.keys]), cls._shorthand or "".join(extra)
-                )
-        elif marks and isinstance(marks[0], KeysOf):
-            schema.add(name, _schema(marks[0]), next(iter(marks[0].extra), ""))
-        elif OwnKeys() in marks:
+        mark = getattr(hint, "__metadata__", (None,))[0]
+        for kind, cls in _kinds(hint).items():
+            below = _schema(cls)
+            extra = ["kind"] if kind else []
+            below = dataclasses.replace(below, keys=[*extra, *below.keys])
+            schema.add(name, below, cls._shorthand or "".join(extra))
+        if isinstance(mark, KeysOf):
+            schema.add(name, _schema(mark), next(iter(mark.extra), ""))
+        elif name not in schema.sections:
             schema.keys.append(name)
-            schema.own.append(name)
-        else:
-            schema.keys.append(name)
-            if get_origin(getattr(hint, "__origin__", hint)) is dict or get_origin(hint) is dict:
+            if isinstance(mark, OwnKeys):
+                schema.own.append(name)
+            elif dict in (get_origin(hint), get_origin(getattr(hint, "__origin__", None))):
                 schema.open.append(name)
-                known = marks[0].known if marks and isinstance(marks[0], OpenKeys) else ()
-                schema.keys += [f"{name}.{key}" for key in known]
+                schema.keys += [f"{name}.{key}" for key in (mark.known if isinstance(mark, OpenKeys) else ())]
     return schema
 
 
@@ -439,21 +458,18 @@ def keys(cls: type[Config]) -> list[str]:
     return list(_schema(cls).keys)
 
 
-def resolve(cls: type[Config], key: str) -> str:
+def resolve(owner: type[Config] | KeysOf, key: str) -> str:
     """Return the full path that a key stands for.
 
     A key is a full path (`model.attention.chunk_size`), the end of one path only (`kernel_size`), of which inner names
     can be left out (`model.chunk_size`), or the same with the name that another library uses (`learning_rate`). A field
     of a section goes before those of the parts below it: `dropout` is `model.dropout`.
     """
-    return _resolve(_schema(cls), key)
-
-
-def _resolve(schema: _Schema, key: str) -> str:
+    schema = _schema(owner)
     if key in schema.keys or schema.is_open(key):
         return key
     if key.partition(".")[0] in schema.own:
-        return f"{key.partition('.')[0]}.{_resolve(schema, key.partition('.')[2])}"
+        return f"{key.partition('.')[0]}.{resolve(owner, key.partition('.')[2])}"
     section, _, name = key.rpartition(".")
     found: list[str] = []
     if name in _FOREIGN:
@@ -521,34 +537,30 @@ def closest(text: Any, known: Iterable[str]) -> str:
 # ---- Changes: dictionaries of full paths and values
 
 
-def canonical(cls: type[Config], changes: Mapping[str, Any]) -> dict[str, Any]:
+def canonical(owner: type[Config] | KeysOf, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes, nested or flat, with any names, as one dictionary of full paths and values."""
-    return _canonical(_schema(cls), changes)
-
-
-def _canonical(schema: _Schema, changes: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
-    for key, path, value in _flat(schema, changes, ""):
+    for key, path, value in _flat(owner, changes, ""):
         if path in found:
             raise ConfigError(f"{given[path]} and {key}: expected one of them, got both, which mean {path}")
         found[path], given[path] = value, key
     return found
 
 
-def _flat(schema: _Schema, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
+def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
+    schema = _schema(owner)
     for name, value in changes.items():
         if not isinstance(name, str):
             raise ConfigError(f"{above}{name}: expected a name for a key, got {name!r}")
         key = f"{above}{name}"
-        path = _resolve(schema, key)
+        path = resolve(owner, key)
         inside = path in schema.sections or path in schema.open
         if path in schema.own and isinstance(value, Mapping):
-            yield from (
-                (f"{path}.{below}", f"{path}.{below}", each) for below, each in _canonical(schema, value).items()
-            )
+            for below, each in canonical(owner, value).items():
+                yield f"{path}.{below}", f"{path}.{below}", each
         elif inside and isinstance(value, Mapping):
-            yield from _flat(schema, value, f"{path}.")
+            yield from _flat(owner, value, f"{path}.")
         elif value is None and schema.sections.get(path, "kind") != "kind":
             continue  # a section of a YAML file that is left empty
         elif path in schema.sections and value is not None and not isinstance(value, Config):
@@ -665,18 +677,11 @@ def parse_value(text: str) -> Any:
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the keys and values of texts such as `lr=1e-3`; `--lr 1e-3` and `--lr=1e-3` work too.
-
-    The last value of a key counts.
-    """
+    """Return the keys and values of texts such as `lr=1e-3`. The last value of a key counts."""
     found: dict[str, Any] = {}
-    rest = iter(texts)
-    for text in rest:
+    for text in texts:
         key, equals, value = text.partition("=")
-        if key.startswith("--"):
-            key = key[2:].replace("-", "_")
-            value = value if equals else next(rest, "true")
-        elif not equals:
+        if not equals:
             raise ConfigError(f"{text}: expected KEY=VALUE, got no value; for example lr=0.001")
         found[key.strip()] = parse_value(value)
     return found

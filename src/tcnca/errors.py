@@ -1,4 +1,4 @@
-"""The errors that the library raises. Each message names the field, what it got and what is allowed."""
+"""The errors that the library raises. Each message names the field, what is expected and what it got."""
 
 
 class TcncaError(ValueError):
@@ -30,7 +30,7 @@ class DataError(TcncaError):
 
 
 class TrainingError(TcncaError):
-    """A run that cannot go on. Says at which update, and what can be done."""
+    """A run that cannot go on. Says at which step, and what can be done."""
 
 
 class KernelError(TcncaError):

@@ -19,6 +19,7 @@ from tcnca.ops.driver import capture_graph
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
 _WARM_UP_STEPS = 2
+"""Steps on the captured stream, in which libraries allocate their workspaces."""
 
 _suggest = suggest_arguments(
     {
@@ -73,7 +74,27 @@ def stream(
     padding = model.embedding.pad_token_id
     if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
         raise InputError(f"prompt: expected at least 1 token in each row, got a row of padding ({padding})")
-    return _stream(model, prompt, max_new_tokens, temperature, top_k, lengths, generator)
+
+    def tokens() -> Iterator[Tensor]:
+        token, step = None, None
+        for _ in range(max_new_tokens):
+            # Around each step only: between two tokens the caller has its own modes.
+            with torch.no_grad(), _evaluating(model):
+                if token is None:
+                    logits, state = model(prompt, lengths=lengths)
+                    last = take_time(logits, _last_index(prompt, lengths, padding).unsqueeze(1))[:, 0]
+                    if should_capture(model, prompt.device, max_new_tokens):
+                        step = GraphedStep(model, state)
+                elif step is not None:
+                    last = step(token)
+                else:
+                    logits, state = model(token.unsqueeze(1), state=state, inplace=True)
+                    last = logits[:, -1]
+                token = _sample(last, temperature, top_k, padding, generator)
+            yield token
+
+    # The checks above run when `stream` is called, the model when its result is iterated.
+    return tokens()
 
 
 @_suggest
@@ -91,34 +112,6 @@ def generate(
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "lengths": lengths, "generator": generator}
     tokens = list(stream(model, prompt, max_new_tokens, **options))
     return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0], 0)
-
-
-def _stream(
-    model: SequenceModel,
-    prompt: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    lengths: Lengths | None,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:
-    padding = model.embedding.pad_token_id
-    token, step = None, None
-    for _ in range(max_new_tokens):
-        # Around each step only: between two tokens the caller has its own modes.
-        with torch.no_grad(), _evaluating(model):
-            if token is None:
-                logits, state = model(prompt, lengths=lengths)
-                last = take_time(logits, _last_index(prompt, lengths, padding).unsqueeze(1))[:, 0]
-                if should_capture(model, prompt.device, max_new_tokens):
-                    step = GraphedStep(model, state)
-            elif step is not None:
-                last = step(token)
-            else:
-                logits, state = model(token.unsqueeze(1), state=state, inplace=True)
-                last = logits[:, -1]
-            token = _sample(last, temperature, top_k, padding, generator)
-        yield token
 
 
 @contextlib.contextmanager
@@ -160,11 +153,12 @@ def _sample(
 
 def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:
     """Whether a CUDA graph can generate the tokens, and is faster."""
-    attention = model.config.attention
-    # The state of full attention grows; weights that autocast has converted live for one replay only.
-    grows = attention is not None and attention.chunk_size is None
+    mixer, attention = model.config.mixer, model.config.attention
+    # The state of full attention grows, and a model of feed-forward nets has none.
+    fixed = mixer is not None if attention is None else attention.chunk_size is not None
     long = max_new_tokens >= MIN_GRAPH_TOKENS
-    return device.type == "cuda" and long and not grows and not torch.is_autocast_enabled("cuda")
+    # Weights that autocast has converted live for one replay only.
+    return device.type == "cuda" and long and fixed and not torch.is_autocast_enabled("cuda")
 
 
 class GraphedStep:
@@ -180,7 +174,11 @@ class GraphedStep:
         with torch.cuda.device(self._token.device):
             # PyTorch's default capture stream belongs to the device of the first capture.
             stream = torch.cuda.Stream()
-            self._warm_up(model, state, stream)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP_STEPS):
+                    model(self._token.unsqueeze(1), state=state.clone(), inplace=True)
+            torch.cuda.current_stream().wait_stream(stream)
             # Other threads, for example one that pins memory, may continue: the capture concerns this thread only.
             with capture_graph(stream, error_mode="thread_local") as self._graph:
                 logits, after = model(self._token.unsqueeze(1), state=state, inplace=True)
@@ -191,14 +189,6 @@ class GraphedStep:
         # Replays read and write this memory, so it must stay alive.
         self._held = before, after
         self._logits = logits[:, -1]
-
-    def _warm_up(self, model: SequenceModel, state: ModelState, stream: torch.cuda.Stream) -> None:
-        """Let libraries allocate their workspaces on the captured stream."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_STEPS):
-                model(self._token.unsqueeze(1), state=state.clone(), inplace=True)
-        torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Run the step."""

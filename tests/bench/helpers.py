@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnca.bench import BenchCase, Cost, Result, Roofline, Settings, Timer, Timing, bench_cases
-from tcnca.bench.operators import Inputs, function_case
+from tcnca.bench import Report, Result, Settings, bench_cases
+from tcnca.bench.case import BenchCase
+from tcnca.bench.operators import function_case
+from tcnca.bench.timing import Cost, Roofline, Timer, Timing
 
 CPU = torch.device("cpu")
-ROOFLINE = Roofline(bytes_per_second=1e9, flops_per_second=1e9, dtype="float32")
+ROOFLINE = Roofline(bytes_per_second=1e9, flops_per_second=1e9)
 SMALL: dict[str, dict[str, Any]] = {
     "ops": {"lengths": (67,), "batches": (2,), "channels": 5, "kernel_size": 4, "depth": 3},
     "layer": {"lengths": (70,), "batches": (1,)},
@@ -41,10 +43,9 @@ def square_case(run: Callable[[Tensor], Tensor], name: str = "square", **changes
         "dtype": torch.float32,
         "name": name,
         "label": name,
-        "description": "a test",
         "sizes": {"batch": 1, "length": 5},
         "tokens": 5,
-        "inputs": lambda checking: Inputs((torch.randn(5),)),
+        "inputs": lambda checking: [torch.randn(5)],
         "run": run,
         "oracle": lambda x: x * x,
         "cost": {"forward": Cost(2e3, 5.0), "backward": Cost(3e3, 5e6)},
@@ -53,17 +54,15 @@ def square_case(run: Callable[[Tensor], Tensor], name: str = "square", **changes
     return function_case(**{**fields, **changes})
 
 
-def timed(suite: str, name: str, sizes: dict[str, int | str], **milliseconds: float) -> Result:
+def timed(name: str, sizes: dict[str, int | str], **milliseconds: float) -> Result:
     """A result as if it had been measured, with graphs twice as fast as eager mode."""
     times = {}
     for phase, value in milliseconds.items():
         modes = {"eager": value * 1e-3, "graph": value * 0.5e-3}
         times[phase] = {mode: Timing(median=it, q1=it, q3=it, runs=3) for mode, it in modes.items()}
     return Result(
-        suite=suite,
         name=name,
         label=name.replace("tcnca", "TCNCA"),
-        description="a test",
         sizes=sizes,
         tokens=65_536,
         status="timed",
@@ -73,3 +72,40 @@ def timed(suite: str, name: str, sizes: dict[str, int | str], **milliseconds: fl
         roofline=dict.fromkeys(times, 1e-6),
         peak_bytes=20_000_000_000,
     )
+
+
+def report(suite: str, results: list[Result], device: str = "cuda") -> Report:
+    return Report(
+        suite=suite,
+        hardware={"device": device, "name": "a machine", "memory_gib": 1},
+        versions={"torch": "2"},
+        commit=None,
+        started="2026",
+        command=f"tcnca bench {suite}",
+        settings={"dtype": "bfloat16", "channels": 64, "kernel_size": 17, "depth": 4},
+        results=results,
+    )
+
+
+LONG: dict[str, int | str] = {"batch": 8, "length": 131_072, "dilation_factor": 20}
+OPS = [
+    timed("tcn-bi", LONG, forward=1.0, backward=2.0),
+    timed("fft-ema-published-bi", LONG, forward=45.0, backward=40.0),
+    timed("fft-ema-bi", LONG, forward=10.0, backward=20.0),
+    timed("fft-ema-cached-bi", LONG, forward=8.0, backward=10.0),
+    timed("fft-ema-bi", {**LONG, "length": 8192}, forward=7.0, backward=9.0),
+]
+_STEP = {"forward": 20.0, "backward": 40.0, "optimizer": 1.0, "step": 61.0}
+_MODEL: dict[str, int | str] = {"batch": 8, "length": 8192, "num_layers": 12}
+_TASKS = ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
+LRA = [
+    timed(name, {"task": task, "batch": 2, "length": 1024, "num_layers": 4}, inference=inference, **_STEP)
+    for index, task in enumerate(_TASKS)
+    for name, inference in (("tcnca", 1.0), ("mega-fft", 1.0 + index))
+]
+REPORTS = {
+    "ops": report("ops", OPS),
+    "layer": report("layer", [timed("tcnca", {"batch": 1, "length": 64}, forward=1.0, backward=2.0)]),
+    "model": report("model", [timed(name, _MODEL, **_STEP) for name in ("tcnca", "mega-fft-compiled")]),
+    "lra": report("lra", LRA),
+}

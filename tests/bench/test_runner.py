@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,36 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca.bench import (
-    SUITES,
-    BenchCase,
-    Cost,
-    Report,
-    Timer,
-    Workload,
-    measure,
-    measure_roofline,
-    read_json,
-    run_suite,
-    write_json,
-)
+from tcnca.bench import SUITES, Report, measure, read_json, run_suite, write_json
 from tcnca.bench import runner as runner_module
-from tcnca.bench.operators import Inputs
-from tcnca.bench.oracle import check_errors
+from tcnca.bench.case import BenchCase, Workload
+from tcnca.bench.timing import Cost, Timer, measure_roofline
 from tcnca.errors import KernelError
 from tests.bench.helpers import ROOFLINE, settings, square_case, timer
 
 
-def raising(error: BaseException, name: str = "raising") -> BenchCase:
+def raising(error: BaseException) -> BenchCase:
     def run(x: Tensor) -> Tensor:
         raise error
 
-    return square_case(run, name)
+    return square_case(run)
 
 
-def run_cases(monkeypatch: pytest.MonkeyPatch, *cases: BenchCase, **changes: Any) -> Report:
+def run_cases(monkeypatch: pytest.MonkeyPatch, *cases: BenchCase) -> Report:
     monkeypatch.setattr(runner_module, "SUITES", {"ops": lambda _: list(cases)})
-    return run_suite("ops", settings(), "tcnca bench ops", **{"roofline": ROOFLINE, **changes})
+    return run_suite("ops", settings(), "tcnca bench ops")
 
 
 def test_correct_candidate_is_timed() -> None:
@@ -51,7 +40,6 @@ def test_correct_candidate_is_timed() -> None:
         timing = result.times[phase]["eager"]
         assert 0 < timing.q1 <= timing.median <= timing.q3
         assert timing.runs == 2
-        assert result.roofline_fraction(phase) == result.roofline[phase] / timing.median
     # The larger of bytes over bandwidth and operations over rate.
     assert result.roofline == {"forward": pytest.approx(2e-6), "backward": pytest.approx(5e-3)}
     assert result.errors["output"] < 1e-6
@@ -82,9 +70,9 @@ def test_gradients_are_compared_one_by_one_or_as_one_vector() -> None:
         leaves = torch.full((4,), 100.0).requires_grad_(), torch.full((4,), 0.01).requires_grad_()
         return Workload(lambda: leaves[1] * (1e4 + factor * leaves[0]), leaves)
 
-    pair = workload(1.0), workload(2.0)
-    assert check_errors(*pair, joint_gradients=False)["gradients"] == pytest.approx(0.5, rel=1e-3)
-    assert check_errors(*pair, joint_gradients=True)["gradients"] < 0.02
+    case = dataclasses.replace(square_case(torch.square), build_check=lambda: (workload(1.0), workload(2.0)))
+    assert case.check_errors()["gradients"] == pytest.approx(0.5, rel=1e-3)
+    assert dataclasses.replace(case, joint_gradients=True).check_errors()["gradients"] < 0.02
 
 
 @pytest.mark.parametrize(
@@ -105,15 +93,11 @@ def test_failures_become_results(error: Exception, status: str, reason: str) -> 
 
 
 def test_without_leaves_there_is_no_backward_pass() -> None:
-    fields: dict[str, Any] = {
-        "inputs": lambda checking: Inputs((), (torch.ones(3),)),
-        "cost": {"forward": Cost(1.0, 0.0)},
-    }
-    assert set(measure(square_case(lambda x: x.square(), **fields), timer(), ROOFLINE).times) == {"forward"}
+    assert set(measure(square_case(torch.square, learned=0), timer(), ROOFLINE).times) == {"forward"}
 
 
 def test_roofline_is_that_of_a_machine() -> None:
-    roofline = measure_roofline(timer(), torch.float32, size=2**20, width=64)
+    roofline = measure_roofline(timer(), torch.float32)
     assert 1e6 < roofline.bytes_per_second < 1e14
     assert 1e6 < roofline.flops_per_second < 1e16
     assert roofline.seconds(Cost(roofline.bytes_per_second, 0.0)) == pytest.approx(1.0)
@@ -125,59 +109,42 @@ def test_suite_runs_on_a_cpu(suite: str, tmp_path: Path) -> None:
     only = ("tcn", "fft-ema", "fft-ema-cached", "attention") if suite == "ops" else ("tcnca", "mega-fft")
     started: list[str] = []
     report = run_suite(
-        suite,
-        settings(suite, only=only),
-        f"tcnca bench {suite}",
-        roofline=ROOFLINE,
-        on_start=lambda case, index, total: started.append(case.name),
+        suite, settings(suite, only=only), "tcnca bench", on_start=lambda case, index, total: started.append(case.name)
     )
     assert [result.name for result in report.results] == started
     phases = {"lra": {"inference", "step"}, "model": {"step"}}.get(suite, {"forward"})
     for result in report.results:
         assert result.status == "timed", result.reason
         assert phases <= set(result.times)
-        assert all((result.roofline_fraction(phase) or 0) > 0 for phase in result.times)
+        assert all(result.roofline[phase] > 0 for phase in result.times)
     assert report.ratios
     assert not report.interrupted
     write_json(tmp_path / "report.json", report)
-    assert read_json(tmp_path / "report.json") == report
+    again = read_json(tmp_path / "report.json")
+    assert (again.results, again.ratios) == (report.results, report.ratios)
 
 
-def test_json_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failures_do_not_stop_the_other_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full, infinite = raising(torch.OutOfMemoryError("full")), square_case(lambda x: x / 0)
     path = tmp_path / "deep" / "report.json"
-    report = run_cases(monkeypatch, square_case(lambda x: x * x), square_case(lambda x: x / 0, "infinite"))
-    write_json(path, report)
+    write_json(path, run_cases(monkeypatch, full, infinite, square_case(lambda x: x * x)))
 
     def refuse(text: str) -> float:
         raise AssertionError(f"{text} is not JSON")
 
     values = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    assert values["command"] == "tcnca bench ops"
-    assert values["versions"]["torch"] == str(torch.__version__)
+    assert values["roofline"] == ROOFLINE._asdict()
     assert values["hardware"]["device"] == values["settings"]["device"] == "cpu"
-    assert values["settings"]["threads"] == torch.get_num_threads()
     assert values["settings"]["dtype"] == "float32"
-    square, infinite = values["results"]
-    assert square["status"] == "timed"
-    assert set(square["times"]["forward"]["eager"]) == {"median", "q1", "q3", "runs"}
-    assert set(square["roofline_fraction"]) == {"forward", "backward"}
-    assert square["tokens_per_second"] == pytest.approx(5 / square["times"]["forward"]["eager"]["median"])
-    assert (infinite["status"], infinite["errors"]["output"], infinite["times"]) == ("wrong", None, {})
+    assert [result["status"] for result in values["results"]] == ["out of memory", "wrong", "timed"]
+    assert values["results"][1]["errors"]["output"] is None
+    assert set(values["results"][2]["times"]["forward"]["eager"]) == {"median", "q1", "q3", "runs"}
 
 
-def test_one_candidate_without_memory_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = run_cases(monkeypatch, raising(torch.OutOfMemoryError("full")), square_case(lambda x: x * x))
-    assert [result.status for result in report.results] == ["out of memory", "timed"]
-
-
-def test_roofline_is_measured_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "measure_roofline", lambda timer, dtype: ROOFLINE)
-    report = run_cases(monkeypatch, square_case(lambda x: x * x), roofline=None)
-    assert report.roofline["bytes_per_second"] == ROOFLINE.bytes_per_second
-
+def test_interrupted_measurement_of_the_roofline_leaves_an_empty_report(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner_module, "measure_roofline", interrupted)
-    report = run_cases(monkeypatch, square_case(lambda x: x * x), roofline=None)
+    report = run_cases(monkeypatch, square_case(lambda x: x * x))
     assert (report.interrupted, report.results, report.roofline) == (True, [], {})

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tcnca.bench import SUITES, Roofline, Timer, Timing, Workload, measure
-from tcnca.bench.timing import capture_phases
-from tests.bench.helpers import CPU, small_cases, square_case, timer
-
-ROOFLINE = Roofline(bytes_per_second=4e12, flops_per_second=7e14, dtype="bfloat16")
+from tcnca.bench import SUITES, measure
+from tcnca.bench.case import Workload
+from tcnca.bench.timing import Timer, Timing, capture_phases
+from tests.bench.helpers import CPU, ROOFLINE, small_cases, square_case, timer
 
 
 def test_medians_and_quartiles() -> None:
@@ -130,29 +127,14 @@ class FakeCUDA:
         self.log.append(name)
 
 
-@contextlib.contextmanager
-def no_context(*_: object, **__: object) -> Iterator[None]:
-    yield
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
     fake = FakeCUDA()
-    names = ("synchronize", "empty_cache", "reset_peak_memory_stats")
-    replacements: dict[str, Any] = {
-        "Event": fake.event,
-        "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
-        "stream": no_context,
-        "current_stream": lambda: None,
-        "current_device": lambda: 0,
-        "graph_pool_handle": lambda: 7,
-        "max_memory_allocated": lambda: 100,
-        "memory_allocated": lambda: 40,
-        "default_generators": (SimpleNamespace(clone_state=lambda: None),),
-        **{name: lambda name=name: fake.log.append(name) for name in names},
-    }
-    for name, value in replacements.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 40)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: fake.log.append(name))
     return fake
 
 
@@ -179,31 +161,6 @@ def test_training_steps_follow_one_another(cuda: FakeCUDA) -> None:
     assert found["step"].median == pytest.approx(3e-3)
     assert "flush" not in cuda.log
     assert cuda.log[-7:-1] == ["forward", "backward", "optimizer"] * 2
-
-
-def test_graphs_are_replayed_in_order(cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[list[str]] = []
-
-    @contextlib.contextmanager
-    def capture(graph: SimpleNamespace, **_: object) -> Iterator[None]:
-        start = len(cuda.log)
-        yield
-        graph.names = cuda.log[start:]
-        recorded.append(graph.names)
-
-    def new_graph() -> SimpleNamespace:
-        graph = SimpleNamespace(names=[])
-        graph.replay = lambda: cuda.run(f"replay {graph.names}", 1.0)
-        return graph
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    phases = {"forward": lambda: cuda.run("forward", 9.0), "backward": lambda: cuda.run("backward", 9.0)}
-    found = gpu_timer(cuda).graph(phases, isolated=True)
-    assert recorded == [["forward"], ["backward"]]
-    assert {name: timing.median for name, timing in found.items()} == {"forward": 1e-3, "backward": 1e-3}
-    replays = [name for name in cuda.log if name.startswith("replay")]
-    assert replays == ["replay ['forward']", "replay ['backward']"] * 3
 
 
 def test_eager_times_stay_if_capture_fails(cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,6 @@ def test_prepare_a_made_set(tmp_path: Path) -> None:
     command = ("prepare", "recall", "--out", tmp_path, "--size", 40, "--workers", 1)
     output = run(*command).stdout
     assert "Associative recall, length 64, vocab_size 10: generated" in output
-    assert "1,000 examples" in output
     assert [line.split() for line in output.splitlines() if line.split()[:1] == ["train"]] == [
         ["train", "40", "65", "65.0", "65", "10"]
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnca.layers import AttentionConfig, GatedBlock, Layer, LayerConfig, ResidualBlock
-from tcnca.layers.attention import Position
-from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
 from tests.examples import ATTENTION, EMA, TCN, pairwise
 from tests.layers import formulas
@@ -103,13 +101,6 @@ def test_gated_block_equals_the_formula(mixer: Any, causal: bool, prenorm: bool,
     changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "norm": norm}
     module, x = _gated(**changes), _x()
     assert_close(_run(module, x), gated_formula(module, _config(**changes), x))
-
-
-@pytest.mark.parametrize(("position", "function"), pairwise(get_args(Position), ATTENTION_ACTIVATIONS))
-def test_gated_block_with_any_attention(position: str, function: str) -> None:
-    attention = dataclasses.replace(ATTENTION, position=position, activation=function)  # type: ignore[arg-type]
-    module, x = _gated(attention=attention, activation="gelu"), _x()
-    assert_close(_run(module, x), gated_formula(module, _config(attention=attention, activation="gelu"), x))
 
 
 @pytest.mark.parametrize(

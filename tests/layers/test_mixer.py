@@ -15,7 +15,7 @@ MIXERS = pytest.mark.parametrize("mixer", [tcnca.TCN, tcnca.EMA], ids=["tcn", "e
 
 
 @MIXERS
-def test_mixer_is_a_layer_from_tensor_to_tensor(mixer: Any) -> None:
+def test_mixer_maps_a_tensor_to_a_tensor(mixer: Any) -> None:
     layer, x = mixer(64), torch.randn(2, 30, 64)
     y = layer(x)
     assert isinstance(y, torch.Tensor)

@@ -24,7 +24,6 @@ class LeakyState(State):
     total: Tensor
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeakyConfig(MixerConfig, kind="leaky"):
     """A leaky sum."""
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tcnca import TCNConfig
 from tcnca.layers import TCN
-from tcnca.layers.norm import fold
 from tcnca.layers.tcn import TCNBlock, TCNInit, TCNNorm, TCNOutput
 from tcnca.ops import tcn
 from tests.comparison import TOLERANCE, assert_close
@@ -165,7 +164,7 @@ def test_ema_start_is_that_of_an_ema_as_far_as_the_first_kernel_reaches(causal: 
     ("causal", "block", "init"),
     pairwise([True, False], get_args(TCNBlock), ["ema", "decay", "near", "graded"]),
 )
-def test_far_blocks_start_by_letting_through_what_comes(causal: bool, block: str, init: str) -> None:
+def test_later_blocks_initially_add_little(causal: bool, block: str, init: str) -> None:
     """White noise of far tokens must not drown what is near; at the start, little of it is added."""
     fields: dict[str, Any] = {"kernel_size": 9, "depth": 4, "block": block, "init": init, "norm": "none"}
     kernels = _start(200, causal, **fields)[2:, 0]
@@ -205,58 +204,6 @@ def test_bias_starts_at_zero_and_weight_norm_starts_with_the_kernels_as_drawn(ca
     assert not module.bias.any()
     # The kernels were drawn in float32, and so were their lengths.
     assert_close(module(x).detach(), plain(x).detach(), dtype=torch.float32)
-
-
-def test_weight_norm_sets_the_lengths_of_the_kernels() -> None:
-    module = _tcn(norm="weight")
-    x = _x()
-    with torch.no_grad():
-        before = module(x)
-        module.weight.mul_(3.0)
-        assert_close(module(x), before, "output with longer directions")
-        assert module.scale is not None
-        module.scale.mul_(2.0)
-        plain = TCN(WIDTH, TCNConfig(**SMALL)).double()
-        plain.weight.copy_(module.weight / module.weight.norm(dim=-1, keepdim=True) * module.scale.unsqueeze(-1))
-        assert_close(module(x), plain(x))
-
-
-def test_batch_norm_in_training_does_not_see_padding() -> None:
-    module, x, lengths = _tcn(norm="batch").train(), _x(9), torch.tensor([4, 9])
-    statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.no_grad():
-        y = module(x, lengths=lengths)
-        after = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        module.load_state_dict(statistics, strict=False)
-        other = x.clone()
-        other[0, 4:] = 1e3
-        assert_close(module(other, lengths=lengths)[0, :4], y[0, :4])
-    for name, buffer in module.named_buffers():
-        assert_close(buffer.double(), after[name].double(), name)
-
-
-@pytest.mark.parametrize(
-    ("kind", "convolutions", "bias"), [("batch", 1, False), ("batch", 2, True), ("sync_batch", 1, True)]
-)
-def test_batch_norm_in_evaluation_is_folded_into_the_kernels(kind: str, convolutions: int, bias: bool) -> None:
-    module, x, lengths = _tcn(norm=kind, convolutions=convolutions, bias=bias), _x(9), torch.tensor([4, 9])
-    assert fold(module.weight, module.bias, [*module.norms]) is not None
-    options: dict[str, Any] = {"bias": module.bias, "activation": "silu", "lengths": lengths}
-    separate, _ = tcn(x, module.weight, 2, norm_fn=lambda h, number: module.norms[number](h, lengths), **options)
-    folded = module(x, lengths=lengths)
-    assert_close(folded, separate)
-    slope, leaves = torch.randn_like(x), [*module.parameters()]
-    for ours, theirs in zip(*(torch.autograd.grad(y, leaves, slope) for y in (folded, separate)), strict=True):
-        assert_close(ours, theirs)
-
-
-def test_norms_that_look_at_their_input_are_not_folded() -> None:
-    for norm in ("rms", "layer"):
-        module = _tcn(norm=norm)
-        assert fold(module.weight, module.bias, [*module.norms]) is None
-    module = _tcn(norm="batch").train()
-    assert fold(module.weight, module.bias, [*module.norms]) is None
-    assert fold(module.weight, module.bias, []) is None
 
 
 def test_dropout_drops_what_a_block_adds_in_training_only() -> None:

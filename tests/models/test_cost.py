@@ -55,7 +55,7 @@ def test_an_ema_counts_as_its_recurrence() -> None:
         assert model.macs_per_token(LENGTH) - without == products * states
 
 
-def test_a_summary_adds_up() -> None:
+def test_summary_of_a_preset() -> None:
     entry = tcnca.preset("mega-enwik8", chunk_size=None)
     summary = tcnca.models.summarize(entry.model, entry.length)
     assert summary.receptive_field is None

@@ -35,9 +35,7 @@ def _model(gated: bool) -> SequenceModel:
     "fields", [{}, {"convolutions": 2, "bias": True}, {"norm": "none"}, {"norm": "batch", "bias": True}], ids=str
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_layer_is_that_of_plain_pytorch(
-    fields: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_equals_plain_pytorch(fields: dict[str, object], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = TCN(64, TCNConfig(kernel_size=5, dilation_factor=3, depth=3, dropout=0.1, **fields), causal)  # type: ignore[arg-type]
     torch.nn.init.normal_(layer.weight, std=0.4)  # at initialization, most kernels are the identity, which is exact
     layer = layer.cuda().eval()
@@ -70,7 +68,7 @@ def _step(model: SequenceModel, tokens: Tensor, lengths: Tensor | None, compile:
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("gated", [True, False], ids=["tcnca", "tcnca-simple"])
-def test_model_under_autocast_is_that_of_plain_pytorch(
+def test_model_under_autocast_equals_plain_pytorch(
     gated: bool, padded: bool, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(gated)

@@ -97,15 +97,6 @@ def test_pair_is_second_then_first_or_both_with_product_and_difference(
     assert_close(logits.detach(), _through(model, torch.cat(joined, -1)))
 
 
-@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_language_model_head_has_the_matrix_of_the_embedding_or_its_own(tie_embeddings: bool) -> None:
-    model, x = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=tie_embeddings)), _tokens()
-    own = dict(model.named_parameters()).get("head.weight")
-    assert (own is None) == tie_embeddings
-    matrix = model.embedding.weight if own is None else own
-    assert_close(model(x).logits.detach(), (_features(model, x) @ matrix.T).detach())
-
-
 def test_tied_matrix_is_counted_once_and_gets_both_gradients() -> None:
     tied, untied = (
         small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=choice)) for choice in (True, False)
@@ -119,35 +110,6 @@ def test_tied_matrix_is_counted_once_and_gets_both_gradients() -> None:
     assert_close(together["embedding.weight"], apart["embedding.weight"] + apart["head.weight"])
 
 
-@pytest.mark.parametrize("norm", ["layer", "scale", "rms", "batch"])
-def test_last_norm_without_affine_is_one_with_scales_of_one(norm: str) -> None:
-    affine, plain = (small_model("tcnca", norm=norm, final_norm_affine=choice) for choice in (True, False))
-    weights = affine.state_dict()
-    learned = weights.keys() - plain.state_dict().keys()
-    assert learned == ({"norm.weight"} if norm in ("scale", "rms") else {"norm.weight", "norm.bias"})
-    plain.load_state_dict({name: value for name, value in weights.items() if name not in learned})
-    x = _tokens()
-    with torch.no_grad():
-        assert float((affine(x).logits - plain(x).logits).abs().max()) > 1e-3
-        for name in learned:
-            weights[name].fill_(float(name == "norm.weight"))
-        assert_close(affine(x).logits, plain(x).logits)
-
-
-def test_embeddings_are_scaled_by_the_root_of_the_width() -> None:
-    plain = small_model("tcnca", head=LanguageModelHeadConfig(tie_embeddings=False))
-    scaled = small_model(
-        "tcnca",
-        head=LanguageModelHeadConfig(tie_embeddings=False),
-        input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True),
-    )
-    scaled.load_state_dict(plain.state_dict())
-    with torch.no_grad():
-        scaled.embedding.weight.div_(plain.config.d_model**0.5)
-    x = _tokens()
-    assert_close(scaled(x).logits.detach(), plain(x).logits.detach())
-
-
 @pytest.mark.parametrize("features", [1, 3])
 def test_real_values_enter_as_a_vector_a_feature_plus_a_bias(features: int) -> None:
     model = small_model("tcnca", input=ValueInputConfig(features=features), head=RegressionHeadConfig())
@@ -157,14 +119,6 @@ def test_real_values_enter_as_a_vector_a_feature_plus_a_bias(features: int) -> N
     assert_close(embedding(x, None).detach(), expected.detach())
     if features == 1:
         assert_close(model(x[..., 0]).logits.detach(), model(x).logits.detach())
-
-
-def test_dropout_of_a_head_is_for_training() -> None:
-    model, x = small_model("tcnca", head=ClassifierHeadConfig(hidden=50, dropout=0.5)), _tokens()
-    with torch.no_grad():
-        assert torch.equal(model(x).logits, model(x).logits)
-        model.head.train()
-        assert not torch.equal(model(x).logits, model(x).logits)
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if not preset(name).model.head.generates])

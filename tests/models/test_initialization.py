@@ -83,7 +83,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_reset_gives_what_building_gives(name: str) -> None:
+def test_reset_parameters_initializes_like_the_constructor(name: str) -> None:
     torch.manual_seed(1)
     built = SequenceModel(CONFIGS[name])
     with torch.device("meta"):

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tcnca import (
@@ -66,7 +64,7 @@ def _check(model: SequenceModel, rows: list[Tensor], logits: Tensor, weights: Te
 
 
 @pytest.mark.parametrize(("name", "padding"), list(zip(CASES, itertools.cycle(PADDINGS), strict=False)))
-def test_each_token_and_every_gradient_as_if_alone(name: str, padding: str) -> None:
+def test_padded_rows_equal_rows_alone(name: str, padding: str) -> None:
     model, mask = small_model(CASES[name]), _mask(padding)
     x, weights = _tokens(*mask.shape), torch.randn(*mask.shape, VOCABULARY, dtype=torch.float64)
     logits = model(x, **_described(mask, padding)).logits
@@ -75,24 +73,11 @@ def test_each_token_and_every_gradient_as_if_alone(name: str, padding: str) -> N
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_packed_document_as_if_alone(name: str) -> None:
+def test_packed_documents_equal_documents_alone(name: str) -> None:
     model, x = small_model(CASES[name]), _tokens(1, sum(PACKED))
     logits = model(x, cu_seqlens=_starts(PACKED)).logits
     weights = torch.randn(sum(PACKED), VOCABULARY, dtype=torch.float64)
     _check(model, list(x[0].split(PACKED)), logits[0], weights)
-
-
-@pytest.mark.parametrize("family", ["tcnca", "mega-full"])
-@settings(max_examples=8)
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), data=st.data())
-@torch.no_grad()
-def test_any_packing(family: str, lengths: list[int], data: st.DataObject) -> None:
-    torch.manual_seed(0)
-    model, x = small_model(family), _tokens(1, sum(lengths))
-    longest = data.draw(st.none() | st.integers(max(lengths), max(lengths) + 9))
-    logits = model(x, cu_seqlens=torch.tensor(_starts(lengths), dtype=torch.int32), max_seqlen=longest).logits
-    alone = [model(document).logits for document in x.split(lengths, 1) if document.shape[1]]
-    assert_close(logits, torch.cat(alone, 1))
 
 
 @pytest.mark.parametrize(
@@ -139,19 +124,6 @@ def test_nan_at_padding_does_not_leak(family: str, causal: bool, features: int, 
     assert_gradients_close(results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("name", ["tcnca", "mega", "tcn-mlp", "rope-laplace-rms"])
-def test_no_gradient_crosses_from_one_document_to_another(name: str) -> None:
-    model = small_model(VARIANTS[name], input=ValueInputConfig(), head=EVERY, causal=False)
-    x, starts = torch.randn(1, sum(PACKED), dtype=torch.float64, requires_grad=True), _starts(PACKED)
-    logits = model(x, cu_seqlens=starts).logits
-    for first, last in itertools.pairwise(starts):
-        if last > first:
-            (gradient,) = torch.autograd.grad(logits[:, first:last].sum(), x, retain_graph=True)
-            assert bool(gradient[:, first:last].all())
-            assert not gradient[:, :first].any()
-            assert not gradient[:, last:].any()
-
-
 @pytest.mark.parametrize(
     ("name", "padding", "inplace"),
     pairwise([*FAMILY, "rope-laplace-rms", "full-rotary-laplace-rms-post"], PADDINGS, [False, True]),
@@ -191,23 +163,6 @@ def test_state_of_packed_documents_has_a_row_for_each(family: str) -> None:
         start = _starts(second)[index]
         assert_close(packed[:, start : start + second[index]], alone[:, first[index] : -1], f"document {index}")
         assert_close(last[index], alone[0, -1:], f"step of document {index}")
-
-
-@pytest.mark.parametrize("family", FAMILY)
-@torch.no_grad()
-def test_steps_in_which_only_some_rows_take_part(family: str) -> None:
-    model, x = small_model(family), _tokens(2, 12)
-    expected, state, seen = model(x).logits, model.initial_state(2), [0, 0]
-    for step in range(18):
-        rows = [0, 1] if step % 3 == 0 else [step % 3 - 1]
-        lengths = [int(row in rows and seen[row] < 12) for row in range(2)]
-        token = torch.stack([x[row, min(seen[row], 11)] for row in range(2)]).unsqueeze(1)
-        logits, state = model(token, lengths=lengths, state=state, inplace=True)
-        for row in range(2):
-            if lengths[row]:
-                assert_close(logits[row, 0], expected[row, seen[row]], f"row {row}, token {seen[row]}")
-                seen[row] += 1
-    assert seen == [12, 12]
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def test_words_are_encoded_and_decoded() -> None:
     model = SequenceModel(small_config(), Preprocessing(symbols=("[MAX", "1", "2", "]")))
     assert model.encode("[MAX 1 2 ]").tolist() == [[0, 1, 2, 3]]
     assert model.decode(torch.tensor([0, 2, 3])) == b"[MAX 2 ]"
-    with pytest.raises(VocabularyError, match=r"^text: expected words out of \[MAX 1 2 \], .*got '3'"):
+    with pytest.raises(VocabularyError, match=r"^text: expected words out of \[MAX 1 2 \] .*got '3'"):
         model.encode("[MAX 3 ]")
 
 
@@ -124,13 +124,14 @@ def test_words_are_encoded_and_decoded() -> None:
     [
         ({"input_mean": (1.0,)}, "input_mean, input_std: expected both"),
         ({"target_mean": (1.0,), "target_std": (1.0, 2.0)}, "target_mean, target_std: expected both"),
-        ({"input_mean": (0.0,), "input_std": (0.0,)}, "input_std: expected finite numbers above 0"),
-        ({"input_mean": (float("nan"),), "input_std": (1.0,)}, "input_mean: expected finite numbers"),
-        ({"byte_map": (1, 256)}, "byte_map: expected different numbers from 0 to 255"),
+        ({"input_mean": (0.0,), "input_std": (0.0,)}, "input_std: expected numbers above 0"),
+        ({"input_mean": (float("nan"),), "input_std": (1.0,)}, "input_mean: expected values, each a number"),
+        ({"byte_map": (1, 256)}, r"byte_map: expected values, each an integer in \[0, 255\]"),
+        ({"byte_map": (1, 1)}, "byte_map: expected different numbers"),
         ({"byte_map": (1,), "symbols": ("a",)}, "symbols: expected None together with byte_map"),
     ],
 )
-def test_facts_that_cannot_be(facts: dict[str, Any], message: str) -> None:
+def test_preprocessing_with_wrong_values(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         Preprocessing(**facts)
 
@@ -141,17 +142,17 @@ def test_facts_that_cannot_be(facts: dict[str, Any], message: str) -> None:
         (
             {"input": ValueInputConfig(), "head": ClassifierHeadConfig()},
             {"input_mean": MEAN, "input_std": STD},
-            "preprocessing.input_mean: expected 1",
+            "preprocessing.input_mean: expected one of each feature, 1, got 2",
         ),
         (
             {"head": RegressionHeadConfig()},
             {"target_mean": MEAN, "target_std": STD},
-            "preprocessing.target_mean: expected 1",
+            "preprocessing.target_mean: expected one of each feature, 1, got 2",
         ),
         ({"head": ClassifierHeadConfig()}, {"class_names": ("a", "b", "c")}, "head.num_classes: expected at least 3"),
         ({}, {"byte_map": tuple(range(12))}, "preprocessing.byte_map: expected at most vocab_size 11"),
     ],
 )
-def test_facts_that_do_not_fit_the_model(changes: dict[str, Any], facts: dict[str, Any], message: str) -> None:
+def test_preprocessing_that_does_not_fit(changes: dict[str, Any], facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         SequenceModel(small_config(**changes), Preprocessing(**facts))

@@ -56,31 +56,6 @@ def test_to_another_type_keeps_positions_whole(family: str) -> None:
 
 @FAMILIES
 @torch.no_grad()
-def test_repeat_continues_one_past_in_several_ways(family: str) -> None:
-    model, past, futures = small_model(family), _tokens(2, 10), _tokens(6, 3)
-    state = _after(model, past).repeat(3)
-    assert state.batch_size == 6
-    expected = model(torch.cat([past.repeat_interleave(3, 0), futures], 1)).logits[:, 10:]
-    assert_close(model(futures, state=state).logits, expected)
-
-
-@FAMILIES
-@torch.no_grad()
-def test_reorder_serves_beam_search(family: str) -> None:
-    model, tokens = small_model(family), _tokens(3, 5)
-    state: ModelState | None = _after(model, tokens)
-    for index in ([2, 0, 0], [1, 1, 2], [0, 2]):
-        assert state is not None
-        order = torch.tensor(index)
-        # Beams that go on from others: rows of different pasts, of which some are lost and some doubled.
-        new = _tokens(len(index), 3)
-        tokens = torch.cat([tokens[order], new], 1)
-        logits, state = model(new, state=state.reorder(order))
-        assert_close(logits, model(tokens).logits[:, -3:])
-
-
-@FAMILIES
-@torch.no_grad()
 def test_reorder_keeps_rows_at_different_positions_apart(family: str) -> None:
     model, past, new, order = small_model(family), _tokens(3, 9), _tokens(3, 4), torch.tensor([1, 2, 1])
     lengths = [3, 9, 6]
@@ -126,14 +101,6 @@ def test_bytes_of_a_state_are_the_values_it_must_hold() -> None:
         assert small_model(family).initial_state(batch).nbytes == layers * batch * bytes_a_layer, family
 
 
-@torch.no_grad()
-def test_state_of_full_attention_grows_by_a_key_and_a_value_a_token() -> None:
-    model = small_model("mega-full")
-    sizes = [_after(model, _tokens(1, time)).nbytes for time in (5, 6, 7)]
-    grown = 2 * (4 + 6) * 8
-    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == grown
-
-
 @pytest.mark.parametrize("family", ["tcnca", "tcnca-simple", "tcn-mlp"])
 @torch.no_grad()
 def test_a_step_in_place_moves_no_memory(family: str) -> None:
@@ -143,17 +110,6 @@ def test_a_step_in_place_moves_no_memory(family: str) -> None:
     assert new is not None
     for name, tensor in new.tensors().items():
         assert tensor.data_ptr() == state.tensors()[name].data_ptr(), name
-
-
-@FAMILIES
-@torch.no_grad()
-def test_clone_shares_nothing_with_the_original(family: str) -> None:
-    model, x = small_model(family), _tokens(2, 12)
-    state = _after(model, x[:, :6])
-    copy = state.clone()
-    for time in range(6, 12):
-        state = model(x[:, time : time + 1], state=state, inplace=True).state
-    assert_close(model(x[:, 6:], state=copy).logits, model(x).logits[:, 6:])
 
 
 @pytest.mark.parametrize("family", ["tcn-mlp", "ema-mlp"])

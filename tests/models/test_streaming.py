@@ -37,7 +37,7 @@ def _run(model: SequenceModel, x: Tensor, cuts: list[int], **options: Any) -> li
 @settings(max_examples=8)
 @given(cuts=CUTS, inplace=st.booleans())
 @torch.no_grad()
-def test_cut_anywhere(name: str, cuts: list[int], inplace: bool) -> None:
+def test_any_pieces_equal_one_call(name: str, cuts: list[int], inplace: bool) -> None:
     torch.manual_seed(0)
     model, x = small_model(VARIANTS[name]), _tokens()
     parallel = model(x, return_state=False).logits
@@ -51,7 +51,7 @@ def test_cut_anywhere(name: str, cuts: list[int], inplace: bool) -> None:
 @settings(max_examples=5)
 @given(cuts=CUTS, inplace=st.booleans())
 @torch.no_grad()
-def test_cut_anywhere_with_real_values_and_a_pooled_head(
+def test_pooled_heads_stream_in_any_pieces(
     family: str, kind: Any, pooling: str, cuts: list[int], inplace: bool
 ) -> None:
     torch.manual_seed(0)
@@ -103,13 +103,3 @@ def test_gradients_flow_through_states(family: str) -> None:
     pieces = torch.cat(_run(model, x, [3, 4, 9, 20]), 1)
     expected = gradients((model(x, return_state=False).logits * weights).sum(), model)
     assert_gradients_close(gradients((pieces * weights).sum(), model), expected)
-
-
-@pytest.mark.parametrize("family", ["tcnca", "mega-full", "tcnca-simple"])
-@torch.no_grad()
-def test_streaming_with_another_chunk_size(family: str) -> None:
-    model, x = small_model(family, position="rope"), _tokens()
-    model.set_chunk_size(7)
-    fresh = small_model(family, position="rope", chunk_size=7)
-    fresh.load_state_dict(model.state_dict())
-    assert_close(torch.cat(_run(model, x, [5, 6, 20]), 1), fresh(x).logits)

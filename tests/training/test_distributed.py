@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -65,9 +64,7 @@ def wanted(folder: Path, kind: str, *more: str) -> Recipe:
     return load_recipe("lm").override(merged(f"data={book}", *KINDS[kind], *more))
 
 
-def _fit(folder: Path, given: Recipe, resume: bool, settings: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(settings)
+def _fit(folder: Path, given: Recipe, resume: bool) -> None:
     TinyTrainer(folder, given, resume=resume).fit()
 
 
@@ -148,10 +145,8 @@ def test_all_processes_evaluate_the_same_model(tmp_path: Path, parallel: str) ->
     assert f"step-000000006, validation: bits per byte {validated[6]:.4f}" in again.output
 
 
-def _poisoned(folder: Path, changes: list[str], settings: dict[str, str]) -> None:
+def _poisoned(folder: Path, changes: list[str]) -> None:
     """A run in which the last process meets a loss that is not finite."""
-    torch.set_num_threads(1)
-    os.environ.update(settings)
 
     def poison(trainer: TinyTrainer) -> None:
         batch = trainer.task.batch
@@ -178,7 +173,7 @@ def test_all_processes_skip_the_same_steps(tmp_path: Path) -> None:
 
 
 @PARALLEL
-def test_if_one_process_stops_all_stop(tmp_path: Path, parallel: str) -> None:
+def test_all_processes_stop_together(tmp_path: Path, parallel: str) -> None:
     assert together(_poisoned, tmp_path, [f"parallel={parallel}"]) == [1, 1]
     assert latest(tmp_path).name == "step-000000004"
 
@@ -214,10 +209,8 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     assert done.stdout.count("the run is finished") == 1
 
 
-def _hesitant(folder: Path, changes: list[str], settings: dict[str, str]) -> None:
+def _hesitant(folder: Path, changes: list[str]) -> None:
     """A run in which one process is late to compare a validation with the best."""
-    torch.set_num_threads(1)
-    os.environ.update(settings)
 
     def delay(trainer: TinyTrainer) -> None:
         look = trainer.checkpoints.best_score

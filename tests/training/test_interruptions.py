@@ -217,24 +217,17 @@ def test_a_full_disk_at_every_write(tmp_path: Path, whole: Whole, death: Death, 
         check_full_disk(tmp_path / str(instant), whole, instant, death)
 
 
-def _truncated(content: bytes) -> bytes:
-    return content[: len(content) * 2 // 3]
-
-
 def _flipped(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes(byte ^ 0xFF for byte in content[middle : middle + 8]) + content[middle + 8 :]
 
 
-def _emptied(_: bytes) -> bytes:
-    return b""
-
-
-def _replaced(_: bytes) -> bytes:
-    return b"{}"
-
-
-DAMAGES = [_truncated, _flipped, _replaced, _emptied]
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) * 2 // 3],
+    "flipped": _flipped,
+    "replaced": lambda _: b"{}",
+    "emptied": lambda _: b"",
+}
 
 
 @pytest.fixture(scope="module")
@@ -248,21 +241,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("model.safetensors", _flipped),
-        ("model.safetensors", _truncated),
-        ("config.json", _replaced),
-        ("optimizers/__0_0.distcp", _flipped),
-        ("optimizers/.metadata", _emptied),
+        ("model.safetensors", "flipped"),
+        ("model.safetensors", "truncated"),
+        ("config.json", "replaced"),
+        ("optimizers/__0_0.distcp", "flipped"),
+        ("optimizers/.metadata", "emptied"),
         *(("state.json", damage) for damage in DAMAGES),
     ],
 )
-def test_a_damaged_checkpoint_is_named(
-    tmp_path: Path, saved: Path, name: str, damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, saved: Path, name: str, damage: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
     last = latest(folder)
-    (last / name).write_bytes(damage((last / name).read_bytes()))
+    (last / name).write_bytes(DAMAGES[damage]((last / name).read_bytes()))
     done = CliRunner().invoke(app, [*arguments(folder, *SAVED), "--resume"])
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
@@ -275,14 +266,12 @@ def test_a_damaged_checkpoint_is_named(
     assert_same(weights(tcnca.load(last)), weights(tcnca.load(latest(saved))))
 
 
-@pytest.mark.parametrize("damage", [_truncated, _flipped, lambda content: b"[]"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "replaced"])
 @pytest.mark.parametrize("name", ["recipe.yaml", "checkpoints/best.json"])
-def test_damage_next_to_the_checkpoints_is_named(
-    tmp_path: Path, saved: Path, name: str, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damage_next_to_the_checkpoints_is_named(tmp_path: Path, saved: Path, name: str, damage: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
-    (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    (folder / name).write_bytes(DAMAGES[damage]((folder / name).read_bytes()))
     resume, best = [*arguments(folder, *SAVED), "--resume"], ["eval", str(folder), "--best"]
     done = CliRunner().invoke(app, resume if name == "recipe.yaml" else best)
     assert done.exit_code == 1

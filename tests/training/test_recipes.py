@@ -12,14 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tcnca import (
-    ClassifierHeadConfig,
-    LanguageModelHeadConfig,
-    PairHeadConfig,
-    RegressionHeadConfig,
-    SequenceModel,
-    presets,
-)
+from tcnca import presets
 from tcnca.cli import app
 from tcnca.errors import ConfigError
 from tcnca.recipes import builtin, descriptions, read_recipe
@@ -89,7 +82,7 @@ def test_numbers_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", builtin())
-def test_it_is_valid_and_can_be_written_and_read_again(name: str, tmp_path: Path) -> None:
+def test_recipe_is_valid_and_can_be_written_and_read(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     for each in (recipe, recipe.for_device("cpu"), recipe.for_device("cuda")):
         each.validate()
@@ -103,12 +96,9 @@ def test_it_is_valid_and_can_be_written_and_read_again(name: str, tmp_path: Path
     ("change", "part", "field", "value"),
     [
         ("lr=1e-5", "optimizer", "lr", 1e-5),
-        ("optimizer.learning_rate=0.1", "optimizer", "lr", 0.1),
         ("betas=[0.9, 0.999]", "optimizer", "betas", (0.9, 0.999)),
         ("steps=1e3", "schedule", "max_steps", 1000),
-        ("schedule.kind=cosine", "schedule", "kind", "cosine"),
         ("batch_size=4", "batch", "size", 4),
-        ("batch=4", "batch", "size", 4),
         ("compile=true", "runtime", "compile", True),
         ("eval.chunk_size=null", "eval", "chunk_size", None),
         ("data=my.txt", "data", "source", "my.txt"),
@@ -139,21 +129,15 @@ def test_the_model_can_be_changed() -> None:
     ("change", "message"),
     [
         ("lerning_rate=1", r"^lerning_rate: did you mean optimizer\.lr\?$"),
-        ("optimizer.lerning_rate=1", r"did you mean optimizer\.lr\?"),
-        ("d_modle=1", r"^d_modle: did you mean model\.d_model\?$"),
         ("nonsense=1", "^nonsense: expected a key of Recipe; `tcnca recipes NAME` prints all keys$"),
         ("every=1", r"^every: did you mean eval\.every or checkpoint\.every\?"),
         ("chunk_size=1", r"^chunk_size: did you mean model\.attention\.chunk_size or .* or eval\.chunk_size\?"),
-        ("max_length=1", r"^max_length: did you mean model\.attention\.max_length or data\.task\.max_length\?"),
         ("epochs=3", r"^epochs: use max_steps; one epoch is"),
         ("num_layers", "^num_layers: expected KEY=VALUE, got no value"),
         ("lr=fast", r"^optimizer\.lr: expected a number >= 0, got 'fast'"),
-        ("optimizer.betas=[1]", r"^optimizer\.betas: expected 2 values, each a number in \[0, 1\), got \[1\]"),
         ("optimizer=3", r"^optimizer: expected keys and values such as optimizer\.lr, got 3"),
         ("data=[1]", r"^data\.source: expected a text, got \[1\]"),
         ("data.task=3", r"^data\.task: expected keys and values, got 3"),
-        ("about.x=3", r"^about\.x: "),
-        ("activation_checkpointing=cheap", r"^runtime\.activation_checkpointing: expected runtime\.compile"),
     ],
 )
 def test_errors_of_changes(change: str, message: str) -> None:
@@ -167,7 +151,6 @@ def test_errors_of_changes(change: str, message: str) -> None:
         ("num_layers=deep", r"^model\.num_layers: expected an integer >= 1, got 'deep'"),
         ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ("model=tcnca-enwik", r"^model\.preset: did you mean tcnca-enwik8\?"),
-        ("model=3", r"^model\.preset: expected one of tcnca-enwik8, "),
         ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn"),
         ("data.task.sise=3", r"^data\.task\.sise: "),
         ("data.custom.txt=a", r"^data\.custom\.txt: did you mean text\?"),
@@ -183,12 +166,9 @@ def test_validate_finds_what_is_wrong_whatever_the_data(change: str, message: st
     ("text", "message"),
     [
         ("", ": expected keys and values, got None"),
-        ("- a", ": expected keys and values"),
         ("{", ": expected YAML"),
         ("batch: {size: 1, size: 2}", ": expected YAML, but the key size is given twice in line 1"),
         ("optimiser: {lr: 1}", r": optimiser: did you mean optimizer\?"),
-        ("optimizer: {lrate: 1}", r": optimizer\.lrate: did you mean optimizer\.lr\?"),
-        ("optimizer: 3", ": optimizer: expected keys and values"),
         ("extends: enwik8-tcnac", r": extends: recipe: did you mean enwik8-tcnca\?"),
         ("extends: [lm]", ": extends: expected the name or file of a recipe"),
         ("extends: mine.yaml", ": expected recipes that extend others, got a cycle: mine extends mine"),
@@ -258,23 +238,6 @@ def own_file(folder: Path, name: str) -> Path:
     else:
         np.savez(path, values=values, **({"targets": values.mean((1, 2))} if name == "regress" else {}))
     return path
-
-
-HEADS = [LanguageModelHeadConfig, ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig, RegressionHeadConfig]
-
-
-@pytest.mark.parametrize(("name", "head"), list(zip(OWN, HEADS, strict=True)))
-def test_custom_data_needs_no_new_recipe(tmp_path: Path, name: str, head: type) -> None:
-    recipe = load_recipe(name).for_device("cpu")
-    with pytest.raises(ConfigError, match=r"^data\.source: expected a data set or a file, got nothing; give data=NAME"):
-        recipe.build_task()
-    recipe = recipe.override([f"data={own_file(tmp_path, name)}"])
-    task = recipe.build_task()
-    config = recipe.model_config(task)
-    assert isinstance(config.head, head)
-    assert config.causal == task.causal
-    batch = task.batch(0, recipe.batch.size)
-    task.loss(SequenceModel(config)(**batch.model_inputs()).logits, batch).backward()
 
 
 def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:

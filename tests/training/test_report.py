@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import signal
@@ -20,7 +19,7 @@ import tcnca
 from tcnca.cli import app
 from tcnca.errors import TrainingError
 from tcnca.training import Trainer, read_log
-from tcnca.training.report import best_validation, draw_curves, duration, mean_speed, read_result, series, smooth
+from tcnca.training.report import best_validation, draw_curves, mean_speed, read_result, smooth
 from tests.training.tiny import arguments, assert_same, latest, recipe, weights
 
 
@@ -37,7 +36,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, result.output
 
 
-def test_what_a_run_leaves(done: tuple[Path, str]) -> None:
+def test_a_run_writes_its_result_report_and_curves(done: tuple[Path, str]) -> None:
     folder, output = done
     result, page = json.loads((folder / "result.json").read_text()), (folder / "report.md").read_text()
     for split in ("validation", "test"):
@@ -81,18 +80,18 @@ def test_a_finished_run_is_not_continued(done: tuple[Path, str]) -> None:
     assert "was started with another recipe, which differs in optimizer" in other.output
 
 
-def test_an_evaluation_is_kept(done: tuple[Path, str]) -> None:
+def test_each_evaluation_has_its_own_file(done: tuple[Path, str]) -> None:
     folder, _ = done
-    measured = invoked("eval", str(folder), "--split", "validation", "--device", "cpu", "eval.batch_size=100")
-    assert measured.exit_code == 0, measured.output
+    for more in ([], ["--best"], ["--split", "validation", "eval.batch_size=100"]):
+        measured = invoked("eval", str(folder), "--device", "cpu", *more)
+        assert measured.exit_code == 0, measured.output
+    found = {path.name: json.loads(path.read_text()) for path in folder.glob("eval-*.json")}
+    assert found.keys() == {"eval-test.json", "eval-test-best.json", "eval-validation-eval.batch_size=100.json"}
     result = json.loads((folder / "result.json").read_text())
-    assert json.loads((folder / "eval-validation-eval.batch_size=100.json").read_text()) == {
-        "split": "validation",
-        "checkpoint": "step-000000012",
-        "device": "cpu",
-        "changes": ["eval.batch_size=100"],
-        **result["scores"]["validation"],
-    }
+    best = f"step-{result['best']['step']:09}"
+    assert [found[f"eval-test{name}.json"]["checkpoint"] for name in ("", "-best")] == ["step-000000012", best]
+    facts = {"split": "validation", "checkpoint": "step-000000012", "device": "cpu", "changes": ["eval.batch_size=100"]}
+    assert found["eval-validation-eval.batch_size=100.json"] == {**facts, **result["scores"]["validation"]}
 
 
 def test_a_stopped_run_says_how_to_continue(
@@ -178,16 +177,6 @@ def test_curves_of_any_log(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
         assert np.asarray(picture.convert("L")).std() > 5
 
 
-def test_series_tell_training_from_splits() -> None:
-    lines = [train_line(3, 2.0), score_line(3, 5.0), train_line(6, None)]
-    steps, losses = series(lines, "loss")
-    assert steps.tolist() == [3, 6]
-    assert losses[0] == 2.0
-    assert math.isnan(losses[1])
-    assert [part.tolist() for part in series(lines, "value")] == [[3], [5.0]]
-    assert [part.tolist() for part in series([], "loss")] == [[], []]
-
-
 @pytest.mark.parametrize("width", [1, 3, 50])
 def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
     values = np.random.default_rng(0).normal(size=40)
@@ -199,13 +188,8 @@ def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
 
 
 def test_the_best_validation() -> None:
-    lines = [
-        score_line(1, 3.0),
-        score_line(2, 1.0),
-        score_line(3, None),
-        score_line(4, 1.0),
-        score_line(4, 9.0, "test"),
-    ]
+    lines = [score_line(step, score) for step, score in enumerate([3.0, 1.0, None, 1.0], 1)]
+    lines.append(score_line(4, 9.0, "test"))
     assert best_validation(lines, higher_is_better=False) == (2, 1.0)
     assert best_validation(lines, higher_is_better=True) == (1, 3.0)
     assert best_validation([train_line(1)], higher_is_better=True) is None
@@ -217,8 +201,3 @@ def test_the_mean_speed_is_all_tokens_over_all_time() -> None:
     lines.append({**train_line(15, speed=10.0), "tokens": 35})
     assert mean_speed(lines) == pytest.approx(105 / 4.5)
     assert mean_speed([score_line(10, 1.0)]) is None
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.62, "0.6 s"), (61.4, "0:01:01"), (7322, "2:02:02")])
-def test_durations_as_text(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

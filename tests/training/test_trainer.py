@@ -18,11 +18,11 @@ from typer.testing import CliRunner, Result
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
+from tcnca.files import file_lock
 from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
 from tcnca.training.distributed import parallelize
-from tcnca.training.files import file_lock
 from tests.examples import small_model
-from tests.training.tiny import TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
+from tests.training.tiny import Clock, TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
 
 
 def invoke(*words: str) -> Result:
@@ -99,9 +99,7 @@ def test_accumulation_equals_the_step_of_the_whole_batch(tmp_path: Path) -> None
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    plain, again = (
-        fit(tmp_path / flag, f"activation_checkpointing={flag}", "max_steps=4") for flag in ("false", "true")
-    )
+    plain, again = (fit(tmp_path / on, f"activation_checkpointing={on}", "max_steps=4") for on in ("false", "true"))
     assert_same(weights(plain.model), weights(again.model))
 
 
@@ -115,7 +113,7 @@ def test_cheap_activation_checkpointing_is_per_run_and_needs_compiled_layers() -
         recipe("activation_checkpointing=cheap")
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     one = fit(tmp_path, "checkpoint.every=2", "checkpoint.keep=2")
     best = one.checkpoints.best()
     assert best is not None
@@ -133,7 +131,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
-def test_a_loss_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
+def test_a_non_finite_loss_stops_the_run_or_is_skipped(tmp_path: Path, nonfinite: str) -> None:
     # Logged so rarely that the validation after the step comes first.
     one = TinyTrainer(tmp_path, recipe(f"nonfinite={nonfinite}", "log_every=50"))
 
@@ -182,19 +180,6 @@ def test_skipped_steps_leave_no_trace(tmp_path: Path) -> None:
     assert (line["skipped_steps"], line["loss"]) == (12, None)
     assert any("running_mean" in name for name in weights(one.model))
     assert all(torch.isfinite(tensor).all() for tensor in weights(one.model).values())
-
-
-class Clock:
-    """A clock that stands still between steps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def tick(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -355,7 +340,7 @@ def test_short_runs_are_warned_of(tmp_path: Path) -> None:
     assert "fitted into the budget of 0.05s, too few to learn much" in budget.output
 
 
-def test_commands(tmp_path: Path) -> None:
+def test_train_and_eval_commands(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     wanted = arguments(tmp_path / "run")
     printed = invoke(*wanted, "--print-config")
@@ -394,10 +379,11 @@ def test_commands(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    with file_lock(tmp_path, "run"):
-        refused = invoke(*arguments(tmp_path))
-    assert refused.exit_code == 1
-    assert "another run is active in this directory; wait for it, or choose another --out" in refused.output
+    with file_lock(tmp_path / ".lock"):
+        for words in (arguments(tmp_path), ["sweep", "recall-small", "seed=1,2", "--out", str(tmp_path)]):
+            refused = invoke(*words)
+            assert refused.exit_code == 1
+            assert "another process is active in this directory; wait for it, or choose another --out" in refused.output
 
     def start_another(one: TinyTrainer) -> None:
         one.out.mkdir()
@@ -420,7 +406,7 @@ def test_a_full_disk_behind_the_zip_writer_is_named(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_data_of_no_use_leaves_no_directory(tmp_path: Path) -> None:
+def test_unusable_data_leaves_no_directory(tmp_path: Path) -> None:
     (tmp_path / "odd.csv").write_text("words,mood\na,1\nb,2\n")
     refused = invoke("train", "classify", f"data={tmp_path / 'odd.csv'}", "--out", str(tmp_path / "run"))
     assert refused.exit_code == 1

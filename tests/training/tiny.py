@@ -48,6 +48,21 @@ STREAM = {"train": 600, "validation": 150, "test": 150}
 """Bytes of the splits of a tiny EnWik8."""
 
 
+class Clock:
+    """A clock that only a test moves; it replaces the module `time` of another module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def merged(*changes: str) -> list[str]:
     """Return changes of which later ones replace earlier ones of the same key."""
     return list({change.partition("=")[0]: change for change in changes}.values())
@@ -205,30 +220,39 @@ def process(target: Callable[..., None], *given: Any) -> BaseProcess:
 
 def ended(*children: BaseProcess) -> list[int | None]:
     """Start processes and return their exit codes; those that do not end in time are killed."""
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(PATIENCE)
-        child.kill()
-        child.join()
+    try:
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(PATIENCE)
+    finally:
+        # Also after Ctrl-C: the interpreter waits for its processes at the end.
+        for child in children:
+            if child.pid is not None:
+                child.kill()
+                child.join()
     return [child.exitcode for child in children]
 
 
-def command(given: list[str], settings: Mapping[str, str] | None = None) -> None:
+def command(words: list[str]) -> None:
     """Run `tcnca`, in a process."""
-    torch.set_num_threads(1)
-    os.environ.update(settings or {})
-    app(given)
+    app(words)
 
 
 def together(target: Callable[..., None], *given: Any, count: int = 2) -> list[int | None]:
-    """Return the exit codes of processes that are started as by `torchrun`; each gets its environment last."""
+    """Return the exit codes of processes that are started as by `torchrun`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    return ended(*(process(target, *given, settings if count > 1 else {}) for settings in ranks))
+    return ended(*(process(_with_environment, settings if count > 1 else {}, target, *given) for settings in ranks))
+
+
+def _with_environment(settings: Mapping[str, str], target: Callable[..., None], *given: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(settings)
+    target(*given)
 
 
 class Operation(NamedTuple):

@@ -1,18 +1,22 @@
-"""What is measured: a candidate at one size, with its float64 oracle and its minimal cost."""
+"""What is measured: a candidate at one size, its minimal cost, and the check against its float64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tcnca.bench.roofline import Cost
-from tcnca.bench.timing import Phases
+from tcnca.bench.timing import Cost, Phases
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Sizes = Mapping[str, int | str]
+
+# Largest ‖actual - expected‖ / ‖expected‖ of an operator. PyTorch may use TF32 in float32 convolutions.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+# Layers and models round after every operation, and gates and norms amplify it; a wrong result is off by about 1.
+DEEP_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,21 +24,14 @@ class Settings:
     """What to measure, on which device and for how long. None selects the default of the suite."""
 
     device: torch.device
-    """Device to measure on."""
     dtype: torch.dtype
     """Dtype of the tensors in `ops`, and of autocast in the other suites, where weights stay in float32."""
     lengths: tuple[int, ...] | None = None
-    """Sequence lengths in tokens."""
     batches: tuple[int, ...] | None = None
-    """Batch sizes."""
     channels: int = 64
-    """Channels of the operators."""
     kernel_size: int = 17
-    """Kernel size of the TCN."""
     depth: int = 4
-    """Number of blocks of the TCN."""
     num_layers: int | None = None
-    """Layers of the models."""
     compile: bool = False
     """Whether to measure compiled layers and models as well."""
     only: tuple[str, ...] = ()
@@ -43,6 +40,11 @@ class Settings:
     """Time to spend on each candidate at each size, for eager mode and again for CUDA graphs."""
     repeat: int = 10
     """Minimum number of runs."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
 
 
 class Workload(NamedTuple):
@@ -62,9 +64,7 @@ class Workload(NamedTuple):
     def phases(self) -> list[Phases]:
         """Return groups of phases to time. Within a group, each phase uses what the previous one computed."""
         output: list[Tensor] = []
-        groups: list[Phases] = []
-        if (infer := self.infer) is not None:
-            groups.append({"inference": lambda: _discard(infer())})
+        groups: list[Phases] = [] if self.infer is None else [{"inference": self.infer}]
 
         def forward() -> None:
             output[:] = [self.run()]
@@ -84,23 +84,14 @@ class Workload(NamedTuple):
         return groups
 
 
-def _discard(_: Tensor) -> None:
-    """Free a result."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCase:
     """A candidate at one size."""
 
-    suite: str
-    """Suite that it belongs to."""
     name: str
-    """Name of the candidate."""
     label: str
     """Name in tables and plots."""
-    description: str
-    """What it computes."""
-    sizes: Mapping[str, int | str]
+    sizes: Sizes
     """The size. Cases of equal sizes are compared."""
     tokens: int
     """Tokens in one run."""
@@ -116,3 +107,35 @@ class BenchCase:
     """Whether to compare all gradients as one vector, as for models, instead of one by one."""
     isolated: bool = True
     """Whether to time each phase separately from cold caches, or as consecutive training steps."""
+
+    def check_errors(self) -> dict[str, float]:
+        """Return the relative errors of the output and, if there are leaves, of the gradients."""
+        candidate, oracle = self.build_check()
+        actual, expected = candidate.run(), oracle.run()
+        errors = {"output": relative_error([actual], [expected])}
+        if candidate.leaves:
+            cotangent = torch.randn_like(expected)
+            got, wanted = _gradients(candidate, actual, cotangent), _gradients(oracle, expected, cotangent)
+            separate = (relative_error([mine], [exact]) for mine, exact in zip(got, wanted, strict=True))
+            errors["gradients"] = relative_error(got, wanted) if self.joint_gradients else max(separate)
+        return errors
+
+
+def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return `‖actual - expected‖ / ‖expected‖` of tensors taken as one vector, computed in float64.
+
+    Infinite if shapes differ or values are not finite.
+    """
+    if any(mine.shape != exact.shape for mine, exact in zip(actual, expected, strict=True)):
+        return float("inf")
+    pairs = [(mine.detach().to(exact), exact.detach()) for mine, exact in zip(actual, expected, strict=True)]
+    difference = sum(float((mine.double() - exact.double()).square().sum()) for mine, exact in pairs)
+    size = sum(float(exact.double().square().sum()) for _, exact in pairs)
+    error = (difference / size) ** 0.5 if size else difference**0.5
+    return error if error < float("inf") else float("inf")
+
+
+def _gradients(workload: Workload, output: Tensor, cotangent: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(output, workload.leaves, cotangent.to(output), allow_unused=True)
+    pairs = zip(found, workload.leaves, strict=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +13,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from tcnca.bench.case import Sizes
 from tcnca.bench.timing import Timing
 from tcnca.errors import DataError
-from tcnca.training.files import atomic_write, to_json
-
-Sizes = dict[str, int | str]
+from tcnca.files import atomic_write, to_json
 
 GRAPH, EAGER = "graph", "eager"
 MODES = (GRAPH, EAGER)
@@ -29,10 +28,8 @@ _TABLE_PHASES = ("inference", "forward", "backward", "step")
 class Result:
     """The result of one `BenchCase`; fields of the same name are copied from it."""
 
-    suite: str
     name: str
     label: str
-    description: str
     sizes: Sizes
     tokens: int
     tolerance: float
@@ -55,24 +52,10 @@ class Result:
         found = times.get(mode) if mode else times.get(GRAPH, times.get(EAGER))
         return None if found is None else found.median
 
-    def roofline_fraction(self, phase: str) -> float | None:
-        """Return the roofline time as a fraction of the measured one."""
-        seconds, bound = self.seconds(phase), self.roofline.get(phase)
-        return None if not seconds or bound is None else bound / seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, with derived roofline fractions and tokens per second."""
-        values = dataclasses.asdict(self)
-        values["roofline_fraction"] = {phase: self.roofline_fraction(phase) for phase in self.times}
-        seconds = self.seconds("step") or self.seconds("forward")
-        values["tokens_per_second"] = None if seconds is None else self.tokens / seconds
-        return values
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
-        """Read what `to_dict` wrote."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        known = {name: value for name, value in values.items() if name in names}
+        """Read a result from JSON values."""
+        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         known["times"] = {
             phase: {mode: Timing(**timing) for mode, timing in modes.items()} for phase, modes in known["times"].items()
         }
@@ -99,11 +82,12 @@ class Ratio:
     stretch: float | None = None
     """The stretch goal on an H200."""
 
-    def reached(self, goal: float | None) -> bool | None:
-        """Return whether the value reaches a goal; None if there is no goal."""
-        if goal is None:
+    @property
+    def reached(self) -> bool | None:
+        """Whether the value reaches the goal; None if there is no goal."""
+        if self.goal is None:
             return None
-        return self.value <= goal if self.unit == "GB" else self.value >= goal
+        return self.value <= self.goal if self.unit == "GB" else self.value >= self.goal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +106,6 @@ class Report:
     roofline: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Measured peak rates of the machine."""
     results: list[Result] = dataclasses.field(default_factory=list)
-    ratios: list[Ratio] = dataclasses.field(default_factory=list)
     interrupted: bool = False
     """Whether the run ended early."""
 
@@ -131,22 +114,27 @@ class Report:
         """The results of candidates that were timed."""
         return [result for result in self.results if result.status == "timed"]
 
+    @property
+    def ratios(self) -> list[Ratio]:
+        """Ratios between candidates, on a GPU with the goals and the paper's numbers."""
+        ratios = [ratio for comparison in COMPARISONS for ratio in _compare(comparison, self)]
+        ratios += [*_lra_means(ratios), *_speed_and_memory(self)]
+        return [_with_goal(ratio) for ratio in ratios] if self.hardware["device"] == "cuda" else ratios
+
 
 def write_json(path: Path, report: Report) -> None:
-    """Write a report atomically."""
-    values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
-    values["results"] = [result.to_dict() for result in report.results]
-    values["ratios"] = [dataclasses.asdict(ratio) for ratio in report.ratios]
-    atomic_write(path, to_json(values, indent=1) + "\n")
+    """Write a report, with its ratios, atomically."""
+    ratios = [dataclasses.asdict(ratio) for ratio in report.ratios]
+    atomic_write(path, to_json({**dataclasses.asdict(report), "ratios": ratios}, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Report:
-    """Read a report."""
+    """Read a report. Its ratios are computed anew."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         results = [Result.from_dict(result) for result in values.pop("results")]
-        ratios = [Ratio(**ratio) for ratio in values.pop("ratios")]
-        return Report(results=results, ratios=ratios, **values)
+        del values["ratios"]
+        return Report(results=results, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: expected results of `tcnca bench`, got {error!r}; run the benchmark again") from error
 
@@ -155,7 +143,7 @@ def read_json(path: Path) -> Report:
 
 
 class Comparison(NamedTuple):
-    """Two candidates; the ratio is the time of `slow` divided by that of `fast`."""
+    """Two candidates of a suite whose times are divided: `slow` by `fast`."""
 
     suite: str
     title: str
@@ -175,12 +163,10 @@ class Goal(NamedTuple):
     stretch: float | None = None
 
 
-KERNEL_SPEEDUP_PAPER = {8192: 1.51, 16_384: 1.25, 32_768: 1.23, 65_536: 1.20, 131_072: 1.25}
-"""The paper's speed-up from a cached EMA kernel, by length."""
 _PUBLISHED = "TCN over FFT-EMA as published, bidirectional"
 _CACHED = "FFT-EMA, cached kernel over kernel computed in the call"
 _SPEED, _MEMORY = "tokens per second in training", "peak memory of a training step"
-_LRA_TITLE = "TCNCA over MEGA-chunk by FFT"
+_KERNEL_PAPER = {8192: 1.51, 16_384: 1.25, 32_768: 1.23, 65_536: 1.20, 131_072: 1.25}
 _LRA_PAPER = {"listops": 1.05, "text": 1.25, "retrieval": 1.18, "image": 1.24, "pathfinder": 1.25, "pathx": 1.73}
 _LRA_MEAN: Sizes = {"task": "mean of six"}
 
@@ -194,11 +180,8 @@ def _comparisons() -> Iterator[Comparison]:
         yield Comparison("ops", f"{_CACHED}, {direction}", slow, fast, ("forward",))
     yield Comparison("ops", "scan-EMA over FFT-EMA, causal, N=16", "fft-ema-16", "scan-ema-16")
     yield Comparison("ops", "chunked attention over naive", "attention-naive", "attention")
-    ours, baselines = (
-        (("tcnca", "TCNCA"), ("tcnca-linear", "TCNCA-linear")),
-        (("mega-fft", "FFT"), ("mega-scan", "scan")),
-    )
-    for (fast, label), (slow, algorithm) in itertools.product(ours, baselines):
+    ours, baselines = {"tcnca": "TCNCA", "tcnca-linear": "TCNCA-linear"}, {"mega-fft": "FFT", "mega-scan": "scan"}
+    for (fast, label), (slow, algorithm) in itertools.product(ours.items(), baselines.items()):
         for suffix, ending in (("", ""), ("-compiled", ", compiled")):
             title = f"{label} over MEGA by {algorithm}{ending}"
             yield Comparison("layer", title, slow + suffix, fast + suffix)
@@ -222,7 +205,7 @@ def _goals() -> Iterator[Goal]:
             yield Goal(title, {"batch": batch, "length": length}, phase, None, goal, stretch)
     yield Goal(_PUBLISHED, {"batch": 8, "length": long}, "forward", 7.07, 40, 100)
     yield Goal(_PUBLISHED, {"batch": 8, "length": long}, "backward", 2.86, 25, 50)
-    for length, paper in KERNEL_SPEEDUP_PAPER.items():
+    for length, paper in _KERNEL_PAPER.items():
         yield Goal(f"{_CACHED}, bidirectional", {"batch": 1, "length": length}, "forward", paper)
     model: Sizes = {"batch": 8, "length": 8192, "num_layers": 12}
     for ending in ("", ", compiled"):
@@ -232,31 +215,18 @@ def _goals() -> Iterator[Goal]:
             yield Goal(f"{label}{ending}: {_SPEED}", model, "step", None, 800_000, 1_200_000)
             yield Goal(f"{label}{ending}: {_MEMORY}", model, "step", None, 25, 15)
     for task, paper in _LRA_PAPER.items():
-        yield Goal(_LRA_TITLE, {"task": task}, "inference", paper)
-    yield Goal(_LRA_TITLE, _LRA_MEAN, "inference", 1.28, 1.5, 2)
+        yield Goal("TCNCA over MEGA-chunk by FFT", {"task": task}, "inference", paper)
+    yield Goal("TCNCA over MEGA-chunk by FFT", _LRA_MEAN, "inference", 1.28, 1.5, 2)
 
 
 COMPARISONS = tuple(_comparisons())
 _GOALS = tuple(_goals())
 
 
-def compute_ratios(results: Sequence[Result], *, goals: bool) -> list[Ratio]:
-    """Compare the candidates of one run.
-
-    Args:
-        results: results of one run.
-        goals: whether to add the goals and the paper's numbers, which are for GPUs.
-    """
-    timed = [result for result in results if result.status == "timed"]
-    ratios = [ratio for comparison in COMPARISONS for ratio in _compare(comparison, timed)]
-    ratios += [*_lra_means(ratios), *_speed_and_memory(timed)]
-    return [_with_goal(ratio) for ratio in ratios] if goals else ratios
-
-
-def _compare(comparison: Comparison, timed: Sequence[Result]) -> Iterator[Ratio]:
+def _compare(comparison: Comparison, report: Report) -> Iterator[Ratio]:
     suite, title, *names, phases = comparison
-    slows, fasts = ([result for result in timed if (result.suite, result.name) == (suite, name)] for name in names)
-    for slow, fast in itertools.product(slows, fasts):
+    slows, fasts = ([result for result in report.timed if result.name == name] for name in names)
+    for slow, fast in itertools.product(slows, fasts) if suite == report.suite else ():
         for phase, mode in itertools.product(phases, MODES) if slow.sizes == fast.sizes else ():
             numerator, denominator = slow.seconds(phase, mode), fast.seconds(phase, mode)
             if numerator and denominator:
@@ -273,21 +243,12 @@ def _lra_means(ratios: Sequence[Ratio]) -> Iterator[Ratio]:
     for members in groups.values():
         if len(members) == len(_LRA_PAPER):
             mean = sum(ratio.value for ratio in members) / len(members)
-            yield dataclasses.replace(members[0], sizes=dict(_LRA_MEAN), value=mean)
+            yield dataclasses.replace(members[0], sizes=_LRA_MEAN, value=mean)
 
 
-def lra_mean(report: Report, phase: str, mode: str) -> float | None:
-    """Return the mean speed-up of TCNCA over MEGA by FFT, if all six tasks were measured."""
-    wanted = (_LRA_TITLE, _LRA_MEAN, phase, mode)
-    found = (ratio for ratio in report.ratios if (ratio.title, ratio.sizes, ratio.phase, ratio.mode) == wanted)
-    return next((ratio.value for ratio in found), None)
-
-
-def _speed_and_memory(timed: Sequence[Result]) -> Iterator[Ratio]:
+def _speed_and_memory(report: Report) -> Iterator[Ratio]:
     """Yield tokens per second and peak memory of training steps, which have their own goals."""
-    for result in timed:
-        if result.suite != "model":
-            continue
+    for result in report.timed if report.suite == "model" else ():
         fields: dict[str, Any] = {"suite": "model", "sizes": result.sizes, "phase": "step"}
         for mode in MODES:
             if seconds := result.seconds("step", mode):
@@ -317,18 +278,14 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def format_sizes(sizes: Mapping[str, int | str]) -> str:
+def format_sizes(sizes: Sizes) -> str:
     """Format a size as batch 8, length 131072, f 20."""
     return ", ".join(f"{'f' if name == 'dilation_factor' else name} {value}" for name, value in sizes.items())
 
 
 def distinct_sizes(results: Sequence[Result]) -> list[Sizes]:
     """Return the sizes of some results, each once, in order."""
-    found: list[Sizes] = []
-    for result in results:
-        if result.sizes not in found:
-            found.append(result.sizes)
-    return found
+    return list({format_sizes(result.sizes): result.sizes for result in results}.values())
 
 
 def failure_lines(results: Sequence[Result]) -> list[str]:
@@ -365,105 +322,75 @@ def _result_table(sizes: Sizes, results: Sequence[Result]) -> Table:
     modes = (EAGER, GRAPH) if graphs else (EAGER,)
     memory = any(result.peak_bytes is not None for result in results)
     times = [f"{phase}\n{mode}" if graphs else phase for phase in phases for mode in modes]
-    memory_column = ["peak\nmemory"] if memory else []
+    memory_column = ["peak\nMB"] if memory else []
     table = _new_table(format_sizes(sizes), "candidate", *times, "% of\nroofline", *memory_column, "error")
     for result in results:
         if result.status != "timed":
             table.add_row(Text(result.label), Text(result.status, style="yellow"))
             continue
-        cells = [_format_timing(result, phase, mode) for phase in phases for mode in modes]
-        cells.append(" / ".join(_format_percent(result.roofline_fraction(phase)) for phase in phases))
-        cells += [_format_bytes(result.peak_bytes)] if memory else []
+        cells = [_format_timing(result.times.get(phase, {}).get(mode)) for phase in phases for mode in modes]
+        cells.append(" / ".join(_format_roofline(result, phase) for phase in phases))
+        cells += [format_number((result.peak_bytes or 0) / 1e6)] if memory else []
         table.add_row(Text(result.label), *cells, f"{max(result.errors.values(), default=0):.0e}")
     return table
 
 
-def _format_timing(result: Result, phase: str, mode: str) -> str:
+def _format_timing(timing: Timing | None) -> str:
     """Format a median, marked with ~ if the quartiles are more than half of it apart."""
-    timing = result.times.get(phase, {}).get(mode)
-    noisy = timing is not None and timing.q3 - timing.q1 > 0.5 * timing.median
-    return ("~" if noisy else "") + format_seconds(result.seconds(phase, mode))
-
-
-def _format_percent(fraction: float | None) -> str:
-    if fraction is None:
+    if timing is None:
         return "–"
-    return f"{100 * fraction:.2g}" if fraction < 1 else f"{100 * fraction:.0f}"
+    noisy = timing.q3 - timing.q1 > 0.5 * timing.median
+    return ("~" if noisy else "") + format_seconds(timing.median)
 
 
-def _format_bytes(count: int | None) -> str:
-    if count is None:
+def _format_roofline(result: Result, phase: str) -> str:
+    """Format the roofline time as a percentage of the measured one."""
+    seconds, bound = result.seconds(phase), result.roofline.get(phase)
+    if not seconds or bound is None:
         return "–"
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+    return format_number(100 * bound / seconds, 2)
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Format a number, in thousands if it is large; empty if there is none."""
+    if value is None:
+        return ""
+    if value >= 1e5:
+        return f"{value / 1e3:,.0f} k"
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def ratio_table(ratios: Sequence[Ratio]) -> Table | None:
     """Return a table of ratios with the paper's numbers and the goals; None if there are no ratios."""
-    groups: dict[tuple[str, str], list[Ratio]] = {}
+    rows: dict[tuple[str, str], dict[str, Ratio]] = {}
     for ratio in _table_ratios(ratios):
-        groups.setdefault((ratio.title, _short_sizes(ratio.sizes)), []).append(ratio)
-    if not groups:
+        rows.setdefault((f"{ratio.title}, {format_sizes(ratio.sizes)}", ratio.phase), {})[ratio.mode] = ratio
+    if not rows:
         return None
-    aims = ["paper"] if any(ratio.paper is not None for ratio in ratios) else []
-    aims += ["goal", "stretch"] if any(ratio.goal is not None for ratio in ratios) else []
+    aims = [aim for aim in ("paper", "goal", "stretch") if any(getattr(ratio, aim) is not None for ratio in ratios)]
     modes = [mode for mode in MODES if any(ratio.mode == mode for ratio in ratios)]
-    headings = modes if len(modes) > 1 else ["measured"]
-    table = _new_table("Ratios", "comparison", "phase", *aims, *headings)
-    for (title, size), members in groups.items():
-        phases = list(dict.fromkeys(ratio.phase for ratio in members))
-        cells = [Text(_format_aims(members, phases, aim)) for aim in aims]
-        cells += [_format_values(members, phases, mode) for mode in modes]
-        table.add_row(Text(f"{title}, {size}"), Text(" / ".join(phases)), *cells)
+    table, last = _new_table("Ratios", "comparison", "phase", *aims, *modes), ""
+    for (title, phase), by_mode in rows.items():
+        numbers = [format_number(getattr(next(iter(by_mode.values())), aim), 4) for aim in aims]
+        table.add_row(Text("" if title == last else title), phase, *numbers, *(_value(by_mode.get(it)) for it in modes))
+        last = title
     return table
 
 
+def _value(ratio: Ratio | None) -> Text:
+    """Format a measured number, green where its goal is reached and red where it is missed."""
+    if ratio is None:
+        return Text("–")
+    return Text(format_number(ratio.value), style={True: "green", False: "red", None: ""}[ratio.reached])
+
+
 def _table_ratios(ratios: Sequence[Ratio]) -> list[Ratio]:
-    """Of operators, choose the sizes with goals or the paper's numbers, and the longest of each batch size."""
-    longest: dict[tuple[str, Any], int] = {}
-    for ratio in ratios:
-        key = ratio.title, ratio.sizes.get("batch")
-        longest[key] = max(longest.get(key, 0), int(ratio.sizes.get("length", 0)))
-    with_goals = {format_sizes(ratio.sizes) for ratio in ratios if ratio.goal is not None}
+    """Of operators, choose what has the paper's number, lengths with goals, and the longest sequences."""
+    operators = [ratio for ratio in ratios if ratio.suite == "ops" and "model" not in ratio.sizes]
+    lengths = {ratio.sizes["length"] for ratio in operators if ratio.goal is not None}
+    lengths |= {max((int(ratio.sizes["length"]) for ratio in operators), default=0)}
     return [
         ratio
         for ratio in ratios
-        if ratio.suite != "ops"
-        or ratio.paper is not None
-        or format_sizes(ratio.sizes) in with_goals
-        or int(ratio.sizes.get("length", 0)) == longest[ratio.title, ratio.sizes.get("batch")]
+        if ratio.suite != "ops" or "model" in ratio.sizes or ratio.paper is not None or ratio.sizes["length"] in lengths
     ]
-
-
-def _short_sizes(sizes: Mapping[str, int | str]) -> str:
-    """Format a size as 8 × 131072, or text, 32 × 4096."""
-    named = [str(sizes[name]) for name in ("task", "model") if name in sizes]
-    counted = " × ".join(str(sizes[name]) for name in ("batch", "length") if name in sizes)
-    return ", ".join([*named, *([counted] if counted else [])])
-
-
-def _format_aims(members: Sequence[Ratio], phases: Sequence[str], aim: str) -> str:
-    found = {ratio.phase: getattr(ratio, aim) for ratio in members}
-    if all(found[phase] is None for phase in phases):
-        return ""
-    return " / ".join("–" if found[phase] is None else _format_number(found[phase]) for phase in phases)
-
-
-def _format_values(members: Sequence[Ratio], phases: Sequence[str], mode: str) -> Text:
-    """Format the measured numbers, green where a goal is reached and red where it is missed."""
-    found = {ratio.phase: ratio for ratio in members if ratio.mode == mode}
-    text = Text()
-    for phase in phases:
-        text.append(" / " if text else "")
-        ratio = found.get(phase)
-        if ratio is None:
-            text.append("–")
-            continue
-        value = f"{ratio.value:.2f}" if ratio.value < 10 else f"{ratio.value:.1f}"
-        value = _format_number(round(ratio.value)) if ratio.unit == "tokens/s" else value
-        text.append(value, style={True: "green", False: "red", None: ""}[ratio.reached(ratio.goal)])
-    return text
-
-
-def _format_number(value: float) -> str:
-    """Format large numbers in thousands."""
-    return f"{value / 1e3:,.0f} k" if value >= 1e5 else f"{value:,.10g}"

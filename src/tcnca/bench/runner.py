@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import difflib
 import gc
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 from tcnca.bench.case import BenchCase, Settings
 from tcnca.bench.models import layer_cases, lra_cases, model_cases
 from tcnca.bench.operators import ops_cases
-from tcnca.bench.oracle import check_errors
-from tcnca.bench.report import EAGER, GRAPH, Report, Result, compute_ratios
-from tcnca.bench.roofline import Roofline, measure_roofline
-from tcnca.bench.timing import Timer, Timing
+from tcnca.bench.report import EAGER, GRAPH, Report, Result
+from tcnca.bench.timing import Roofline, Timer, Timing, measure_roofline
+from tcnca.config import closest
 from tcnca.errors import ConfigError, TcncaError
 from tcnca.training.provenance import commit, hardware, versions
 
@@ -44,10 +42,9 @@ def bench_cases(suite: str, settings: Settings) -> list[BenchCase]:
     for part in settings.only:
         matches = {part} if part in names else {name for name in names if part in name}
         if not matches:
-            close = difflib.get_close_matches(part, names, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"--only: {hint}expected candidates or parts of their names, got {part!r}; candidates: "
-                              f"{', '.join(sorted(names))}")  # fmt: skip
+            hint = f"did you mean {close}? " if (close := closest(part, names)) else ""
+            listed = ", ".join(sorted(names))
+            raise ConfigError(f"--only: {hint}expected candidates or parts of their names, got {part!r}; see {listed}")
         selected |= matches
     return [case for case in cases if case.name in selected]
 
@@ -57,7 +54,6 @@ def run_suite(
     settings: Settings,
     command: str,
     *,
-    roofline: Roofline | None = None,
     on_start: Callable[[BenchCase, int, int], None] | None = None,
     on_result: Callable[[Report], None] | None = None,
 ) -> Report:
@@ -67,7 +63,6 @@ def run_suite(
         suite: one of `SUITES`.
         settings: what to measure, on which device and for how long.
         command: the command line, for the report.
-        roofline: peak rates of the machine; measured by default.
         on_start: called with each case, its index and the number of cases before it is measured.
         on_result: called with the report so far after each case.
     """
@@ -86,14 +81,12 @@ def run_suite(
     # Keep existing objects out of the garbage collection after each candidate.
     gc.freeze()
     try:
-        roofline = roofline or measure_roofline(timer, settings.dtype)
-        report = dataclasses.replace(report, roofline=dataclasses.asdict(roofline))
+        roofline = measure_roofline(timer, settings.dtype)
+        report = dataclasses.replace(report, roofline=roofline._asdict())
         for index, case in enumerate(cases):
             if on_start is not None:
                 on_start(case, index, len(cases))
-            results = [*report.results, measure(case, timer, roofline)]
-            ratios = compute_ratios(results, goals=timer.on_gpu)
-            report = dataclasses.replace(report, results=results, ratios=ratios)
+            report = dataclasses.replace(report, results=[*report.results, measure(case, timer, roofline)])
             if on_result is not None:
                 on_result(report)
         report = dataclasses.replace(report, interrupted=False)
@@ -107,11 +100,9 @@ def run_suite(
 def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
     """Check a case and, if it is correct, time it. A failure becomes part of the result."""
     blank = Result(
-        suite=case.suite,
         name=case.name,
         label=case.label,
-        description=case.description,
-        sizes=dict(case.sizes),
+        sizes=case.sizes,
         tokens=case.tokens,
         status="failed",
         tolerance=case.tolerance,
@@ -131,7 +122,7 @@ def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
 
 def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -> Result:
     torch.manual_seed(0)
-    errors = check_errors(*case.build_check(), joint_gradients=case.joint_gradients)
+    errors = case.check_errors()
     timer.free_memory()
     worst = max(errors.values())
     # Negated so that NaN counts as wrong.
@@ -168,13 +159,11 @@ def _shorten(error: BaseException) -> str:
 
 def _settings_dict(settings: Settings) -> dict[str, Any]:
     """Return the settings as JSON values, with the facts of the process that affect times."""
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    on_gpu = settings.device.type == "cuda"
     flushed = "flushed before every phase of ops and layer; training steps follow one another"
     return {
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+        **dataclasses.asdict(settings),
         "device": settings.device.type,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "caches": flushed if on_gpu else "as a loop leaves them",
+        "caches": flushed if settings.on_gpu else "as a loop leaves them",
     }

@@ -1,4 +1,4 @@
-"""Timing: medians of many runs, on a GPU both in eager mode and as replayed CUDA graphs."""
+"""Timing: medians of many runs, on a GPU both in eager mode and as replayed CUDA graphs, and the machine's roofline."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tcnca.ops.driver import capture_graph
 
-Phase = Callable[[], None]
-Phases = Mapping[str, Phase]
+Phases = Mapping[str, Callable[[], object]]
 
 _MAX_RUNS = 1000
 """More runs do not improve a median."""
@@ -28,13 +28,9 @@ class Timing:
     """Median and quartiles of the time of a phase, in seconds."""
 
     median: float
-    """Median."""
     q1: float
-    """First quartile."""
     q3: float
-    """Third quartile."""
     runs: int
-    """Number of runs."""
 
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
@@ -95,47 +91,56 @@ class Timer:
             torch.cuda.empty_cache()
 
     def _time(self, phases: Phases, isolated: bool, eager: bool) -> dict[str, Timing]:
-        measure = self._runs_on_gpu if self.on_gpu else _runs_on_cpu
-        first = measure(phases, isolated, eager, 1)
-        spent = sum(seconds[0] for seconds in first.values())
+        first = self._measure(phases, isolated, eager, 1)
+        spent = sum(first[name][0] for name in phases)
         runs = max(self.repeat, min(_MAX_RUNS, int(self.seconds / max(spent, 1e-9))))
-        others = measure(phases, isolated, eager, runs - 1)
+        others = self._measure(phases, isolated, eager, runs - 1)
         return {name: Timing.of(seconds + others[name]) for name, seconds in first.items()}
 
-    def _runs_on_gpu(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
+    def _measure(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
+        """Return the times of each phase and, unless phases are isolated, of the whole step."""
+        measure = self._runs_on_gpu if self.on_gpu else _runs_on_cpu
+        times = measure(phases, isolated, eager, runs)
+        found = {name: [run[index] for run in times] for index, name in enumerate(phases)}
+        if len(phases) > 1 and not isolated:
+            found["step"] = [run[-1] for run in times]
+        return found
+
+    def _runs_on_gpu(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> list[list[float]]:
+        """Return the time of each phase and of all phases together, for each run."""
         events = []
         for _ in range(runs):
-            events.append(self._run_between_events(phases, isolated, eager))
+            run = []
+            for phase in phases.values():
+                if isolated and self._flush_buffer is not None:
+                    self._flush_buffer.zero_()
+                    if eager:
+                        torch.cuda.synchronize()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                phase()
+                end.record()
+                run.append((start, end))
+            events.append([*run, (run[0][0], run[-1][1])])
             if isolated or not eager:
                 # Replays are launched much faster than they run, and the launch queue is bounded.
                 torch.cuda.synchronize()
         torch.cuda.synchronize()
-        found = {
-            name: [run[index][0].elapsed_time(run[index][1]) * 1e-3 for run in events]
-            for index, name in enumerate(phases)
-        }
-        if len(phases) > 1 and not isolated:
-            found["step"] = [run[0][0].elapsed_time(run[-1][1]) * 1e-3 for run in events]
-        return found
+        return [[start.elapsed_time(end) * 1e-3 for start, end in run] for run in events]
 
-    def _run_between_events(
-        self, phases: Phases, isolated: bool, eager: bool
-    ) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        events = []
+
+def _runs_on_cpu(phases: Phases, isolated: bool, eager: bool, runs: int) -> list[list[float]]:
+    found = []
+    for _ in range(runs):
+        times = [time.perf_counter()]
         for phase in phases.values():
-            if isolated and self._flush_buffer is not None:
-                self._flush_buffer.zero_()
-                if eager:
-                    torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
             phase()
-            end.record()
-            events.append((start, end))
-        return events
+            times.append(time.perf_counter())
+        found.append([*np.diff(times).tolist(), times[-1] - times[0]])
+    return found
 
 
-def capture_phases(phases: Phases) -> dict[str, Phase]:
+def capture_phases(phases: Phases) -> dict[str, Callable[[], object]]:
     """Capture each phase as a CUDA graph and return the replays, to be called in the same order."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -147,7 +152,7 @@ def capture_phases(phases: Phases) -> dict[str, Phase]:
     torch.cuda.empty_cache()
     # One pool for all graphs: the backward pass reads what the forward pass saved.
     pool = torch.cuda.graph_pool_handle()
-    replays: dict[str, Phase] = {}
+    replays: dict[str, Callable[[], object]] = {}
     for name, phase in phases.items():
         with capture_graph(stream, pool) as graph:
             phase()
@@ -160,13 +165,30 @@ def _run(phases: Phases) -> None:
         phase()
 
 
-def _runs_on_cpu(phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in phases}
-    for _ in range(runs):
-        for name, phase in phases.items():
-            start = time.perf_counter()
-            phase()
-            found[name].append(time.perf_counter() - start)
-    if len(phases) > 1 and not isolated:
-        found["step"] = [sum(run) for run in zip(*found.values(), strict=True)]
-    return found
+class Cost(NamedTuple):
+    """Minimal cost: every input read once, every output written once, every product computed once."""
+
+    bytes: float
+    flops: float
+
+
+class Roofline(NamedTuple):
+    """Peak rates of a machine: of a large copy, counting bytes read and written, and of a large matrix product."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, cost: Cost) -> float:
+        """Return the time that no program can beat."""
+        return max(cost.bytes / self.bytes_per_second, cost.flops / self.flops_per_second)
+
+
+def measure_roofline(timer: Timer, dtype: torch.dtype) -> Roofline:
+    """Measure the peak rates with a copy that exceeds all caches, and a matrix product in `dtype`."""
+    size, width = (2**30, 8192) if timer.on_gpu else (2**27, 1024)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=timer.device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(width, width, device=timer.device).to(dtype) for _ in range(2))
+    copy = timer.eager({"copy": lambda: target.copy_(source)}, isolated=True)["copy"].median
+    product = timer.eager({"product": lambda: torch.matmul(a, b)}, isolated=True)["product"].median
+    return Roofline(2 * size / copy, 2 * width**3 / product)

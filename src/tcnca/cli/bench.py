@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tcnca.bench import BenchCase, Report, Settings
+    from tcnca.bench import Report, Settings
+    from tcnca.bench.case import BenchCase
 
 app = typer.Typer(
     name="bench",
@@ -27,7 +28,8 @@ _Json = Annotated[Path | None, typer.Option("--json", help="File for all numbers
 _Plot = Annotated[Path | None, typer.Option("--plot", help="Plot to write: .png, .svg or .pdf.")]
 _Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: cuda if available)")]
 _Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16. (default: bfloat16 on a GPU, float32 on a CPU)")
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Dtype, float16 in ops only. (default: bfloat16 on a GPU, float32 on a CPU)"),
 ]
 _Lengths = Annotated[
     str | None, typer.Option(help="Sequence lengths, such as 8192,131072. (default: by suite and device)")
@@ -107,11 +109,12 @@ def model(
 
 @app.command()
 def lra(
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Longest sequence. (default: by task on a GPU, 1024 on a CPU)")
+    lengths: Annotated[
+        int | None,
+        typer.Option("--max-length", min=1, help="Longest sequence. (default: by task on a GPU, 1024 on a CPU)"),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Batch size. (default: by task on a GPU, 1 on a CPU)")
+    batches: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Batch size. (default: by task on a GPU, 1 on a CPU)")
     ] = None,
     num_layers: _Layers = None,
     dtype: _Dtype = None,
@@ -123,9 +126,7 @@ def lra(
     plot: _Plot = None,
 ) -> None:
     """Measure the encoders of Long-Range Arena, TCNCA against MEGA-chunk: inference and a training step."""
-    options = locals()
-    lengths, batches = (str(it) if (it := options.pop(name)) else None for name in ("max_length", "batch"))
-    _run("lra", lengths=lengths, batches=batches, **options)
+    _run("lra", **locals())
 
 
 @app.command()
@@ -135,25 +136,24 @@ def show(
 ) -> None:
     """Print or plot earlier results; several files share one table of ratios."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         from tcnca.bench import read_json
 
         if plot is not None and len(files) > 1:
             raise ConfigError(f"--plot: expected one file of results, got {len(files)}")
         reports = [read_json(path) for path in files]
         if plot is not None:
-            _save_plot(console, plot, reports[0])
+            _save_plot(plot, reports[0])
         for report in reports:
-            say(console, f"{report.suite}: {_environment(report)}, {report.started}, commit {report.commit or 'none'}")
-            if len(reports) == 1:
-                _print_results(console, report)
+            typer.echo(f"{report.suite}, {report.started}, commit {report.commit or 'none'}")
+            _print_results(console, report, tables=len(reports) == 1)
         _print_ratios(console, reports)
 
 
 def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) -> None:
     """Measure, print, write and plot. JSON is written after every candidate, and after Ctrl-C."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         from tcnca.bench import run_suite, write_json
         from tcnca.bench.plot import check_plot_path
         from tcnca.bench.report import format_seconds, format_sizes
@@ -164,7 +164,9 @@ def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) ->
         if json is not None and (json.is_dir() or not json.name):
             raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
         settings = _settings(**options)
-        progress = _progress(console)
+        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        columns = (MofNCompleteColumn(), TimeElapsedColumn(), text)
+        progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         bar = progress.add_task("roofline", total=None)
 
         def on_start(case: BenchCase, index: int, total: int) -> None:
@@ -177,36 +179,30 @@ def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) ->
             if not console.is_terminal:
                 result = report.results[-1]
                 times = ", ".join(f"{phase} {format_seconds(result.seconds(phase))}" for phase in result.times)
-                say(console, f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
+                typer.echo(f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
 
         with progress:
             report = run_suite(suite, settings, command_line(sys.argv[1:]), on_start=on_start, on_result=on_result)
-        # Write before printing, so that a failing terminal does not cost the numbers.
+        # Again, since only now the run is known to be complete.
         if json is not None:
             write_json(json, report)
         _print_results(console, report)
         _print_ratios(console, [report])
         if json is not None:
-            say(console, f"All numbers are in {json}.")
+            typer.echo(f"All numbers are in {json}.")
         if plot is not None:
-            _save_plot(console, plot, report)
+            _save_plot(plot, report)
         if report.interrupted:
-            say(console, "interrupted; the numbers are those measured so far")
+            typer.echo("interrupted; the numbers are those measured so far")
             raise typer.Exit(130)
-
-
-def _progress(console: Console) -> Progress:
-    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    return Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal)
 
 
 def _settings(
     *,
     device: str | None,
     dtype: str | None,
-    lengths: str | None,
-    batches: str | None,
+    lengths: str | int | None,
+    batches: str | int | None,
     only: str | None,
     repeat: int | None,
     compile: bool | None = False,
@@ -214,65 +210,58 @@ def _settings(
 ) -> Settings:
     import torch
 
-    from tcnca.bench import DTYPES, Settings
+    from tcnca.bench import Settings
     from tcnca.training.distributed import check_device
 
     check_device(device)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = chosen.type == "cuda"
-    dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
     return Settings(
         device=chosen,
-        dtype=DTYPES[dtype],
+        dtype=getattr(torch, dtype or ("bfloat16" if on_gpu else "float32")),
         lengths=_numbers("--lengths", lengths),
         batches=_numbers("--batches", batches),
-        only=tuple(part.strip() for part in only.split(",")) if only else (),
+        only=tuple(part.strip() for part in (only or "").split(",") if part.strip()),
         repeat=repeat or (10 if on_gpu else 3),
         compile=on_gpu if compile is None else compile,
         **others,
     )
 
 
-def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+def _numbers(name: str, text: str | int | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        numbers = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in str(text).split(","))
     except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
+        numbers = (0,)
+    if min(numbers) < 1:
         raise ConfigError(f"{name}: expected integers of at least 1, such as 1,8, got {text!r}")
     return numbers
 
 
-def _save_plot(console: Console, path: Path, report: Report) -> None:
+def _save_plot(path: Path, report: Report) -> None:
     from tcnca.bench import save_plot
 
     saved = save_plot(path, report)
-    say(console, f"The plot is {saved}." if saved else "No plot: nothing to draw was timed.")
+    typer.echo(f"The plot is {saved}." if saved else "No plot: nothing to draw was timed.")
 
 
-def _environment(report: Report) -> str:
-    facts = report.hardware
-    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts['threads']} threads"
-    return f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}"
-
-
-def _print_results(console: Console, report: Report) -> None:
+def _print_results(console: Console, report: Report, *, tables: bool = True) -> None:
     from tcnca.bench.report import failure_lines, result_tables
 
-    say(console, _environment(report))
+    facts = report.hardware
+    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts['threads']} threads"
+    typer.echo(f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}")
     if report.roofline:
         copy, product = (report.roofline[f"{unit}_per_second"] / 1e9 for unit in ("bytes", "flops"))
-        say(console, f"roofline: a copy moves {copy:,.0f} GB/s, a matrix product computes {product:,.0f} GFLOP/s")
-    if report.hardware["device"] == "cpu":
-        say(console, "On a CPU default sizes are smaller: times and ratios are not comparable with the paper's.")
-    for table in result_tables(report):
+        typer.echo(f"roofline: a copy moves {copy:,.0f} GB/s, a matrix product computes {product:,.0f} GFLOP/s")
+    if facts["device"] == "cpu":
+        typer.echo("On a CPU default sizes are smaller: times and ratios are not comparable with the paper's.")
+    for table in result_tables(report) if tables else ():
         console.print(table)
     for line in failure_lines(report.results):
-        say(console, line)
+        typer.echo(line)
 
 
 def _print_ratios(console: Console, reports: list[Report]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tcnca.cli.reporting import Watcher, explained, say
+from tcnca.cli.reporting import ProgressReporter, report_errors
 from tcnca.errors import TcncaError
 
 if TYPE_CHECKING:
@@ -72,11 +72,10 @@ def prepare(
     """
     options = locals()
     console = Console(emoji=False, highlight=False)
-    with explained("stopped; the same command continues from here"), Watcher(console) as watcher:
+    with report_errors("stopped; the same command continues from here"), ProgressReporter(console) as reporter:
         from tcnca.data import CustomOptions, prepare_dataset
         from tcnca.training.distributed import available_cores
 
-        workers = workers or available_cores()
         custom = CustomOptions(**{field.name: options[field.name] for field in dataclasses.fields(CustomOptions)})
         prepared = prepare_dataset(
             name,
@@ -84,20 +83,16 @@ def prepare(
             origin=origin,
             size=size,
             seed=seed,
-            workers=workers,
+            workers=workers or available_cores(),
             unverified=unverified,
             force=force,
             custom=custom,
-            progress=watcher,
+            progress=reporter,
         )
     if not prepared.new:
-        say(console, f"{prepared.folder} is already prepared; --force prepares it again")
-    done, seconds = watcher.amount(f"generating {prepared.data.name}")
-    if done:
-        rate = f"{done / max(seconds, 1e-9):,.0f} per second"
-        say(console, f"generated {done:,} examples in {seconds:.1f} s, {rate}, workers: {workers}")
+        typer.echo(f"{prepared.folder} is already prepared; --force prepares it again")
     _print_summary(console, prepared.data)
-    say(console, f"ready in {prepared.folder}")
+    typer.echo(f"ready in {prepared.folder}")
 
 
 @app.command("list")
@@ -115,7 +110,7 @@ def list_command(
         typer.echo(json.dumps(rows, indent=2))
         return
     console = Console(emoji=False, highlight=False)
-    say(console, f"Prepared data sets are in {folder}. Sizes: train / validation / test.\n")
+    typer.echo(f"Prepared data sets are in {folder}. Sizes: train / validation / test.\n")
     last = ("", "")
     for row in rows:
         sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
@@ -126,7 +121,7 @@ def list_command(
         if (row["description"], row["source"]) != last:
             console.print(f"  [dim]{escape(row['description'])}; {escape(row['source'])}[/]", soft_wrap=True)
         last = (row["description"], row["source"])
-    say(console, "\nrecall-LENGTH-VOCAB_SIZE accepts any even length and an even vocabulary size from 4 to 256.")
+    typer.echo("\nrecall-LENGTH-VOCAB_SIZE accepts any even length and an even vocabulary size from 4 to 256.")
 
 
 _MAX_CLASSES = 20
@@ -192,7 +187,7 @@ def show(
 ) -> None:
     """Show examples: text with its label, expressions with their value, images in the terminal and in a file."""
     console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         from tcnca.data import data_folder
         from tcnca.data.load import load_examples
         from tcnca.data.schema import num_examples
@@ -204,13 +199,13 @@ def show(
         examples = [render_example(data, split, i, console.width, full) for i in range(index, max(last, index + 1))]
         for example in examples:
             console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
-            say(console, f"{example.body}\n")
+            typer.echo(f"{example.body}\n")
         if any(example.image is not None for example in examples):
             path = picture or Path(f"{data.name}-{split}.png")
             save_images(path, examples)
-            say(console, f"images are in {path}")
+            typer.echo(f"images are in {path}")
         elif picture is not None:
-            say(console, f"{data.name} has no images")
+            typer.echo(f"{data.name} has no images")
 
 
 def _print_summary(console: Console, data: Dataset) -> None:

@@ -5,27 +5,19 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from tcnca.cli.models import models_table
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.cli.train import train
 from tcnca.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tcnca.data import Task
     from tcnca.models import SequenceModel
-    from tcnca.training import Recipe
 
 NAME = "recall-small"
 FOLDER = Path("runs") / "demo"
@@ -60,48 +52,42 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train a small model on associative recall to 99 %, and ask it. Starts over each time, in runs/demo."""
-    console = Console(emoji=False, highlight=False)
-    with explained():
+    with report_errors():
         if streaming:
             if changes:
                 raise ConfigError(
                     f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out"
                 )
-            _show_streaming(console, tokens, seed)
+            _show_streaming(tokens, seed)
             return
         from tcnca.models import load
+        from tcnca.training import load_recipe
 
         wanted = [*([f"batch.seed={seed}"] if seed else []), *(changes or [])]
-        recipe = _recipe(wanted)
+        plain = load_recipe(NAME)
+        recipe = plain.override(wanted)
+        if recipe.data.source != plain.data.source:
+            raise ConfigError(
+                f"data: expected {plain.data.source}, whose symbols the demo uses, got {recipe.data.source}; "
+                f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
+            )
         task = recipe.build_task()
-        _introduce(console, recipe, task)
+        typer.echo(f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
+        typer.echo(f"TCNCA-simple learns it in {recipe.schedule.max_steps:,} steps of {recipe.batch.size} sequences.\n")
         _clear()
         train(NAME, wanted, out=FOLDER)
-        _ask(console, task, load(FOLDER))
-        _conclude(console)
-
-
-def _recipe(changes: Sequence[str]) -> Recipe:
-    from tcnca.training import load_recipe
-
-    plain = load_recipe(NAME)
-    recipe = plain.override(changes)
-    if recipe.data.source != plain.data.source:
-        raise ConfigError(
-            f"data: expected {plain.data.source}, whose symbols the demo uses, got {recipe.data.source}; "
-            f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
-        )
-    return recipe
+        _ask(task, load(FOLDER))
+        _conclude()
 
 
 def _clear() -> None:
-    from tcnca.training.files import file_lock
+    from tcnca.files import LOCK, file_lock
 
     if not FOLDER.exists():
         return
     try:
         # Not while another demo is running.
-        with file_lock(FOLDER, "run"):
+        with file_lock(FOLDER / LOCK):
             shutil.rmtree(FOLDER)
     except OSError as error:
         raise TrainingError(
@@ -109,29 +95,20 @@ def _clear() -> None:
         ) from error
 
 
-def _introduce(console: Console, recipe: Recipe, task: Task) -> None:
-    tokens = next(task.eval_batches("test", 1)).tokens
-    attention = recipe.model_config(task).attention
-    chunks = "" if attention is None or attention.chunk_size is None else f", in chunks of {attention.chunk_size}"
-    steps, size = recipe.schedule.max_steps, recipe.batch.size
-    say(console, f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
-    say(console, f"TCNCA-simple learns it in {steps:,} steps of {size} sequences of {tokens} tokens{chunks}.\n")
-
-
-def _ask(console: Console, task: Task, model: SequenceModel) -> None:
+def _ask(task: Task, model: SequenceModel) -> None:
     symbols: list[str] = task.data.manifest["symbols"]
     pairs = QUESTION.split()
-    say(console, "\nShort questions, with the answer of the model and its probability:")
+    typer.echo("\nShort questions, with the answer of the model and its probability:")
     for key, right in zip(pairs[::2], pairs[1::2], strict=True):
         tokens = [symbols.index(name) for name in (*pairs, key)]
-        say(console, f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
-    say(console, "\nQuestions of full length, from the test set:")
+        typer.echo(f"  {QUESTION} → {key} ?  {_answer(model, symbols, tokens, right)}")
+    typer.echo("\nQuestions of full length, from the test set:")
     batch = next(task.eval_batches("test", _EXAMPLES))
     for tokens, target in zip(batch.inputs.tolist(), batch.targets[:, -1].tolist(), strict=True):
         *names, key = (symbols[token] for token in tokens)
         for begin in range(0, len(names), _LINE):
-            say(console, f"  {' '.join(names[begin : begin + _LINE])}")
-        say(console, f"    → {key} ?  {_answer(model, symbols, tokens, symbols[target])}")
+            typer.echo(f"  {' '.join(names[begin : begin + _LINE])}")
+        typer.echo(f"    → {key} ?  {_answer(model, symbols, tokens, symbols[target])}")
 
 
 def _answer(model: SequenceModel, symbols: Sequence[str], tokens: Sequence[int], right: str) -> str:
@@ -143,90 +120,62 @@ def _answer(model: SequenceModel, symbols: Sequence[str], tokens: Sequence[int],
     return f"{answer}  ({100 * float(shares.max()):.1f} %), {'right' if answer == right else f'WRONG: it is {right}'}"
 
 
-def _conclude(console: Console) -> None:
+def _conclude() -> None:
     from tcnca.training.report import CURVES, read_result
 
     result = read_result(FOLDER)
     assert result is not None
     score = result.scores["test"]
     reached = f"{100 * score.value:.1f} % of {score.count:,} test sequences right"
-    say(console, f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
-    say(console, f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
+    typer.echo(f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
+    typer.echo(f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
     if score.value < GOAL:
         raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
-    say(console, f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
+    typer.echo(f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
 
 
-def _show_streaming(console: Console, tokens: int, seed: int) -> None:
-    """Print all presets, and that the output token by token equals the parallel forward pass."""
+def _show_streaming(tokens: int, seed: int) -> None:
+    """Print that the output token by token equals the parallel forward pass."""
     import torch
 
-    from tcnca.models import build, preset, presets, summarize
+    from tcnca.models import build
 
-    rows = [(preset(name), summarize(preset(name).model, preset(name).length)) for name in presets()]
-    console.print(models_table(rows))
-    console.print()
-    title = f"{tokens} tokens in one call, in random pieces, and one by one"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("model", no_wrap=True)
-    for column in ("in\npieces", "one\nby one", "tokens/s\none by one", "equal"):
-        table.add_column(column, justify="right", no_wrap=True)
+    typer.echo(f"{tokens} tokens in one call, in random pieces, and one by one:\n")
+    typer.echo(f"{'model':<24}{'in pieces':>12}{'one by one':>12}{'tokens/s':>10}  equal")
     failed: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("streaming", total=len(STREAMED))
-        for label, (name, changes) in STREAMED.items():
-            progress.update(bar, description=f"streaming {label}")
-            torch.manual_seed(seed)
-            pieces, single, speed = streaming_errors(build(name, **changes).eval(), tokens, seed)
-            equal = max(pieces, single) <= STREAMING_TOLERANCE
-            failed += [] if equal else [label]
-            answer = "[green]yes[/]" if equal else "[red]NO[/]"
-            table.add_row(label, f"{pieces:.1e}", f"{single:.1e}", f"{speed:.0f}", answer)
-            progress.advance(bar)
-    console.print(table)
-    console.print(
-        f"Errors are ‖streamed - parallel‖ / ‖parallel‖ of the logits, in float32 with random weights; "
-        f"up to {STREAMING_TOLERANCE:.0e} is rounding. With chunks, or without attention, every token costs the same."
+    for label, (name, changes) in STREAMED.items():
+        torch.manual_seed(seed)
+        pieces, single, speed = streaming_errors(build(name, **changes).eval(), tokens, seed)
+        equal = max(pieces, single) <= STREAMING_TOLERANCE
+        failed += [] if equal else [label]
+        typer.echo(f"{label:<24}{pieces:>12.1e}{single:>12.1e}{speed:>10.0f}  {'yes' if equal else 'NO'}")
+    typer.echo(
+        f"\nErrors are ‖streamed - parallel‖ / ‖parallel‖ of the logits, in float32 with random weights; "
+        f"up to {STREAMING_TOLERANCE:.0e} is rounding.\nWith chunks, or without attention, every token costs the same."
     )
     if failed:
-        console.print(f"[red]Streaming differs from the parallel forward pass in: {', '.join(failed)}[/]")
-        raise typer.Exit(1)
+        raise TrainingError(f"streaming differs from the parallel forward pass in {', '.join(failed)}")
 
 
 def streaming_errors(model: SequenceModel, tokens: int, seed: int) -> tuple[float, float, float]:
     """Return the errors of random pieces and of single tokens against one call, and the speed of single tokens."""
     import torch
 
-    vocab_size = model.embedding.weight.shape[0]
-    x = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    rng, sizes = random.Random(seed), list[int]()
+    while left := tokens - sum(sizes):
+        sizes.append(rng.randint(1, min(left, 40)))
+    x = torch.randint(model.embedding.weight.shape[0], (1, tokens), generator=torch.Generator().manual_seed(seed))
 
-    def error(sizes: Iterator[int]) -> float:
-        streamed = _stream(model, x, sizes)
-        return float((streamed - whole).norm() / whole.norm())
+    def error(sizes: Sequence[int]) -> float:
+        state, outputs = model.initial_state(1), []
+        for piece in x.split(sizes, dim=1):
+            logits, state = model(piece, state=state, inplace=True)
+            outputs.append(logits)
+        return float((torch.cat(outputs, 1) - whole).norm() / whole.norm())
 
     with torch.no_grad():
         whole = model(x, return_state=False).logits
-        pieces = error(_random_pieces(tokens, seed))
+        pieces = error(sizes)
         start = time.perf_counter()
-        single = error(iter([1] * tokens))
+        single = error([1] * tokens)
         return pieces, single, tokens / (time.perf_counter() - start)
-
-
-def _stream(model: SequenceModel, x: Tensor, sizes: Iterator[int]) -> Tensor:
-    import torch
-
-    state, outputs, start = model.initial_state(x.shape[0]), [], 0
-    for size in sizes:
-        logits, state = model(x[:, start : start + size], state=state, inplace=True)
-        outputs.append(logits)
-        start += size
-    return torch.cat(outputs, 1)
-
-
-def _random_pieces(tokens: int, seed: int) -> Iterator[int]:
-    rng, left = random.Random(seed), tokens
-    while left:
-        size = rng.randint(1, min(left, 40))
-        yield size
-        left -= size

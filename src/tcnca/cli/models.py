@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.reporting import explained, say
+from tcnca.cli.reporting import report_errors
 from tcnca.config import Config, check_choice, field_texts
 from tcnca.recipes import FAMILIES, descriptions, find
 
@@ -28,32 +28,24 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the paper's models and ours: size, receptive field, streaming state and cost of a token."""
-    with explained():
+    with report_errors():
         from tcnca.models import preset, presets, summarize
 
         chosen = [preset(name) for name in presets() if like.lower() in name]
         if not chosen:
             check_choice("preset", like, presets())
+        rows = [(entry, summarize(entry.model, entry.length)) for entry in chosen]
     if as_json:
-        rows = {
-            entry.name: {
-                "family": entry.family,
-                "task": entry.task,
-                "length": entry.length,
-                **vars(summarize(entry.model, entry.length)),
-            }
-            for entry in chosen
+        about = {
+            entry.name: {"family": entry.family, "task": entry.task, "length": entry.length, **vars(summary)}
+            for entry, summary in rows
         }
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(about, indent=2))
         return
     console = Console(emoji=False, highlight=False)
-    say(console, family_lines({entry.family for entry in chosen}))
-    console.print(models_table([(entry, summarize(entry.model, entry.length)) for entry in chosen]))
-
-
-def family_lines(shown: set[str]) -> str:
-    """Return a line for each family that is shown: what it is, and whether it is the paper's or ours."""
-    return "\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown)
+    shown = {entry.family for entry in chosen}
+    typer.echo("\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown))
+    console.print(models_table(rows))
 
 
 def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
@@ -90,9 +82,8 @@ def recipes(
     ] = None,
 ) -> None:
     """List the built-in recipes, or print one with all its keys."""
-    console = Console(emoji=False, highlight=False)
-    with explained():
-        say(console, printed(name, changes or []) if name else listed())
+    with report_errors():
+        typer.echo(printed(name, changes or []) if name else listed())
 
 
 def listed() -> str:

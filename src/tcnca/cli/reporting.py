@@ -19,7 +19,7 @@ _LINE_SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def explained(interrupted: str = "stopped") -> Iterator[None]:
+def report_errors(interrupted: str = "stopped") -> Iterator[None]:
     """End the command with the message of an error, or with `interrupted` on Ctrl-C, instead of a traceback."""
     try:
         yield
@@ -31,13 +31,10 @@ def explained(interrupted: str = "stopped") -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def say(console: Console, text: str) -> None:
-    """Print a text as it is, without wrapping or markup."""
-    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def parse_duration(name: str, text: str) -> float:
-    """Return the seconds of a time such as 90s, 20m or 2h."""
+def parse_duration(name: str, text: str) -> float | None:
+    """Return the seconds of a time such as 90s, 20m or 2h; None for an empty text."""
+    if not text:
+        return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if not found or not float(found[1]):
         raise ConfigError(f"{name}: expected a time such as 90s, 20m or 2h, got {text!r}")
@@ -46,63 +43,39 @@ def parse_duration(name: str, text: str) -> float:
 
 def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
     """Raise a ConfigError that suggests `lr=1e-3` if `--lr 1e-3` was given, or the option that was misspelled."""
-    for place, word in enumerate(words):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("-"):
             continue
         option, equals, value = word.partition("=")
-        key = option.lstrip("-").replace("-", "_")
-        following = words[place + 1] if place + 1 < len(words) else ""
         value = value if equals else following if following and "=" not in following else "VALUE"
         close = difflib.get_close_matches(option, options, 1, 0.75)
-        suggestion = close[0] if close else f"{key}={value}"
+        suggestion = close[0] if close else f"{option.lstrip('-').replace('-', '_')}={value}"
         raise ConfigError(
             f"{option}: did you mean {suggestion}? Keys of a recipe are given as key=value, without dashes"
         )
 
 
-class Watcher:
-    """Shows progress: bars in a terminal, a line now and then elsewhere."""
+class ProgressReporter(Progress):
+    """Shows the progress of several activities: bars in a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.started: dict[str, float] = {}
-        self.first: dict[str, int] = {}
-        self.last: dict[str, tuple[int, float]] = {}
+        done = TextColumn("{task.completed:,.0f}")
+        columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._bars: dict[str, TaskID] = {}
         self._printed = 0.0
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f}"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-    def __enter__(self) -> Watcher:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         """Show that `done` of `total` is done."""
-        now = time.perf_counter()
+        now = time.monotonic()
         if what not in self._bars:
-            self._bars[what] = self._progress.add_task(what, total=total)
-            self.started[what], self.first[what] = now, done
-            if not self.console.is_terminal:
-                say(self.console, f"{what} …")
-            self._printed = now
-        if not self.console.is_terminal and total and now - self._printed > _LINE_SECONDS:
-            say(self.console, f"{what}: {done:,} of {total:,}")
-            self._printed = now
-        self._progress.update(self._bars[what], completed=done, total=total)
-        self.last[what] = done, now
+            self._bars[what] = self.add_task(what, total=total)
+            self._print_line(f"{what} …", now)
+        elif total and now - self._printed > _LINE_SECONDS:
+            self._print_line(f"{what}: {done:,} of {total:,}", now)
+        self.update(self._bars[what], completed=done, total=total)
 
-    def amount(self, what: str) -> tuple[int, float]:
-        """Return how much of something was done, and in how many seconds."""
-        if what not in self.last:
-            return 0, 0.0
-        done, now = self.last[what]
-        return done - self.first[what], now - self.started[what]
+    def _print_line(self, text: str, now: float) -> None:
+        self._printed = now
+        if self.disable:
+            typer.echo(text)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.reporting import check_changes, explained, parse_duration, say
+from tcnca.cli.reporting import check_changes, parse_duration, report_errors
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def train(
 ) -> None:
     """Train a model by a recipe. On several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
     changes = [*([f"data={data}"] if data else []), *(changes or [])]
-    with explained():
+    with report_errors():
         check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
-        seconds = parse_duration("--budget", budget) if budget else None
+        seconds = parse_duration("--budget", budget)
         find(recipe)  # answers a misspelled name before PyTorch is imported
     from tcnca.training import Trainer, load_recipe
     from tcnca.training.provenance import command_line
@@ -46,12 +46,11 @@ def train(
     options = [*(["--budget", budget] if budget else []), *(["--device", device] if device else [])]
     arguments = ["train", recipe, *changes, *options]
     again = command_line([*arguments, *(["--out", str(out)] if out else []), "--resume"])
-    console = Console(emoji=False, highlight=False)
-    with explained(f"stopped; continue with\n{again}"):
+    with report_errors(f"stopped; continue with\n{again}"):
         wanted = load_recipe(recipe).override(changes)
         if print_config:
             wanted.validate()
-            say(console, wanted.to_yaml().rstrip())
+            typer.echo(wanted.to_yaml().rstrip())
             return
         name = Path(recipe).stem
         trainer = Trainer(
@@ -64,29 +63,29 @@ def train(
             command=command_line(arguments),
         )
         result = trainer.fit()
-        if trainer.dist.is_main:
-            _print_result(console, trainer.out, result, again)
+    if trainer.dist.is_main:
+        _print_result(trainer.out, result, again)
     if result.stopped:
         raise typer.Exit(130)
 
 
-def _print_result(console: Console, out: Path, result: Result, again: str) -> None:
+def _print_result(out: Path, result: Result, again: str) -> None:
     from tcnca.training.report import CURVES, REPORT, cost_rows, score_rows
 
     if result.stopped:
-        say(console, f"stopped by {result.stopped} after step {result.step:,}; continue with\n{again}")
+        typer.echo(f"stopped by {result.stopped} after step {result.step:,}; continue with\n{again}")
         return
+    console = Console(emoji=False, highlight=False)
     scores = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("split", "metric", "value", "answers"):
         scores.add_column(column, justify="right" if column in ("value", "answers") else "left")
     for row in score_rows(result):
         scores.add_row(*row)
-    console.print(scores)
     costs = Table(box=None, show_header=False, pad_edge=False)
     for name, value in cost_rows(result):
         costs.add_row(name, value)
-    console.print(costs)
-    say(console, f"\nThe run is in {out}: the model, {REPORT}, {CURVES} and checkpoints.")
+    console.print(scores, costs)
+    typer.echo(f"\nThe run is in {out}: the model, {REPORT}, {CURVES} and checkpoints.")
 
 
 def eval_(
@@ -102,19 +101,7 @@ def eval_(
     device: _Device = None,
 ) -> None:
     """Measure a trained model on a split."""
-    from tcnca.training import Logger, dist_context, evaluate_run
-    from tcnca.training.evaluate import write_evaluation
+    with report_errors():
+        from tcnca.training import evaluate_run
 
-    console = Console(emoji=False, highlight=False)
-    changes = changes or []
-    with (
-        explained(),
-        dist_context(device) as dist,
-        Logger(run, console, enabled=dist.is_main) as logger,
-        logger.evaluation(split) as progress,
-    ):
-        checkpoint, score = evaluate_run(run, changes, split=split, best=best, dist=dist, progress=progress)
-        # Printed first: the score is not lost if the directory cannot be written.
-        logger.print(f"{checkpoint.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
-        if dist.is_main:
-            write_evaluation(run, checkpoint, score, changes, split=split, device=dist.device.type)
+        evaluate_run(run, changes or [], split=split, best=best, device=device)

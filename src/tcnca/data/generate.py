@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, concatenate, take
-from tcnca.data.store import disk_errors
 from tcnca.errors import DataError
+from tcnca.files import disk_errors
 
 SETTINGS = "settings.json"
 MIN_PARALLEL_SECONDS = 5.0

@@ -16,8 +16,9 @@ from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import generate
 from tcnca.data.schema import Columns, Content, head, num_examples
-from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, file_lock, read_manifest, restore_folder
+from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, read_manifest, restore_folder
 from tcnca.errors import ConfigError, DataError
+from tcnca.files import file_lock
 
 DOWNLOADS = "downloads"
 """Folder of downloaded files, next to the data sets."""
@@ -85,7 +86,8 @@ def prepare_dataset(
     if not force and (found := job.find()) is not None:
         return found
     job.check_source()
-    with file_lock(job.folder, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
+    lock = job.folder.with_name(f".{job.folder.name}.lock")
+    with file_lock(lock, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
         restore_folder(job.folder)
         if not force and (found := job.find()) is not None:
             return found

@@ -7,22 +7,21 @@ always complete.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import filelock
 import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.schema import Column, Columns, Ragged, num_examples
 from tcnca.errors import DataError
+from tcnca.files import disk_errors
 from tcnca.version import __version__
 
 FORMAT = 2
@@ -235,26 +234,6 @@ class _NpyWriter:
             self.file.close()
 
 
-@contextlib.contextmanager
-def file_lock(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Lock `folder` for writing; call `on_wait` before waiting for another process that holds the lock.
-
-    The lock is released when its process ends, even if it is killed.
-    """
-    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
-    with disk_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            on_wait()
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def restore_folder(folder: Path) -> None:
     """Restore the folder that an interrupted `replace_folder` had moved away."""
     old = folder.with_name(f".{folder.name}.old")
@@ -270,20 +249,6 @@ def replace_folder(new: Path, folder: Path) -> None:
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError into a DataError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"{folder}: the disk is full; free some space or choose another folder with --out, then run the same "
-                "command again (no incomplete files were left)"
-            ) from error
-        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -1,10 +1,10 @@
 """Layers: modules with parameters, built from `tcnca.ops` and chosen by typed configurations."""
 
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.block import GatedBlock, Layer, LayerConfig, LayerState, ResidualBlock
+from tcnca.layers.block import FeedForward, GatedBlock, Layer, LayerConfig, LayerState, ResidualBlock
 from tcnca.layers.ema import EMA, EMAConfig
-from tcnca.layers.feed_forward import Dropout, FeedForward, Linear
-from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_dtype
+from tcnca.layers.linear import Dropout, Linear
+from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_features
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
 from tcnca.layers.tcn import TCN, TCNConfig
 
@@ -31,6 +31,6 @@ __all__ = [
     "RMSNorm",
     "ResidualBlock",
     "TCNConfig",
-    "check_dtype",
+    "check_features",
     "make_norm",
 ]

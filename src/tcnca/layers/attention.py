@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, PositiveInt, Probability, check_at_least
+from tcnca.config import Config, PositiveInt, Probability
 from tcnca.errors import ConfigError, InputError
 from tcnca.ops import (
     AttentionActivation,
@@ -23,16 +23,6 @@ from tcnca.ops import (
 Position = Literal["none", "simple", "rotary", "rope"]
 
 
-def check_reach(name: str, chunk_size: int | None, reach: int) -> None:
-    """Raise a ConfigError if a `simple` position bias is too short for the chunk."""
-    if chunk_size is not None and chunk_size > reach:
-        raise ConfigError(
-            f"{name}: expected at most {reach}, the length of the simple position bias, got {chunk_size}; set "
-            f"attention.max_length before training, or use rotary or rope positions, which have no limit"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Config, kind="chunked"):
     """Attention of one head inside chunks."""
 
@@ -58,8 +48,12 @@ class AttentionConfig(Config, kind="chunked"):
             raise ConfigError(
                 f"d_key: expected an even number for position {self.position!r}, which rotates pairs, got {self.d_key}"
             )
-        if self.position == "simple":
-            check_reach("chunk_size", self.chunk_size, self.reach)
+        if self.position == "simple" and (self.chunk_size or 0) > self.reach:
+            raise ConfigError(
+                f"chunk_size: expected at most {self.reach}, the length of the simple position bias, got "
+                f"{self.chunk_size}; set attention.max_length before training, or use rotary or rope positions, which "
+                f"have no limit"
+            )
 
     @property
     def reach(self) -> int:
@@ -78,8 +72,7 @@ class ChunkedAttention(nn.Module):
 
     def __init__(self, config: AttentionConfig | None = None, causal: bool = True, **fields: Any) -> None:
         super().__init__()
-        config = AttentionConfig(**fields) if config is None else dataclasses.replace(config, **fields)
-        self.config = config
+        self.config = config = AttentionConfig.of(config, fields)
         self.causal = causal
         if config.position == "simple":
             self.bias = nn.Parameter(torch.empty(2 * config.reach - 1))
@@ -100,12 +93,7 @@ class ChunkedAttention(nn.Module):
 
     def set_chunk_size(self, chunk_size: int | None) -> None:
         """Change the chunk size; a simple bias must cover it."""
-        if chunk_size is not None:
-            check_at_least("chunk_size", chunk_size, 1)
-        reach = self.config.max_length
-        if self.config.position == "simple":
-            reach = self.config.reach
-            check_reach("chunk_size", chunk_size, reach)
+        reach = self.config.reach if self.config.position == "simple" else self.config.max_length
         self.config = dataclasses.replace(self.config, chunk_size=chunk_size, max_length=reach)
 
     def forward(
@@ -193,5 +181,4 @@ class ChunkedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
-        c = self.config
-        return f"chunk_size={self.chunk_size}, activation={c.activation}, position={c.position}, causal={self.causal}"
+        return f"{self.config}, causal={self.causal}"

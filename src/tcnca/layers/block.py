@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnca.config import Config, NonNegativeInt, PositiveInt, Probability
 from tcnca.errors import ConfigError
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.feed_forward import WEIGHT_STD, Dropout, FeedForward, Linear
+from tcnca.layers.linear import WEIGHT_STD, Dropout, Linear
 from tcnca.layers.mixer import MixerConfig
 from tcnca.layers.norm import NormKind, make_norm
 from tcnca.layers.tcn import TCNConfig
@@ -30,7 +30,6 @@ class LayerState(State):
     attention: AttentionState | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig(Config):
     """The structure of a layer."""
 
@@ -38,9 +37,9 @@ class LayerConfig(Config):
     """Channels of the sequence between layers (the paper's d)."""
     d_ff: NonNegativeInt = 256
     """Hidden width of the feed-forward net; 0 for none."""
-    mixer: MixerConfig | None = dataclasses.field(default_factory=TCNConfig)
+    mixer: MixerConfig | None = TCNConfig()
     """What mixes over time before the attention."""
-    attention: AttentionConfig | None = dataclasses.field(default_factory=AttentionConfig)
+    attention: AttentionConfig | None = AttentionConfig()
     """Attention inside chunks."""
     gated: bool = True
     """Whether mixer and attention are combined by MEGA's gates, or by residual connections."""
@@ -173,26 +172,34 @@ def _run(part: nn.Module | None, *inputs: Tensor, return_state: bool, **options:
     return result if return_state else (result, None)
 
 
+class FeedForward(nn.Module):
+    """`x + drop(W₂ drop_h(act(W₁ norm(x))))`; post-norm: `norm(x + drop(W₂ drop_h(act(W₁ x))))`."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.prenorm = config.prenorm
+        self.activation = activation(config.activation)
+        self.norm = make_norm(config.norm, config.d_model)
+        self.up = Linear(config.d_model, config.d_ff)
+        self.down = Linear(config.d_ff, config.d_model)
+        self.hidden_dropout = Dropout(config.ff_dropout, config.feature_dropout)
+        self.dropout = Dropout(config.dropout, config.feature_dropout)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Map `[batch, time, d_model]` to the same shape; `lengths` (`[batch]`) are the valid tokens of each row."""
+        h = self.norm(x, lengths) if self.prenorm else x
+        h = self.hidden_dropout(self.activation(self.up(h)))
+        x = x + self.dropout(self.down(h))
+        return x if self.prenorm else self.norm(x, lengths)
+
+
 class Layer(nn.Module):
     """One layer: a block that mixes over time, then a feed-forward net."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.block: GatedBlock | ResidualBlock = GatedBlock(config) if config.gated else ResidualBlock(config)
-        self.feed_forward = (
-            FeedForward(
-                config.d_model,
-                config.d_ff,
-                activation_name=config.activation,
-                norm=config.norm,
-                prenorm=config.prenorm,
-                dropout=config.dropout,
-                hidden_dropout=config.ff_dropout,
-                feature_dropout=config.feature_dropout,
-            )
-            if config.d_ff
-            else None
-        )
+        self.feed_forward = FeedForward(config) if config.d_ff else None
 
     def forward(
         self,

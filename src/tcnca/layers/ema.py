@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
 EMAOutput = Literal["skip", "activation"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EMAConfig(MixerConfig, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 
@@ -57,7 +55,7 @@ class EMA(Mixer):
     config: EMAConfig
 
     def __init__(self, d_model: int, config: EMAConfig | None = None, causal: bool = True, **fields: Any) -> None:
-        config = EMAConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        config = EMAConfig.of(config, fields)
         super().__init__(d_model, config, causal)
         shape = (1 if causal else 2, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))
@@ -131,10 +129,3 @@ class EMA(Mixer):
     def param_options(self) -> dict[str, ParamOptions]:
         """Exclude all parameters from weight decay."""
         return {name: ParamOptions("rest", wd_mult=0.0) for name, _ in self.named_parameters()}
-
-    def extra_repr(self) -> str:
-        """Describe the module for `print`."""
-        c = self.config
-        return (
-            f"{self.d_model}, d_state={c.d_state}, truncation={c.truncation}, backend={c.backend}, causal={self.causal}"
-        )

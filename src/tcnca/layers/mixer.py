@@ -1,13 +1,18 @@
 """The protocol of mixers: modules that mix each channel over time, such as the TCN and the EMA.
 
-Blocks, models, summaries and optimizers use mixers through this protocol alone. A new mixer is an operator in
-`tcnca.ops` and a file here with a `MixerConfig`, whose `kind` registers it, and a `Mixer`.
+Blocks, models, summaries and optimizers use mixers through this protocol alone. To add a mixer:
+
+1. an operator in a folder of `tcnca.ops`;
+2. a file in this package with a `Mixer` and its configuration, `class NewConfig(MixerConfig, kind="new")`. The `kind`
+   registers it: recipes, saved models and the command line then accept `mixer=new` and the fields of `NewConfig`;
+3. a line in `tcnca/layers/__init__.py` that imports it.
+
+`tests/layers/test_new_mixer.py` adds a small one.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -29,7 +34,6 @@ class ParamOptions(NamedTuple):
     """Factor of the weight decay; 0 for none."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(Config, abc.ABC):
     """Base of the mixers' configurations."""
 
@@ -83,7 +87,7 @@ class Mixer(nn.Module, abc.ABC):
             raise StateError("state: expected None, got a request for one; bidirectional mixers have no state")
         if not (state is None or isinstance(state, self.state_class)):
             raise StateError(f"state: expected a {self.state_class.__name__}, got a {type(state).__name__}")
-        check_features("x", x, self)
+        check_features("x", x, self.d_model, next(self.parameters(), None))
         y, new = self.mix(x, lengths, state, return_state, inplace)
         if not return_state:
             return y
@@ -121,23 +125,19 @@ class Mixer(nn.Module, abc.ABC):
         """
         return {}
 
+    def extra_repr(self) -> str:
+        """Describe the module for `print`."""
+        return f"{self.d_model}, {self.config}, causal={self.causal}"
 
-def check_features(name: str, x: Tensor, module: Mixer) -> None:
-    """Raise an InputError unless `x` is `[batch, time, d_model]` in the dtype of the module's parameters."""
+
+def check_features(name: str, x: Tensor, width: int, parameter: Tensor | None) -> None:
+    """Raise an InputError unless `x` is `[batch, time, width]` and, without autocast, has the dtype of `parameter`."""
     check_tensor(name, x)
-    width = module.d_model
     if x.dim() != 3 or x.shape[2] != width or x.shape[1] < 1:
         swapped = x.dim() == 3 and x.shape[1] == width
         hint = "; this looks like [batch, channels, time]: pass x.transpose(1, 2)" if swapped else ""
         raise InputError(f"{name}: expected shape [batch, time, {width}], got {list(x.shape)}{hint}")
-    parameter = next(module.parameters(), None)
-    if parameter is not None:
-        check_dtype(name, x, parameter)
-
-
-def check_dtype(name: str, x: Tensor, parameter: Tensor) -> None:
-    """Raise an InputError if `x` has another dtype than `parameter`, unless autocast is on."""
-    if x.dtype != parameter.dtype and not autocasts(x.device):
+    if parameter is not None and x.dtype != parameter.dtype and not autocasts(x.device):
         raise InputError(
             f"{name}: expected {parameter.dtype}, the dtype of the parameters, got {x.dtype}; convert the input with "
             f"{name}.to({parameter.dtype}) or the module with .to({x.dtype}), or use torch.autocast"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -102,16 +101,6 @@ class BatchNorm(nn.Module):
             y = y * self.weight + self.bias
         return y.to(x.dtype)
 
-    def affine(self) -> tuple[Tensor, Tensor] | None:
-        """Return the scale and shift of each channel in evaluation mode, and None in training mode."""
-        if self.training:
-            return None
-        scale = torch.rsqrt(self.running_var + EPS)
-        shift = -self.running_mean * scale
-        if self.weight is not None and self.bias is not None:
-            scale, shift = scale * self.weight, shift * self.weight + self.bias
-        return scale, shift
-
     def _batch_statistics(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return mean and variance of the valid tokens of `x`, whose padding is zero."""
         if lengths is None:
@@ -153,22 +142,6 @@ class _Sum(torch.autograd.Function):
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total
-
-
-def fold(weight: Tensor, bias: Tensor | None, norms: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
-    """Fold norms that are a fixed scale and shift into kernels and biases; None if there are others or none.
-
-    `weight` is `[depth, convolutions, channels, kernel_size]`, `bias` has no last dimension, and `norms` has one norm
-    for each convolution.
-    """
-    affine = [norm.affine() for norm in norms if isinstance(norm, BatchNorm)]
-    known = [pair for pair in affine if pair is not None]
-    if not norms or len(known) < len(norms):
-        return None
-    scale, shift = (torch.stack(parts).view(weight.shape[:-1]) for parts in zip(*known, strict=True))
-    folded = weight * scale.unsqueeze(-1)
-    offset = shift if bias is None else bias * scale + shift
-    return folded.to(weight.dtype), offset.to(weight.dtype)
 
 
 def weight_norm(weight: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The TCN as a module."""
+"""The TCN as a module, and the initialization of its kernels."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from torch import Tensor, nn
 
 from tcnca.config import PositiveInt, Probability, check_at_least
 from tcnca.errors import ConfigError
-from tcnca.layers.feed_forward import Dropout
-from tcnca.layers.init import initial_kernels
+from tcnca.layers.ema import EMA, EMAConfig
+from tcnca.layers.linear import Dropout
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
-from tcnca.layers.norm import fold, make_norm, weight_norm
-from tcnca.ops import Activation, TCNState, activation, initial_tcn_state, receptive_field, tcn
+from tcnca.layers.norm import make_norm, weight_norm
+from tcnca.ops import Activation, TCNState, activation, ema_kernel, initial_tcn_state, receptive_field, tcn
 
 TCNNorm = Literal["none", "weight", "rms", "layer", "batch", "sync_batch"]
 TCNInit = Literal["ema", "series", "decay", "near", "graded", "normal"]
 TCNBlock = Literal["linear", "chain", "residual"]
 TCNOutput = Literal["none", "skip", "activation"]
 
+FAR_SCALE = 0.1
+"""Scale of the random kernels of later blocks."""
+GRADE = 0.3
+"""Scale of a block relative to the previous one."""
+MIXED = 4
+"""Exponentials in a mixture."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
 class TCNConfig(MixerConfig, kind="tcn"):
     """The structure of a TCN: `depth` blocks, block `i` of dilation `dilation_factor^i`.
 
@@ -114,7 +120,7 @@ class TCN(Mixer):
     config: TCNConfig
 
     def __init__(self, d_model: int, config: TCNConfig | None = None, causal: bool = True, **fields: Any) -> None:
-        config = TCNConfig(**fields) if config is None else dataclasses.replace(config, **fields)
+        config = TCNConfig.of(config, fields)
         super().__init__(d_model, config, causal)
         shape = (config.depth, config.convolutions, d_model)
         self.weight = nn.Parameter(torch.empty(*shape, config.kernel_size))
@@ -131,7 +137,7 @@ class TCN(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the kernels (see `TCNConfig.init`)."""
-        kernels = initial_kernels(self.config, self.weight, self.causal)
+        kernels = _initial_kernels(self.config, self.weight, self.causal)
         self.weight.copy_(kernels)
         if self.scale is not None:
             self.scale.copy_(kernels.norm(dim=-1))
@@ -148,23 +154,20 @@ class TCN(Mixer):
     ) -> tuple[Tensor, TCNState | None]:
         """Implement `forward` with `tcnca.ops.tcn`."""
         weight = self.weight if self.scale is None else weight_norm(self.weight, self.scale)
-        folded = fold(weight, self.bias, [*self.norms])
-        weight, bias = (weight, self.bias) if folded is None else folded
-        separate = len(self.norms) > 0 and folded is None
-        residual, gain = self.config.block == "residual", self.gain
+        residual, gain, normed = self.config.block == "residual", self.gain, len(self.norms) > 0
 
         def normalize(h: Tensor, number: int) -> Tensor:
-            h = self.norms[number](h, lengths) if separate else h
+            h = self.norms[number](h, lengths) if normed else h
             return h if gain is None else h + gain.flatten(0, 1)[number] * self.activation(h)
 
         h, new = tcn(
             x,
             weight,
             self.config.dilation_factor,
-            bias=bias,
+            bias=self.bias,
             activation=self.config.activation if residual else "none",
             residual=residual,
-            norm_fn=normalize if separate or gain is not None else None,
+            norm_fn=normalize if normed or gain is not None else None,
             dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
             lengths=lengths,
@@ -202,10 +205,97 @@ class TCN(Mixer):
         """Put the kernels into their own group, whose factors are in the recipe."""
         return {"weight": ParamOptions("kernels")}
 
-    def extra_repr(self) -> str:
-        """Describe the module for `print`."""
-        c = self.config
-        return (
-            f"{self.d_model}, kernel_size={c.kernel_size}, dilation_factor={c.dilation_factor}, depth={c.depth}, "
-            f"convolutions={c.convolutions}, receptive_field={c.receptive_field}, causal={self.causal}"
-        )
+
+def _initial_kernels(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
+    """Return new kernels (see `TCNConfig.init`) of the shape, dtype and device of `like`.
+
+    All but `normal` give far taps little weight: random ones would add noise from far tokens to every position.
+    """
+    if config.init == "series":
+        return _series(config, like, causal)
+    kernels = nn.init.normal_(torch.empty_like(like), std=config.kernel_size**-0.5)
+    if config.init == "normal":
+        return kernels
+    init = _init_residual if config.block == "residual" else _init_chain
+    return init(config, kernels, causal)
+
+
+def _init_residual(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
+    """Initialize residual blocks, whose skip connections pass their input on."""
+    if config.init == "graded":
+        return kernels * _grades(kernels)
+    kernels[0] = _decaying_mixtures(kernels[0], causal)
+    kernels[1:] *= FAR_SCALE
+    if config.init == "ema":
+        kernels[0, 0] = _averages(kernels[0, 0], causal)
+    if config.init != "decay":
+        # With zeros in all convolutions of a block, none would have a gradient.
+        kernels[1:, -1] = 0.0
+    return kernels
+
+
+def _init_chain(config: TCNConfig, kernels: Tensor, causal: bool) -> Tensor:
+    """Initialize a chain, whose convolutions must pass their input on themselves."""
+    first = kernels[0, 0].clone()
+    if config.init == "graded":
+        kernels *= _grades(kernels)
+    else:
+        draw = _averages if config.init == "ema" else _decaying_mixtures
+        first = draw(first, causal)
+        kernels *= FAR_SCALE if config.init == "decay" else 0.0
+    kernels[..., _center(config.kernel_size, causal)] += 1.0
+    kernels[0, 0] = first
+    return kernels
+
+
+def _center(kernel_size: int, causal: bool) -> int:
+    """Return the tap of lag zero."""
+    return 0 if causal else (kernel_size - 1) // 2
+
+
+def _grades(kernels: Tensor) -> Tensor:
+    return (GRADE ** torch.arange(kernels.shape[0], device=kernels.device)).to(kernels.dtype).view(-1, 1, 1, 1)
+
+
+def _decaying_mixtures(like: Tensor, causal: bool) -> Tensor:
+    """Return random mixtures of decaying exponentials, of unit norm."""
+    lags = (torch.arange(like.shape[-1], device=like.device) - _center(like.shape[-1], causal)).abs()
+    amplitudes = torch.randn(*like.shape[:-1], MIXED, 1, device=like.device)
+    decays = torch.rand(*like.shape[:-1], MIXED, 1, device=like.device)
+    kernels = (amplitudes * decays**lags).sum(-2)
+    return (kernels / kernels.norm(dim=-1, keepdim=True)).to(like.dtype)
+
+
+def _averages(like: Tensor, causal: bool) -> Tensor:
+    """Return the first lags of the kernel of an EMA that is initialized as in MEGA."""
+    width, size = like.shape
+    center = _center(size, causal)
+    with like.device:
+        ema = EMA(width, EMAConfig(), causal)
+    taps = ema_kernel(ema.delta, ema.alpha, ema.beta, ema.gamma, size - center).to(like.dtype)
+    kernels = torch.zeros_like(like)
+    kernels[:, center:] += taps[0]
+    if not causal:
+        kernels[:, : center + 1] += taps[1, :, : center + 1].flip(-1)
+    return kernels
+
+
+def _series(config: TCNConfig, like: Tensor, causal: bool) -> Tensor:
+    """Return kernels whose chain is `a q^l` at lag `l`: the digits of a lag, to the base of the factor, are its taps.
+
+    Bidirectional kernels are one-sided: those of even channels see the past, those of odd channels the future.
+    """
+    depth, convolutions, width, size = like.shape
+    factor, center = config.dilation_factor, _center(size, causal)
+    sides = torch.ones(width) if causal else 1.0 - 2.0 * (torch.arange(width) % 2)
+    digits = (torch.arange(size) - center) * sides.unsqueeze(-1)
+    decay = (0.5 + 0.5 * torch.rand(width)).unsqueeze(-1).double()
+    amplitude = torch.randn(width).unsqueeze(-1) * (1.0 - decay**2).sqrt()
+    kernels = torch.zeros(depth, convolutions, width, size, dtype=torch.float64)
+    # Further convolutions of a block start as the identity.
+    kernels[:, 1:, :, center] = 1.0
+    for block in range(depth):
+        powers = (decay ** (factor**block)) ** digits.clamp(min=0)
+        kernels[block, 0] = torch.where((digits >= 0) & (digits < factor), powers, 0.0)
+    kernels[0, 0] *= amplitude
+    return kernels.to(like)

@@ -1,6 +1,5 @@
 """Models: stacks of layers with an input and a head, their configurations, presets and files."""
 
-from tcnca.models.config import ModelConfig
 from tcnca.models.heads import (
     ClassifierHeadConfig,
     HeadConfig,
@@ -10,7 +9,7 @@ from tcnca.models.heads import (
 )
 from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.mega import load_mega_checkpoint
-from tcnca.models.model import ModelOutput, ModelState, SequenceModel, Summary, summarize
+from tcnca.models.model import ModelConfig, ModelOutput, ModelState, SequenceModel, Summary, summarize
 from tcnca.models.packing import Lengths
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.models.presets import Preset, build, preset, presets

@@ -22,7 +22,6 @@ Pooling = Literal["mean", "last", "first", "none"]
 Combination = Literal["concat", "features"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig(Config, abc.ABC):
     """Base of the heads' configurations."""
 
@@ -39,7 +38,6 @@ class HeadConfig(Config, abc.ABC):
         """Return a new module."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelHeadConfig(HeadConfig, kind="language-model"):
     """Logits of the next token at every time, `[batch, time, vocab_size]`."""
 
@@ -65,7 +63,6 @@ class LanguageModelHeadConfig(HeadConfig, kind="language-model"):
         return LanguageModelHead(self, input.vocab_size, d_model)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PooledHeadConfig(HeadConfig):
     """Base of the heads that pool the features of a sequence."""
 
@@ -86,7 +83,6 @@ class PooledHeadConfig(HeadConfig):
             raise ConfigError(f"hidden_layers: expected head.hidden, their width, as well, got {self.hidden_layers}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassifierHeadConfig(PooledHeadConfig, kind="classifier"):
     """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
 
@@ -99,7 +95,6 @@ class ClassifierHeadConfig(PooledHeadConfig, kind="classifier"):
         return PooledHead(self, d_model, self.num_classes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RegressionHeadConfig(PooledHeadConfig, kind="regression"):
     """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
 
@@ -111,7 +106,6 @@ class RegressionHeadConfig(PooledHeadConfig, kind="regression"):
         return RegressionHead(self, d_model, preprocessing)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PairHeadConfig(PooledHeadConfig, kind="pair"):
     """Logits of the classes of two documents, `[batch, num_classes]`."""
 

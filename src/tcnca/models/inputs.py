@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import math
 
 import torch
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 
 from tcnca.config import Config, NonNegativeInt, PositiveInt
 from tcnca.errors import ConfigError, InputError, VocabularyError
-from tcnca.layers import check_dtype, make_norm
+from tcnca.layers import check_features, make_norm
 from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import check_tensor, check_values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InputConfig(Config, abc.ABC):
     """Base of the inputs' configurations."""
 
@@ -28,7 +26,6 @@ class InputConfig(Config, abc.ABC):
         """Return a new module; `norm` is the model's kind of normalization."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenInputConfig(InputConfig, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
@@ -55,7 +52,6 @@ class TokenInputConfig(InputConfig, kind="tokens"):
         return TokenEmbedding(self, d_model, norm)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueInputConfig(InputConfig, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
@@ -145,18 +141,11 @@ class ValueEmbedding(Embedding):
         """Raise an InputError unless `x` is a tensor of real values in the dtype of the model."""
         check_tensor(name, x)
         features = self.weight.shape[0]
-        fits = x.dim() == 3 and x.shape[2] == features
-        if not (fits or (x.dim() == 2 and features == 1)) or x.shape[1] < 1:
-            expected = "[batch, time] or [batch, time, 1]" if features == 1 else f"[batch, time, {features}]"
-            swapped = x.dim() == 3 and x.shape[1] == features
-            hint = "; this looks like [batch, channels, time]: pass x.transpose(1, 2)" if swapped else ""
-            raise InputError(f"{name}: expected shape {expected}, got {list(x.shape)}{hint}")
-        if not x.is_floating_point():
-            raise InputError(f"{name}: expected real values, a tensor of floating-point numbers, got {x.dtype}")
         # Raw values may be large compared with how they vary: a model in half precision takes them in float32.
         half = self.weight.dtype in (torch.float16, torch.bfloat16)
-        if not (self.standardize is not None and half and x.dtype == torch.float32):
-            check_dtype(name, x, self.weight)
+        raw = half and self.standardize is not None and x.dtype == torch.float32
+        wide = x.unsqueeze(-1) if x.dim() == 2 and features == 1 else x
+        check_features(name, wide, features, None if raw else self.weight)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Map `[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`."""

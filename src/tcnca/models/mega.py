@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcnca.errors import CheckpointError, ConfigError
+from tcnca.errors import CheckpointError, TcncaError
 from tcnca.layers import AttentionConfig, EMAConfig
-from tcnca.models.config import ModelConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.serialization import fill
 
 PAD_TOKEN_ID = 1
 """The padding symbol of every dictionary of MEGA."""
 
-Defaults = dict[str, Any]
-"""Arguments and their values; a function computes a default from other arguments."""
-
-_LANGUAGE_MODEL: Defaults = {
-    "decoder_embed_dim": 512,
-    "decoder_hidden_dim": 1664,
-    "decoder_ffn_embed_dim": lambda a: a["decoder_hidden_dim"],
-    "decoder_z_dim": 128,
-    "decoder_n_dim": 16,
-    "decoder_layers": 6,
-    "decoder_chunk_size": -1,
-    "max_target_positions": 1024,
-    "adaptive_softmax_cutoff": None,
-    "adaptive_input": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "dropout": 0.1,
-    "feature_dropout": False,
-    "rel_pos_bias": "simple",
-    "normalization_type": "layernorm",
-    "normalize_before": False,
-    "normalize_embedding": False,
-    "no_scale_embedding": False,
-    "no_affine_final_norm": False,
-    "share_decoder_input_output_embed": False,
-    "activation_fn": "silu",
-    "attention_activation_fn": "softmax",
-    "truncation_length": 2048,
-}
-_BIG: Defaults = {
-    "decoder_layers": 16,
-    "decoder_embed_dim": 1024,
-    "decoder_hidden_dim": 2048,
-    "decoder_ffn_embed_dim": 2048,
-    "decoder_z_dim": 256,
-}
-_ADAPTIVE: Defaults = {
-    "dropout": 0.3,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "activation_dropout": 0.1,
-    "adaptive_input": True,
-    "adaptive_softmax_cutoff": "20000,60000",
-}
-
-_CLASSIFIER: Defaults = {
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-    "act_dropout": 0.0,
-    "feature_dropout": False,
-    "encoder_hidden_dim": 2048,
-    "encoder_ffn_embed_dim": lambda a: a["encoder_hidden_dim"],
-    "z_dim": 128,
-    "n_dim": 2,
-    "encoder_layers": 6,
-    "encoder_embed_dim": 512,
-    "classifier_in_dim": lambda a: a["encoder_embed_dim"],
-    "classifier_out_dim": 2048,
-    "sentence_class_num": 2,
-    "activation_fn": "gelu",
-    "attention_activation_fn": "relu2",
-    "classifier_layers": 1,
-    "classifier_activation_fn": "gelu",
-    "encoder_normalize_before": False,
-    "normalize_embedding": False,
-    "layer_type": "transformer",
-    "chunk_size": -1,
-    "truncation_length": None,
-    "rel_pos_bias": "simple",
-    "sen_rep_type": "mp",
-    "use_p": False,
-    "max_positions": None,
-}
+Values = dict[str, Any]
+"""Arguments and their values; a function computes the value from other arguments."""
 
 
-def _lra(width: int, hidden: int, keys: int, layers: int, length: int, **more: Any) -> Defaults:
+def _decoder(layers: int, width: int, hidden: int, **more: Any) -> Values:
+    sizes = {"decoder_layers": layers, "decoder_embed_dim": width, "decoder_hidden_dim": hidden}
+    return {**sizes, "decoder_ffn_embed_dim": hidden, **more}
+
+
+def _lra(width: int, hidden: int, keys: int, layers: int, length: int, **more: Any) -> Values:
     return {
-        **_CLASSIFIER,
         "layer_type": "mega",
         "encoder_embed_dim": width,
         "encoder_hidden_dim": hidden,
@@ -120,14 +51,14 @@ def _lra(width: int, hidden: int, keys: int, layers: int, length: int, **more: A
     }
 
 
-def _speech(width: int, hidden: int, keys: int) -> Defaults:
+def _speech(width: int) -> Values:
     return _lra(
         width,
-        hidden,
-        keys,
+        2 * width,
+        width // 2,
         6,
         16000,
-        classifier_out_dim=lambda a: 2 * a["encoder_embed_dim"],
+        classifier_out_dim=lambda a: 2 * a.get("encoder_embed_dim"),
         dropout=0.0,
         attention_dropout=0.0,
         attention_activation_fn="laplace",
@@ -140,47 +71,24 @@ def _speech(width: int, hidden: int, keys: int) -> Defaults:
     )
 
 
-ARCHITECTURES: dict[str, Defaults] = {
-    "mega_lm": _LANGUAGE_MODEL,
-    "mega_lm_big": {**_LANGUAGE_MODEL, **_BIG},
-    "mega_lm_wiki103": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
-    "mega_lm_adaptive_big": {**_LANGUAGE_MODEL, **_BIG, **_ADAPTIVE},
-    "mega_lm_adaptive_base": {
-        **_LANGUAGE_MODEL,
-        **_ADAPTIVE,
-        "decoder_layers": 16,
-        "decoder_embed_dim": 768,
-        "decoder_hidden_dim": 1536,
-        "decoder_ffn_embed_dim": 1536,
-    },
-    "mega_lm_enwik8_base": {
-        **_LANGUAGE_MODEL,
-        "decoder_layers": 12,
-        "decoder_hidden_dim": 1024,
-        "decoder_ffn_embed_dim": 1024,
-    },
-    "mega_lm_enwik8_large": {
-        **_LANGUAGE_MODEL,
-        "decoder_layers": 24,
-        "decoder_embed_dim": 1024,
-        "decoder_hidden_dim": 1536,
-        "decoder_ffn_embed_dim": 1536,
-        "dropout": 0.2,
-        "attention_dropout": 0.1,
-        "hidden_dropout": 0.1,
-    },
-    "lra": _CLASSIFIER,
+ARCHITECTURES: dict[str, Values] = {
+    "mega_lm": {},
+    "mega_lm_big": _decoder(16, 1024, 2048, decoder_z_dim=256),
+    "mega_lm_enwik8_base": _decoder(12, 512, 1024),
+    "mega_lm_enwik8_large": _decoder(24, 1024, 1536, dropout=0.2, attention_dropout=0.1, hidden_dropout=0.1),
+    "lra": {},
     "mega_lra_listop": _lra(80, 160, 64, 6, 2002, norm_type="scalenorm", sentence_class_num=10),
     "mega_lra_imdb": _lra(128, 256, 64, 4, 4002, norm_type="scalenorm"),
-    "mega_lra_aan": _lra(128, 256, 64, 6, 4002, classifier_in_dim=lambda a: 2 * a["encoder_embed_dim"]),
+    "mega_lra_aan": _lra(128, 256, 64, 6, 4002, classifier_in_dim=lambda a: 2 * a.get("encoder_embed_dim")),
     "mega_lra_cifar10": _lra(160, 320, 96, 8, 1024, norm_type="batchnorm", sentence_class_num=10, chunk_size=1024),
     "mega_lra_pf32": _lra(128, 256, 64, 6, 1024, norm_type="batchnorm", chunk_size=1024),
     "mega_lra_pf128": _lra(64, 128, 32, 4, 16384, norm_type="batchnorm", chunk_size=16384, truncation_length=4096),
-    "sc_raw": _speech(60, 120, 30),
-    "mega_sc_raw": _speech(60, 120, 30),
-    "mega_sc_raw_base": _speech(60, 120, 30),
-    "mega_sc_raw_big": _speech(72, 144, 36),
+    "sc_raw": _speech(60),
+    "mega_sc_raw": _speech(60),
+    "mega_sc_raw_base": _speech(60),
+    "mega_sc_raw_big": _speech(72),
 }
+"""Defaults of each architecture, where they differ from the general ones below."""
 
 _NORMS = {
     "layernorm": "layer",
@@ -203,143 +111,147 @@ _POOLINGS = {"mp": "mean", "cls": "first"}
 
 
 class Arguments:
-    """The arguments of a checkpoint, with the defaults of its architecture for missing ones.
+    """The arguments of a checkpoint, with the defaults of its architecture for missing ones."""
 
-    `found` are values that follow from the weights, for arguments that neither the file nor the architecture has.
-    """
+    def __init__(self, given: Mapping[str, Any], fallback: str) -> None:
+        architecture = given.get("arch") or fallback
+        if architecture not in ARCHITECTURES:
+            raise CheckpointError(f"args.arch: expected one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
+        self._values = {**ARCHITECTURES[architecture], **given}
 
-    def __init__(self, given: Mapping[str, Any], fallback: str, **found: Any) -> None:
-        self.architecture = given.get("arch") or fallback
-        if self.architecture not in ARCHITECTURES:
-            known = ", ".join(sorted(ARCHITECTURES))
-            raise CheckpointError(f"args.arch: expected one of {known}, got {self.architecture!r}")
-        self._values = {**found, **ARCHITECTURES[self.architecture], **given}
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._values[name]
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument."""
+        value = self._values.get(name, default)
         return value(self) if callable(value) else value
 
-    def get(self, name: str) -> Any:
-        """Return an argument that has no default, or None."""
-        return self._values.get(name)
-
-    def choice(self, name: str, table: dict[str, str]) -> Any:
+    def choice(self, name: str, table: dict[str, str], default: str) -> Any:
         """Return our name for the value of an argument."""
-        value = self._values[name]
+        value = self.get(name, default)
         if not isinstance(value, str) or value not in table:
             raise CheckpointError(f"args.{name}: expected one of {', '.join(table)}, got {value!r}")
         return table[value]
 
-    def number(self, name: str) -> int:
+    def number(self, name: str, default: int) -> int:
         """Return a whole number."""
-        value = self[name]
+        value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointError(f"args.{name}: expected a whole number, got {value!r}")
         return value
 
     def require(self, name: str, expected: Any, why: str) -> None:
         """Raise an error if an argument has another value, which our models do not support."""
-        value = self._values.get(name, expected)
+        value = self.get(name, expected)
         if value != expected:
             raise CheckpointError(f"args.{name}: expected {expected!r}, got {value!r}; {why}")
 
     def chunk(self, name: str) -> int | None:
         """Return a chunk size; MEGA writes -1 for none."""
-        value = self.number(name)
+        value = self.number(name, -1)
         if value == 0:
             raise CheckpointError(f"args.{name}: expected a chunk size, or a negative number for no chunks, got 0")
         return value if value > 0 else None
 
-    def truncation(self) -> int | None:
+    def truncation(self, default: int | None) -> int | None:
         """Return the truncation of the EMA's kernel, or None."""
-        if self["truncation_length"] is None:
+        if self.get("truncation_length", default) is None:
             return None
-        return max(self.number("truncation_length"), 0) or None
+        return max(self.number("truncation_length", default or 0), 0) or None
 
 
 def language_model_config(a: Arguments, vocab_size: int) -> ModelConfig:
     """Return our configuration of a MEGA language model."""
+    width, hidden = a.get("decoder_embed_dim", 512), a.get("decoder_hidden_dim", 1664)
     a.require("adaptive_input", False, "adaptive input embeddings are not supported")
     a.require("adaptive_softmax_cutoff", None, "the adaptive softmax is not supported")
-    a.require("decoder_input_dim", a["decoder_embed_dim"], "embeddings must be as wide as the layers")
-    chunk_size, positions = a.chunk("decoder_chunk_size"), a["max_target_positions"] or 1024
+    a.require("decoder_input_dim", width, "embeddings must be as wide as the layers")
+    chunk_size = a.chunk("decoder_chunk_size")
     return ModelConfig(
-        num_layers=a["decoder_layers"],
-        d_model=a["decoder_embed_dim"],
-        d_ff=max(a.number("decoder_ffn_embed_dim"), 0),
-        mixer=EMAConfig(d_state=a["decoder_n_dim"], truncation=a.truncation()),
-        attention=_attention(a, a["decoder_z_dim"], a["decoder_hidden_dim"], chunk_size, positions),
+        num_layers=a.get("decoder_layers", 6),
+        d_model=width,
+        d_ff=max(a.number("decoder_ffn_embed_dim", hidden), 0),
+        mixer=EMAConfig(d_state=a.get("decoder_n_dim", 16), truncation=a.truncation(2048)),
+        attention=AttentionConfig(
+            d_key=a.get("decoder_z_dim", 128),
+            d_value=hidden,
+            chunk_size=chunk_size,
+            activation=a.choice("attention_activation_fn", _FUNCTIONS, "softmax"),
+            position=a.choice("rel_pos_bias", _POSITIONS, "simple"),
+            max_length=(a.get("max_target_positions") or 1024) if chunk_size is None else None,
+            dropout=a.get("attention_dropout", 0.0),
+        ),
         input=TokenInputConfig(
             vocab_size=vocab_size,
-            scale_embeddings=not a["no_scale_embedding"],
-            norm=bool(a["normalize_embedding"]),
+            scale_embeddings=not a.get("no_scale_embedding"),
+            norm=bool(a.get("normalize_embedding")),
             pad_token_id=PAD_TOKEN_ID,
         ),
-        head=LanguageModelHeadConfig(tie_embeddings=bool(a["share_decoder_input_output_embed"])),
-        activation=a.choice("activation_fn", _ACTIVATIONS),
-        norm=a.choice("normalization_type", _NORMS),
-        prenorm=bool(a["normalize_before"]),
-        final_norm_affine=not a["no_affine_final_norm"],
-        dropout=a["dropout"],
-        value_dropout=a["hidden_dropout"],
-        ff_dropout=a["activation_dropout"],
-        feature_dropout=bool(a["feature_dropout"]),
+        head=LanguageModelHeadConfig(tie_embeddings=bool(a.get("share_decoder_input_output_embed"))),
+        activation=a.choice("activation_fn", _ACTIVATIONS, "silu"),
+        norm=a.choice("normalization_type", _NORMS, "layernorm"),
+        prenorm=bool(a.get("normalize_before")),
+        final_norm_affine=not a.get("no_affine_final_norm"),
+        dropout=a.get("dropout", 0.1),
+        value_dropout=a.get("hidden_dropout", 0.0),
+        ff_dropout=a.get("activation_dropout", 0.0),
+        feature_dropout=bool(a.get("feature_dropout")),
     )
 
 
-def classifier_config(a: Arguments, vocab_size: int | None) -> ModelConfig:
-    """Return our configuration of a MEGA classifier; `vocab_size` is None for real-valued input."""
+def classifier_config(a: Arguments, vocab_size: int | None, norm: str) -> ModelConfig:
+    """Return our configuration of a MEGA classifier.
+
+    Args:
+        a: the arguments.
+        vocab_size: None for real-valued input.
+        norm: MEGA's name of the norm that the weights show, where neither arguments nor architecture name one.
+    """
     a.require("layer_type", "mega", "only MEGA's layers are supported")
     a.require("use_p", False, "this is an option of Luna's layers")
     kind = "text" if vocab_size is not None else "image"
     a.require("input_type", kind, f"the weights belong to a model of {kind!r} input")
-    width, hidden = a.number("encoder_embed_dim"), a["encoder_hidden_dim"]
-    inputs = a["classifier_in_dim"]
+    width, hidden = a.number("encoder_embed_dim", 512), a.get("encoder_hidden_dim", 2048)
+    inputs, hidden_layers = a.get("classifier_in_dim", width), a.number("classifier_layers", 1)
     if inputs not in (width, 2 * width):
         raise CheckpointError(
             f"args.classifier_in_dim: expected {width} for one document or {2 * width} for two, got {inputs}"
         )
-    head: dict[str, Any] = {
-        "num_classes": a["sentence_class_num"],
-        "pooling": a.choice("sen_rep_type", _POOLINGS),
-        "hidden": a["classifier_out_dim"] if a.number("classifier_layers") > 0 else None,
-        "hidden_layers": max(a.number("classifier_layers"), 1),
-        "activation": a.choice("classifier_activation_fn", _ACTIVATIONS),
-        "dropout": a["dropout"],
-    }
-    embedding_norm = bool(a["normalize_embedding"])
-    chunk = a.chunk("chunk_size")
-    positions = a["max_positions"] or a.get("tokens_per_sample")
+    dropout, chunk_size = a.get("dropout", 0.1), a.chunk("chunk_size")
+    positions = a.get("max_positions") or a.get("tokens_per_sample")
+    embedding_norm = bool(a.get("normalize_embedding"))
+    head = PairHeadConfig if inputs == 2 * width else ClassifierHeadConfig
     return ModelConfig(
-        num_layers=a["encoder_layers"],
+        num_layers=a.get("encoder_layers", 6),
         d_model=width,
-        d_ff=max(a.number("encoder_ffn_embed_dim"), 0),
-        mixer=EMAConfig(d_state=a["n_dim"], truncation=a.truncation()),
-        attention=_attention(a, a["z_dim"], hidden, chunk, positions),
+        d_ff=max(a.number("encoder_ffn_embed_dim", hidden), 0),
+        mixer=EMAConfig(d_state=a.get("n_dim", 2), truncation=a.truncation(None)),
+        attention=AttentionConfig(
+            d_key=a.get("z_dim", 128),
+            d_value=hidden,
+            chunk_size=chunk_size,
+            activation=a.choice("attention_activation_fn", _FUNCTIONS, "relu2"),
+            position=a.choice("rel_pos_bias", _POSITIONS, "simple"),
+            max_length=positions if chunk_size is None else None,
+            dropout=a.get("attention_dropout", 0.1),
+        ),
         causal=False,
         input=ValueInputConfig(norm=embedding_norm)
         if vocab_size is None
         else TokenInputConfig(vocab_size=vocab_size, norm=embedding_norm, pad_token_id=PAD_TOKEN_ID),
-        head=PairHeadConfig(**head) if inputs == 2 * width else ClassifierHeadConfig(**head),
-        activation=a.choice("activation_fn", _ACTIVATIONS),
-        norm=a.choice("norm_type", _NORMS),
-        prenorm=bool(a["encoder_normalize_before"]),
-        dropout=a["dropout"],
-        value_dropout=a["act_dropout"],
-        ff_dropout=a["act_dropout"],
-        feature_dropout=bool(a["feature_dropout"]),
-    )
-
-
-def _attention(a: Arguments, keys: int, values: int, chunk_size: int | None, positions: int | None) -> AttentionConfig:
-    return AttentionConfig(
-        d_key=keys,
-        d_value=values,
-        chunk_size=chunk_size,
-        activation=a.choice("attention_activation_fn", _FUNCTIONS),
-        position=a.choice("rel_pos_bias", _POSITIONS),
-        max_length=positions if chunk_size is None else None,
-        dropout=a["attention_dropout"],
+        head=head(
+            num_classes=a.get("sentence_class_num", 2),
+            pooling=a.choice("sen_rep_type", _POOLINGS, "mp"),
+            hidden=a.get("classifier_out_dim", 2048) if hidden_layers > 0 else None,
+            hidden_layers=max(hidden_layers, 1),
+            activation=a.choice("classifier_activation_fn", _ACTIVATIONS, "gelu"),
+            dropout=dropout,
+        ),
+        activation=a.choice("activation_fn", _ACTIVATIONS, "gelu"),
+        norm=a.choice("norm_type", _NORMS, norm),
+        prenorm=bool(a.get("encoder_normalize_before")),
+        dropout=dropout,
+        value_dropout=a.get("act_dropout", 0.0),
+        ff_dropout=a.get("act_dropout", 0.0),
+        feature_dropout=bool(a.get("feature_dropout")),
     )
 
 
@@ -366,6 +278,7 @@ _MODEL_NAMES = {
     "embed_norm.norm.": "embedding.norm.",
     "final_norm.norm.": "norm.",
     "output_projection.weight": "head.weight",
+    "sentence_projection_layer.weight": "head.output.weight",
 }
 _IGNORED = re.compile(r"(^|\.)(version|_float_tensor)$")
 
@@ -382,18 +295,19 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
         for a classifier, `model(first, second, lengths=…, lengths2=…).logits` for a pair. Without lengths, MEGA's
         padding symbol is masked.
     """
-    arguments, weights = _read(Path(path))
-    if any(name.startswith("encoder.encoder.") for name in weights):
-        model = _classifier(arguments, weights, str(path))
-    elif any(name.startswith("decoder.layers.") for name in weights) and not any(
-        name.startswith("encoder.") for name in weights
-    ):
-        model = _language_model(arguments, weights, str(path))
-    else:
-        raise CheckpointError(
-            f"{path}: model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
-            f"got {sorted(weights)[:3]}"
-        )
+    try:
+        arguments, weights = _read(Path(path))
+        if any(name.startswith("encoder.encoder.") for name in weights):
+            model = _classifier(arguments, weights)
+        elif any(name.startswith("decoder.layers.") for name in weights):
+            model = _language_model(arguments, weights)
+        else:
+            raise CheckpointError(
+                f"model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
+                f"got {sorted(weights)[:3]}"
+            )
+    except TcncaError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return model.to(device).eval()
 
 
@@ -402,22 +316,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with torch.serialization.safe_globals(_readable()):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
+        raise CheckpointError("no such file") from error
     except Exception as error:  # arbitrary bytes can fail anywhere in the unpickler
         # PyTorch's message would advise to trust the file.
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
-            f"{path}: cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
+            "cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
             f"because loading it could run code{f' (found: {found[1]})' if found else ''}"
         ) from error
     for name, kind in (("args", argparse.Namespace), ("model", dict)):
         if not isinstance(content, dict) or not isinstance(content.get(name), kind):
             got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
-            raise CheckpointError(f"{path}: {name}: expected a {kind.__name__}, got {got}")
+            raise CheckpointError(f"{name}: expected a {kind.__name__}, got {got}")
     weights = {}
     for name, tensor in content["model"].items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: model: {name}: expected a tensor, got {tensor!r}")
+            raise CheckpointError(f"{name}: expected a tensor, got {tensor!r}")
         if not _IGNORED.search(name):
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     return vars(content["args"]), weights
@@ -430,56 +344,34 @@ def _readable() -> list[Any]:
     return [argparse.Namespace, np.dtype, scalar, (scalar, "numpy.core.multiarray.scalar"), *numbers]
 
 
-def _language_model(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _language_model(given: dict[str, Any], weights: dict[str, Tensor]) -> SequenceModel:
+    name, output = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
     # Adaptive embeddings have other names; the error about the arguments is clearer than a missing weight.
-    name = "decoder.embed_tokens.weight"
-    vocabulary = _rows(weights.get(name, torch.zeros(PAD_TOKEN_ID + 1, 1)), name, where)
-    config = _configured(where, lambda: language_model_config(Arguments(given, "mega_lm"), vocabulary))
-    output = "decoder.output_projection.weight"
-    if getattr(config.head, "tie_embeddings", False) and output in weights:
-        if not torch.equal(weights[output], weights[name]):
-            raise CheckpointError(
-                f"{where}: {output}: expected the values of {name}, which it shares by "
-                f"args.share_decoder_input_output_embed, got others"
-            )
-        weights = {key: tensor for key, tensor in weights.items() if key != output}
-    renamed = {_rename(key.removeprefix("decoder."), key, where): tensor for key, tensor in weights.items()}
-    return _filled(config, renamed, where)
+    embedding = weights.get(name, torch.zeros(PAD_TOKEN_ID + 1, 1))
+    arguments = Arguments(given, "mega_lm")
+    config = language_model_config(arguments, _rows(embedding, name))
+    tied = weights.pop(output, None) if arguments.get("share_decoder_input_output_embed") else None
+    if tied is not None and not torch.equal(tied, embedding):
+        raise CheckpointError(
+            f"{output}: expected the values of {name}, which args.share_decoder_input_output_embed shares, got others"
+        )
+    return _filled(config, {_rename(key, "decoder."): tensor for key, tensor in weights.items()})
 
 
-def _classifier(given: dict[str, Any], weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _classifier(given: dict[str, Any], weights: dict[str, Tensor]) -> SequenceModel:
     name = "encoder.encoder.embed_tokens.embed.weight"
-    vocabulary = _rows(weights[name], name, where) if name in weights else None
-    found = {"norm_type": _norm_of(weights)}
-    config = _configured(where, lambda: classifier_config(Arguments(given, "lra", **found), vocabulary))
-    renamed = {}
-    for name, tensor in weights.items():
-        hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", name)
-        if hidden:
-            renamed[f"head.hidden.{hidden[1]}.{hidden[2]}"] = tensor
-        elif name == "sentence_projection_layer.weight":
-            renamed["head.output.weight"] = tensor
-        else:
-            renamed[_rename(name.removeprefix("encoder.encoder."), name, where)] = tensor
-    return _filled(config, renamed, where)
+    vocabulary = _rows(weights[name], name) if name in weights else None
+    config = classifier_config(Arguments(given, "lra"), vocabulary, _norm_of(weights))
+    return _filled(config, {_rename(key, "encoder.encoder."): tensor for key, tensor in weights.items()})
 
 
-def _rows(tensor: Tensor, name: str, where: str) -> int:
+def _rows(tensor: Tensor, name: str) -> int:
     if tensor.dim() != 2:
-        raise CheckpointError(f"{where}: {name}: expected shape [vocab_size, d_model], got {list(tensor.shape)}")
+        raise CheckpointError(f"{name}: expected shape [vocab_size, d_model], got {list(tensor.shape)}")
     return tensor.shape[0]
 
 
-def _configured(where: str, make: Callable[[], ModelConfig]) -> ModelConfig:
-    try:
-        return make()
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: invalid arguments: {error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-
-
-def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> SequenceModel:
+def _filled(config: ModelConfig, weights: dict[str, Tensor]) -> SequenceModel:
     with torch.device("meta"):
         model = SequenceModel(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -492,7 +384,7 @@ def _filled(config: ModelConfig, weights: dict[str, Tensor], where: str) -> Sequ
         elif name in shapes and _sizes(tensor.shape) == _sizes(shapes[name]):
             # MEGA's may have another number of dimensions of size 1: the vector of a real-valued input, a rotary bias.
             weights[name] = tensor.reshape(shapes[name])
-    fill(model, weights, where)
+    fill(model, weights, "model")
     return model
 
 
@@ -500,14 +392,18 @@ def _sizes(shape: torch.Size) -> list[int]:
     return [size for size in shape if size > 1]
 
 
-def _rename(short: str, name: str, where: str) -> str:
+def _rename(name: str, prefix: str) -> str:
+    short = name.removeprefix(prefix)
+    hidden = re.fullmatch(r"classifier\.(\d+)\.0\.(weight|bias)", short)
+    if hidden:
+        return f"head.hidden.{hidden[1]}.{hidden[2]}"
     layer = _LAYER.fullmatch(short)
     table, inner, front = (_LAYER_NAMES, layer[2], f"layers.{layer[1]}.") if layer else (_MODEL_NAMES, short, "")
     for theirs, ours in table.items():
         if inner.startswith(theirs):
             rest = inner.removeprefix(theirs)
             return front + ours + ("weight" if rest == "scalar" else rest)
-    raise CheckpointError(f"{where}: {name}: expected a weight of MEGA, got an unknown one")
+    raise CheckpointError(f"{name}: expected a weight of MEGA, got an unknown one")
 
 
 def _norm_of(weights: dict[str, Tensor]) -> str:

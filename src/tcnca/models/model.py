@@ -1,4 +1,4 @@
-"""The model: an input, a stack of layers, a head."""
+"""The model: an input, a stack of layers, a head. One family, whose members differ in their configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tcnca.config import PositiveInt
 from tcnca.errors import InputError, StateError
-from tcnca.layers import Dropout, Layer, LayerState, make_norm
-from tcnca.models.config import ModelConfig
-from tcnca.models.heads import PoolState
+from tcnca.layers import Dropout, Layer, LayerConfig, LayerState, make_norm
+from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig, PoolState
+from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.ops import State, autocasts, length_mask, zero_padding
@@ -37,6 +38,33 @@ def suggest_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
         return call
 
     return decorate
+
+
+class ModelConfig(LayerConfig):
+    """A stack of layers between an input and a head.
+
+    | model | mixer | attention | gated |
+    |---|---|---|---|
+    | TCNCA | TCNConfig, residual | AttentionConfig | yes |
+    | TCNCA-linear | TCNConfig, linear | AttentionConfig | yes |
+    | TCNCA-simple | TCNConfig, residual | AttentionConfig | no |
+    | MEGA | EMAConfig | AttentionConfig | yes |
+    | TCN-MLP | TCNConfig, residual | None | no |
+    | EMA-MLP | EMAConfig | None | no |
+    """
+
+    num_layers: PositiveInt = 4
+    """Number of layers."""
+    input: InputConfig = TokenInputConfig()
+    """What the model reads."""
+    head: HeadConfig = LanguageModelHeadConfig()
+    """What the model predicts."""
+    final_norm_affine: bool = True
+    """Whether the norm after the last layer, which pre-norm models have, has learned scales."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.head.check_model(self.input, self.causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +174,7 @@ class SequenceModel(nn.Module):
 
     def initial_state(self, batch: int) -> ModelState:
         """Return the state of `batch` sequences before their first token; `forward` takes None for the same."""
-        if not self.streams:
-            raise StateError("state: expected a causal model of one document, got one that has no state")
+        self._check_streams()
         if batch < 1:
             raise StateError(f"batch: expected at least 1, got {batch}")
         pool = self.head.initial_state(batch, self.embedding.weight)
@@ -209,7 +236,9 @@ class SequenceModel(nn.Module):
         """
         if return_state is None:
             return_state = self.streams
-        self._check_pair(second, lengths2, attention_mask2, state, return_state)
+        self._check_documents(second, lengths2 is not None or attention_mask2 is not None)
+        if return_state or state is not None:
+            self._check_streams()
         features, packing, states = self._encode(
             "x", x, lengths, attention_mask, cu_seqlens, max_seqlen, state, return_state, inplace
         )
@@ -269,24 +298,6 @@ class SequenceModel(nn.Module):
         """
         return sum(layer.macs(length) for layer in self._layers()) + self.head.macs(self.embedding.weight)
 
-    def summary(self, length: int) -> Summary:
-        """Return the size and cost of the model for sequences of `length`."""
-        mixer = self._layers()[0].block.mixer
-        state_bytes = None
-        if self.streams:
-            state_bytes = self.initial_state(1).nbytes
-            attention = self.config.attention
-            if attention is not None and attention.chunk_size is None:
-                # The cache of full attention starts empty and grows to all keys and values.
-                size = self.embedding.weight.element_size()
-                state_bytes += self.config.num_layers * length * (attention.d_key + attention.d_value) * size
-        return Summary(
-            parameters=sum(parameter.numel() for parameter in self.parameters()),
-            receptive_field=1 if mixer is None else mixer.receptive_field,
-            state_bytes=state_bytes,
-            macs=self.macs_per_token(length),
-        )
-
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
@@ -299,23 +310,19 @@ class SequenceModel(nn.Module):
         layers = f"{config.num_layers} {kind} layers of d_model {config.d_model}"
         return f"{layers}, {mixer}, {attention}, {self.head.signature}"
 
-    def _check_pair(
-        self,
-        second: Tensor | None,
-        lengths2: Lengths | None,
-        attention_mask2: Tensor | None,
-        state: ModelState | None,
-        return_state: bool,
-    ) -> None:
+    def _check_documents(self, second: Tensor | None, described: bool) -> None:
+        """Raise an InputError unless there is a second document for a model of pairs, and for no other."""
         pair = self.config.head.documents == 2
         if pair and second is None:
             raise InputError("second: expected a second document, as this model reads pairs, got None")
         if not pair and second is not None:
             raise InputError("second: expected None, as this model reads single documents, got a tensor")
-        if second is None and not (lengths2 is None and attention_mask2 is None):
+        if second is None and described:
             raise InputError("lengths2, attention_mask2: expected None without a second document, got one")
-        if not self.streams and (state is not None or return_state):
-            kind = "reads two documents" if pair else "is bidirectional"
+
+    def _check_streams(self) -> None:
+        if not self.streams:
+            kind = "is bidirectional" if self.config.head.documents == 1 else "reads two documents"
             raise StateError(f"state: expected a causal model of one document, got a model that {kind}")
 
     def _check_state(self, state: ModelState, rows: Tensor) -> None:
@@ -324,7 +331,8 @@ class SequenceModel(nn.Module):
         state.check_not_consumed()
         if state.signature != self._signature:
             raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
-        tensor = _first_tensor(state)
+        parts = (state.layers[0], state.pool)
+        tensor = next((tensor for part in parts if part is not None for tensor in part.tensors().values()), None)
         if tensor is None:
             return  # a model of feed-forward nets only has an empty state
         if tensor.shape[0] != rows.shape[0]:
@@ -339,22 +347,27 @@ class SequenceModel(nn.Module):
 def summarize(config: ModelConfig, length: int) -> Summary:
     """Return the size and cost of a model for sequences of `length`, without allocating its weights."""
     with torch.device("meta"):
-        return SequenceModel(config).summary(length)
-
-
-def _first_tensor(state: ModelState) -> Tensor | None:
-    for part in (state.layers[0], state.pool):
-        if part is not None:
-            for tensor in part.tensors().values():
-                return tensor
-    return None
+        model = SequenceModel(config)
+    mixer, attention, state_bytes = model._layers()[0].block.mixer, config.attention, None
+    if model.streams:
+        state_bytes = model.initial_state(1).nbytes
+        if attention is not None and attention.chunk_size is None:
+            # The cache of full attention starts empty and grows to all keys and values.
+            size = model.embedding.weight.element_size()
+            state_bytes += config.num_layers * length * (attention.d_key + attention.d_value) * size
+    return Summary(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        receptive_field=1 if mixer is None else mixer.receptive_field,
+        state_bytes=state_bytes,
+        macs=model.macs_per_token(length),
+    )
 
 
 def _floating_dtype(state: State) -> torch.dtype | None:
     """Return the dtype of a state's first tensor that is kept in the dtype of the model, if there is one."""
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
-        values = () if field.name in state._sums else value if isinstance(value, tuple) else (value,)
+        values = () if state._least_dtype(field.name) is not None else value if isinstance(value, tuple) else (value,)
         for each in values:
             if isinstance(each, Tensor) and each.is_floating_point():
                 return each.dtype

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from tcnca.config import Config, Range
 from tcnca.errors import ConfigError, InputError, VocabularyError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Preprocessing:
+class Preprocessing(Config):
     """Facts about the training data. They are saved with the model, and the model applies them.
 
     A task yields raw inputs and raw targets. The model computes `(x - input_mean) / input_std` on real-valued inputs,
@@ -34,82 +32,52 @@ class Preprocessing:
     """Standard deviation of each output."""
     class_names: tuple[str, ...] | None = None
     """Name of each class."""
-    byte_map: tuple[int, ...] | None = None
+    byte_map: tuple[Annotated[int, Range(0, 255)], ...] | None = None
     """Byte of each token, for models of bytes."""
     symbols: tuple[str, ...] | None = None
     """Symbol of each token, for models of words separated by spaces, such as ListOps."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "task" and value is not None:
-                plain = value.tolist() if hasattr(value, "tolist") else value
-                object.__setattr__(self, field.name, tuple(plain) if isinstance(plain, list | tuple) else (plain,))
+        super().__post_init__()
         for what in ("input", "target"):
             mean, std = getattr(self, f"{what}_mean"), getattr(self, f"{what}_std")
-            if (mean is None) != (std is None) or (mean is not None and len(mean) != len(std)):
+            if len(mean or ()) != len(std or ()):
                 raise ConfigError(f"{what}_mean, {what}_std: expected both, of the same length, got {mean} and {std}")
-            if mean is not None and not all(math.isfinite(value) for value in mean):
-                raise ConfigError(f"{what}_mean: expected finite numbers, got {mean}")
-            if std is not None and not all(math.isfinite(value) and value > 0 for value in std):
-                raise ConfigError(f"{what}_std: expected finite numbers above 0, got {std}")
-        if self.byte_map is not None:
-            known = set(range(256))
-            if len(set(self.byte_map)) < len(self.byte_map) or not known.issuperset(self.byte_map):
-                raise ConfigError(f"byte_map: expected different numbers from 0 to 255, got {self.byte_map}")
-            if self.symbols is not None:
-                raise ConfigError("symbols: expected None together with byte_map, got both")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; fields that are None are left out."""
-        values = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` wrote."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        for name in values:
-            if name not in names:
-                raise ConfigError(f"preprocessing.{name}: no such field, expected one of {', '.join(sorted(names))}")
-        return cls(**values)
+            if min(std or (1,)) <= 0:
+                raise ConfigError(f"{what}_std: expected numbers above 0, got {std}")
+        if self.byte_map is not None and len(set(self.byte_map)) < len(self.byte_map):
+            raise ConfigError(f"byte_map: expected different numbers, got {self.byte_map}")
+        if self.byte_map is not None and self.symbols is not None:
+            raise ConfigError("symbols: expected None together with byte_map, got both")
 
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
-        if self.symbols is not None:
-            words = (text.decode() if isinstance(text, bytes) else text).split()
-            return torch.tensor([_token(self.symbols, word) for word in words], dtype=torch.long)
         data = text.encode() if isinstance(text, str) else text
-        tokens = {byte: token for token, byte in enumerate(self._bytes())}
-        unknown = sorted(set(data) - tokens.keys())
+        pieces: Sequence[Any] = data if self.symbols is None else data.decode().split()
+        tokens = {piece: token for token, piece in enumerate(self._vocabulary())}
+        unknown = [piece for piece in pieces if piece not in tokens]
+        if unknown and self.symbols is None:
+            raise VocabularyError(f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}")
         if unknown:
-            raise VocabularyError(
-                f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}, which have no token"
-            )
-        return torch.tensor([tokens[byte] for byte in data], dtype=torch.long)
+            raise VocabularyError(f"text: expected words out of {' '.join(tokens)} between spaces, got {unknown[0]!r}")
+        return torch.tensor([tokens[piece] for piece in pieces], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""
         if tokens.numel() != tokens.shape[-1]:
             raise InputError(f"tokens: expected one sequence, [time] or [1, time], got shape {list(tokens.shape)}")
-        known = len(self.symbols if self.symbols is not None else self._bytes())
-        values = tokens.flatten().tolist()
-        if not all(0 <= token < known for token in values):
-            raise VocabularyError(f"tokens: expected 0 to {known - 1}, the tokens that stand for text, got {values}")
-        if self.symbols is not None:
-            return " ".join(self.symbols[token] for token in values).encode()
-        return bytes(self._bytes()[token] for token in values)
+        known, values = self._vocabulary(), tokens.flatten().tolist()
+        if not all(0 <= token < len(known) for token in values):
+            raise VocabularyError(f"tokens: expected 0 to {len(known) - 1}, the tokens of the text, got {values}")
+        pieces = [known[token] for token in values]
+        return bytes(pieces) if self.symbols is None else " ".join(pieces).encode()
 
-    def _bytes(self) -> tuple[int, ...]:
-        if self.byte_map is None:
+    def _vocabulary(self) -> tuple[Any, ...]:
+        """Return the byte or the word of each token."""
+        known = self.byte_map if self.symbols is None else self.symbols
+        if known is None:
             raise InputError("text: expected a model of text, got one that was saved without a byte map")
-        return self.byte_map
-
-
-def _token(symbols: tuple[str, ...], word: str) -> int:
-    if word not in symbols:
-        raise VocabularyError(f"text: expected words out of {' '.join(symbols)}, separated by spaces, got {word!r}")
-    return symbols.index(word)
+        return known
 
 
 class Standardization(nn.Module):
@@ -125,21 +93,17 @@ class Standardization(nn.Module):
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self._values = {"mean": mean, "std": std}
-        for name, values in self._values.items():
-            self.register_buffer(name, torch.empty(len(values), dtype=torch.float32))
+        for name in self._values:
+            self.register_buffer(name, torch.empty(len(mean), dtype=torch.float32))
         self.reset_parameters()
 
     @classmethod
     def of(cls, preprocessing: Preprocessing, what: str, features: int) -> Self | None:
         """Return the standardization of the `input` or the `target`; None if its statistics are not known."""
         mean, std = getattr(preprocessing, f"{what}_mean"), getattr(preprocessing, f"{what}_std")
-        if mean is None:
-            return None
-        if len(mean) != features:
-            raise ConfigError(
-                f"preprocessing.{what}_mean: expected {features} numbers, as the model has features, got {len(mean)}"
-            )
-        return cls(mean, std)
+        if mean is not None and len(mean) != features:
+            raise ConfigError(f"preprocessing.{what}_mean: expected one of each feature, {features}, got {len(mean)}")
+        return None if mean is None else cls(mean, std)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
-from tcnca.models.config import ModelConfig
+from tcnca.layers.norm import NormKind
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
 
 # The paper names the parts of its residual block and gives no formula: docs/tcn-block.md has the measurements behind
@@ -38,182 +38,113 @@ class Preset:
     """Its structure."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Task:
-    """A row of MEGA's table of sizes; `model` holds the remaining fields."""
+    """A row of the table of sizes, for all families; `model` has the mixer and the attention of MEGA."""
 
     title: str
     length: int
-    chunk_size: int = 128
-    truncation: int | None = 1024
-    d_key: int
-    d_value: int
-    attention: dict[str, Any] = dataclasses.field(default_factory=dict)
-    model: dict[str, Any]
+    model: ModelConfig
     families: tuple[str, ...] = ("tcnca", "tcnca-linear", "mega", "tcn-mlp")
 
 
-_BYTES = TokenInputConfig(vocab_size=256)
-_LAPLACE: dict[str, Any] = {"activation": "laplace"}
-
-_TASKS: dict[str, _Task] = {
-    "enwik8": _Task(
-        title="EnWik8, language model on bytes",
-        length=8192,  # rows of at most four chunks
-        d_key=128,
-        d_value=1024,
-        chunk_size=2048,
-        # MEGA's command says 8192. No training row is longer, and its evaluation carries the plain recurrence from call
-        # to call: without truncation both are exactly that, and the streaming state stays small. Only a single call
-        # of more than 8192 tokens without a state would see less of the past with it.
-        truncation=None,
-        attention={"position": "rotary"},
-        model={
-            "num_layers": 12,
-            "d_model": 512,
-            "prenorm": True,
-            "dropout": 0.1,
-            "causal": True,
-            # 205 byte values occur in EnWik8; MEGA's dictionary has 208 symbols.
-            "input": TokenInputConfig(vocab_size=208, scale_embeddings=True),
-            "head": LanguageModelHeadConfig(tie_embeddings=True),
-            "final_norm_affine": False,
-        },
-        # The paper has an EMA-MLP for EnWik8 alone.
-        families=("tcnca", "tcnca-linear", "mega", "tcn-mlp", "ema-mlp"),
-    ),
-    "listops": _Task(
-        title="ListOps (Long-Range Arena)",
-        length=2002,
-        d_key=64,
-        d_value=160,
-        model={
-            "num_layers": 6,
-            "d_model": 80,
-            "prenorm": False,
-            "dropout": 0.1,
-            # Ten digits, four operators with their opening bracket, the closing bracket, and one to spare.
-            "input": TokenInputConfig(vocab_size=16),
-            "head": ClassifierHeadConfig(num_classes=10, hidden=160, dropout=0.1),
-        },
-    ),
-    "text": _Task(
-        title="Text: IMDB reviews as bytes (Long-Range Arena)",
-        length=4002,
-        d_key=64,
-        d_value=256,
-        model={
-            "num_layers": 4,
-            "d_model": 128,
-            "norm": "scale",
-            "prenorm": False,
-            "dropout": 0.1,
-            "input": _BYTES,
-            "head": ClassifierHeadConfig(num_classes=2, hidden=256, dropout=0.1),
-        },
-    ),
-    "retrieval": _Task(
-        title="Retrieval: pairs of ACL Anthology papers as bytes (Long-Range Arena)",
-        length=4002,
-        d_key=64,
-        d_value=256,
-        model={
-            "num_layers": 6,
-            "d_model": 128,
-            "norm": "scale",
-            "prenorm": False,
-            "dropout": 0.1,
-            "input": _BYTES,
-            "head": PairHeadConfig(num_classes=2, hidden=256, dropout=0.1),
-        },
-    ),
-    "image": _Task(
-        title="Image: gray CIFAR-10 as pixels in a row (Long-Range Arena)",
-        length=1024,
-        d_key=96,
-        d_value=320,
-        attention=_LAPLACE,
-        model={
-            "num_layers": 8,
-            "d_model": 160,
-            "norm": "batch",
-            "prenorm": True,
-            "input": ValueInputConfig(),
-            "head": ClassifierHeadConfig(num_classes=10, hidden=320),
-        },
-    ),
-    "pathfinder": _Task(
-        title="Pathfinder, 32×32 (Long-Range Arena)",
-        length=1024,
-        d_key=64,
-        d_value=256,
-        attention=_LAPLACE,
-        model={
-            "num_layers": 6,
-            "d_model": 128,
-            "norm": "batch",
-            "prenorm": True,
-            "input": ValueInputConfig(),
-            "head": ClassifierHeadConfig(num_classes=2, hidden=256),
-        },
-    ),
-    "pathx": _Task(
-        title="Path-X, 128×128 (Long-Range Arena)",
-        length=16_384,
-        d_key=32,
-        d_value=128,
-        chunk_size=4096,
-        truncation=4096,
-        attention=_LAPLACE,
-        model={
-            "num_layers": 4,
-            "d_model": 64,
-            "norm": "sync_batch",
-            "prenorm": True,
-            "input": ValueInputConfig(),
-            "head": ClassifierHeadConfig(num_classes=2, hidden=128),
-        },
-    ),
-}
+def _arena(
+    title: str,
+    length: int,
+    num_layers: int,
+    d_model: int,
+    d_key: int,
+    norm: NormKind,
+    num_classes: int = 2,
+    *,
+    vocab_size: int | None = None,
+    pair: bool = False,
+    chunk_size: int = 128,
+    truncation: int = 1024,
+) -> _Task:
+    """Return a task of the Long-Range Arena; without a `vocab_size` it is on pixels."""
+    text, hidden = vocab_size is not None, 2 * d_model
+    dropout = 0.1 if text else 0.0
+    head = PairHeadConfig if pair else ClassifierHeadConfig
+    model = ModelConfig(
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=hidden,
+        mixer=EMAConfig(d_state=16, truncation=truncation),
+        attention=AttentionConfig(
+            d_key=d_key, d_value=hidden, chunk_size=chunk_size, activation="softmax" if text else "laplace"
+        ),
+        causal=False,
+        norm=norm,
+        prenorm=not text,
+        dropout=dropout,
+        input=ValueInputConfig() if vocab_size is None else TokenInputConfig(vocab_size=vocab_size),
+        head=head(num_classes=num_classes, hidden=hidden, dropout=dropout),
+    )
+    return _Task(f"{title} (Long-Range Arena)", length, model)
 
 
 def _recall(length: int) -> _Task:
     """Return the task of one length. Layers, d_model, chunk and TCN depth are the paper's, other sizes our choice."""
     size = 32 if length == 64 else 128
-    return _Task(
-        title=f"Associative recall, length {length}",
-        length=length,
-        d_key=size,
-        d_value=2 * size,
-        chunk_size=size,
-        truncation=None,
-        model={
-            "num_layers": 2,
-            "d_model": size,
-            "prenorm": True,
-            "causal": True,
-            "input": TokenInputConfig(vocab_size=10),
-            "head": LanguageModelHeadConfig(tie_embeddings=False),
-        },
-        families=("tcnca-simple", "mega"),
+    model = ModelConfig(
+        num_layers=2,
+        d_model=size,
+        d_ff=2 * size,
+        mixer=EMAConfig(d_state=16),
+        attention=AttentionConfig(d_key=size, d_value=2 * size, chunk_size=size),
+        input=TokenInputConfig(vocab_size=10),
+        head=LanguageModelHeadConfig(tie_embeddings=False),
     )
+    return _Task(f"Associative recall, length {length}", length, model, ("tcnca-simple", "mega"))
 
 
-_TASKS |= {f"recall-{length}": _recall(length) for length in (64, 1024, 4096, 8192)}
+_ENWIK8 = ModelConfig(
+    num_layers=12,
+    d_model=512,
+    d_ff=1024,
+    # MEGA's command truncates at 8192. No training row is longer, and its evaluation carries the plain recurrence from
+    # call to call: without truncation both are exactly that, and the streaming state stays small. Only a single call of
+    # more than 8192 tokens without a state would see less of the past with it.
+    mixer=EMAConfig(d_state=16),
+    attention=AttentionConfig(d_key=128, d_value=1024, chunk_size=2048, position="rotary"),
+    dropout=0.1,
+    # 205 byte values occur in EnWik8; MEGA's dictionary has 208 symbols.
+    input=TokenInputConfig(vocab_size=208, scale_embeddings=True),
+    head=LanguageModelHeadConfig(tie_embeddings=True),
+    final_norm_affine=False,
+)
+_TASKS: dict[str, _Task] = {
+    "enwik8": _Task(
+        "EnWik8, language model on bytes",
+        8192,  # rows of at most four chunks
+        _ENWIK8,
+        # The paper has an EMA-MLP for EnWik8 alone.
+        ("tcnca", "tcnca-linear", "mega", "tcn-mlp", "ema-mlp"),
+    ),
+    # Ten digits, four operators with their opening bracket, the closing bracket, and one unused token.
+    "listops": _arena("ListOps", 2002, 6, 80, 64, "layer", 10, vocab_size=16),
+    "text": _arena("Text: IMDB reviews as bytes", 4002, 4, 128, 64, "scale", vocab_size=256),
+    "retrieval": _arena(
+        "Retrieval: pairs of ACL Anthology papers as bytes", 4002, 6, 128, 64, "scale", vocab_size=256, pair=True
+    ),
+    "image": _arena("Image: gray CIFAR-10 as pixels in a row", 1024, 8, 160, 96, "batch", 10),
+    "pathfinder": _arena("Pathfinder, 32×32", 1024, 6, 128, 64, "batch"),
+    "pathx": _arena("Path-X, 128×128", 16_384, 4, 64, 32, "sync_batch", chunk_size=4096, truncation=4096),
+    **{f"recall-{length}": _recall(length) for length in (64, 1024, 4096, 8192)},
+}
 _PRESETS = {f"{family}-{task}": (family, task) for task, row in _TASKS.items() for family in row.families}
 
 
 def _model(family: str, task: _Task) -> ModelConfig:
-    attention = AttentionConfig(d_key=task.d_key, d_value=task.d_value, chunk_size=task.chunk_size, **task.attention)
-    block = {} if family == "tcnca-linear" else _RESIDUAL
-    tcn = TCNConfig.covering(task.length, depth=3 if task.length == 64 else 4, **block)
-    return ModelConfig(
-        d_ff=task.d_value,
-        mixer=tcn if family.startswith("tcn") else EMAConfig(d_state=16, truncation=task.truncation),
-        attention=None if family.endswith("-mlp") else attention,
-        gated=family in ("tcnca", "tcnca-linear", "mega"),
-        **{"causal": False, **task.model},
-    )
+    model = task.model
+    if family.startswith("tcn"):
+        block = {} if family == "tcnca-linear" else _RESIDUAL
+        tcn = TCNConfig.covering(task.length, depth=3 if task.length == 64 else 4, **block)
+        model = dataclasses.replace(model, mixer=tcn)
+    if family == "tcnca-simple":
+        return dataclasses.replace(model, gated=False)
+    return dataclasses.replace(model, gated=False, attention=None) if family.endswith("-mlp") else model
 
 
 def presets() -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tcnca.errors import CheckpointError, ConfigError
-from tcnca.models.config import ModelConfig
-from tcnca.models.model import SequenceModel
+from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
 
 FORMAT = "tcnca-model-2"
@@ -55,7 +54,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     The model takes raw inputs: it applies the preprocessing that it was trained with.
     """
     folder = Path(folder)
-    config, preprocessing = _read_config(folder / CONFIG_FILE)
+    model = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -63,11 +62,6 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
         weights = load_file(path, device=str(device))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); is the file complete?") from error
-    try:
-        with torch.device("meta"):
-            model = SequenceModel(config, preprocessing)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
     fill(model, weights, str(path))
     return model.eval()
 
@@ -89,7 +83,8 @@ def fill(model: SequenceModel, weights: dict[str, torch.Tensor], where: str) -> 
     model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
+def _read_config(path: Path) -> SequenceModel:
+    """Return the model, without memory for its weights."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -103,6 +98,8 @@ def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
         if not isinstance(content.get(name), dict):
             raise CheckpointError(f"{path}: {name}: expected a configuration, got {content.get(name)!r}")
     try:
-        return ModelConfig.from_dict(content["model"]), Preprocessing.from_dict(content["preprocessing"])
-    except (ConfigError, TypeError) as error:
+        config, facts = ModelConfig.from_dict(content["model"]), Preprocessing.from_dict(content["preprocessing"])
+        with torch.device("meta"):
+            return SequenceModel(config, facts)
+    except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error

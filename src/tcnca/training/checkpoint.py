@@ -32,12 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tcnca.data.store import disk_errors
 from tcnca.errors import CheckpointError
+from tcnca.files import atomic_write, disk_errors
 from tcnca.models import SequenceModel, save
 from tcnca.models.serialization import WEIGHTS_FILE, fill
 from tcnca.training.distributed import DistContext
-from tcnca.training.files import atomic_write
 
 STATE = "state.json"
 _OPTIMIZERS = "optimizers"

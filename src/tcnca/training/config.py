@@ -29,7 +29,6 @@ TASK_OPTIONS = tuple(dict.fromkeys(_task_options()))
 """Keys of `data.task`; which of them a data set takes depends on its task."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Config, shorthand="source"):
     """What to train on."""
 
@@ -49,7 +48,6 @@ class DataConfig(Config, shorthand="source"):
     """How to read your own data, such as `text: body`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig(Config, shorthand="size"):
     """What a step reads."""
 
@@ -61,7 +59,6 @@ class BatchConfig(Config, shorthand="size"):
     """Seed of the order of examples, of the weights and of dropout."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
     """AdamW. Norms, biases, EMA and the scales of gates are not decayed."""
 
@@ -83,7 +80,6 @@ class OptimizerConfig(Config):
     """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the step."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
     """How long to train, and the learning rate over time."""
 
@@ -108,7 +104,6 @@ class ScheduleConfig(Config):
         return self.warmup_steps if self.warmup_steps <= self.max_steps else self.max_steps // 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(Config):
     """How to evaluate the model during and after training."""
 
@@ -126,7 +121,6 @@ class EvalConfig(Config):
     """Most batches of any evaluation, the last ones of a run included; None for no limit."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Config):
     """What to keep of a run."""
 
@@ -138,7 +132,6 @@ class CheckpointConfig(Config):
     """How many of the last checkpoints to keep; the best one is kept as well."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Config):
     """How to compute."""
 

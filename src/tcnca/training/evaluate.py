@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from tcnca.data import Task
 from tcnca.errors import ConfigError
+from tcnca.files import atomic_write, to_json
 from tcnca.models import SequenceModel, load
 from tcnca.training.checkpoint import CheckpointManager
 from tcnca.training.config import EvalConfig, Precision
-from tcnca.training.distributed import DistContext
-from tcnca.training.files import atomic_write, to_json
+from tcnca.training.distributed import DistContext, dist_context
+from tcnca.training.logger import Logger
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import load_recipe
 
@@ -35,12 +37,6 @@ class Score:
     """Number of answers."""
     higher_is_better: bool
     """Whether a greater value is better."""
-
-    def better_than(self, other: float | None) -> bool:
-        """Return whether this score is better than another value; any score is better than none."""
-        if other is None or math.isnan(other):
-            return not math.isnan(self.value)
-        return self.value > other if self.higher_is_better else self.value < other
 
 
 @torch.no_grad()
@@ -122,18 +118,20 @@ def evaluate_run(
     *,
     split: str = "test",
     best: bool = False,
-    dist: DistContext | None = None,
-    progress: Callable[[int, float | None], None] | None = None,
-) -> tuple[Path, Score]:
-    """Measure the last or the best checkpoint of a run. Returns the checkpoint and its score.
+    device: str | None = None,
+    verbose: bool = True,
+) -> Score:
+    """Measure the last or the best checkpoint of a run, and write the score into the run directory.
+
+    Each combination of split, checkpoint and changes has its own file.
 
     Args:
         run: the run directory.
         changes: `key=value` changes to the recipe: how to measure, not what was trained.
         split: for example `test`.
         best: measure the best checkpoint by validation instead of the last.
-        dist: the processes that share the work.
-        progress: as of `evaluate`.
+        device: `cpu` or `cuda`; None for a GPU if there is one.
+        verbose: print progress and the score.
     """
     if not (run / RECIPE).is_file():
         raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
@@ -142,28 +140,19 @@ def evaluate_run(
     for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):
         if getattr(recipe, section) != getattr(trained, section):
             raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
-    dist = dist or DistContext()
-    checkpoints = CheckpointManager(run / "checkpoints", recipe.checkpoint.keep, dist)
-    place = checkpoints.best() if best else checkpoints.latest()
-    if place is None:
-        reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
-        raise ConfigError(f"{run}: has {reason}")
-    score = evaluate(
-        load(place, dist.device),
-        recipe.build_task(),
-        split,
-        recipe.eval,
-        precision=recipe.runtime.precision,
-        dist=dist,
-        progress=progress,
-    )
-    return place, score
-
-
-def write_evaluation(
-    run: Path, checkpoint: Path, score: Score, changes: Sequence[str], *, split: str, device: str
-) -> None:
-    """Write a score into the run directory; each split and set of changes has its own file."""
-    name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *changes]))
-    facts = {"split": split, "checkpoint": checkpoint.name, "device": device, "changes": list(changes)}
-    atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
+    with dist_context(device) as dist, Logger(run, Console(quiet=not verbose), enabled=dist.is_main) as logger:
+        checkpoints = CheckpointManager(run / "checkpoints", recipe.checkpoint.keep, dist)
+        place = checkpoints.best() if best else checkpoints.latest()
+        if place is None:
+            reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
+            raise ConfigError(f"{run}: has {reason}")
+        model, task, precision = load(place, dist.device), recipe.build_task(), recipe.runtime.precision
+        with logger.evaluation(split) as progress:
+            score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
+        # Printed first: the score is not lost if the directory cannot be written.
+        logger.print(f"{place.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
+        if dist.is_main:
+            name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
+            facts = {"split": split, "checkpoint": place.name, "device": dist.device.type, "changes": list(changes)}
+            atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
+    return score

@@ -18,21 +18,19 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 from torch import Tensor
 
-from tcnca.data.store import disk_errors
+from tcnca.files import disk_errors, to_json
 from tcnca.training.distributed import DistContext
-from tcnca.training.files import to_json
 
 LOG = "log.jsonl"
 TENSORBOARD = "tensorboard"
 _LINE_SECONDS = 5.0
-"""Seconds between two printed lines of a kind where there is no terminal."""
-_BAR_SECONDS = 0.1
-"""Seconds between two changes of the progress bar."""
+"""Seconds between two printed lines of a kind."""
+_SPEED_SECONDS = 300.0
+"""Last seconds from which the time left is estimated."""
 
 
 class StepOutput(NamedTuple):
@@ -146,19 +144,23 @@ class Logger:
     def __init__(self, folder: Path, console: Console | None = None, *, enabled: bool = True) -> None:
         """A logger that is not `enabled`, as on processes other than the main one, does nothing."""
         self.folder, self.enabled = folder, enabled
-        self.console = console or Console(emoji=False, highlight=False)
+        self.console = console or Console()
         self._file: TextIO | None = None
         self._tensorboard: _TensorBoardWriter | None = None
-        self._estimate = _TimeEstimate()
         self._values: Mapping[str, Any] = {}
         self._metric = ""
-        self._drawn = -math.inf
         self._printed: dict[str, float] = {}
         # In a narrow terminal the end of the text is cut off, not the bar.
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
-        columns = (BarColumn(10), TextColumn("{task.percentage:.0f} %"), _TimeLeft(), text)
-        silent = not enabled or not self.console.is_terminal
-        self._progress = Progress(*columns, console=self.console, transient=True, expand=True, disable=silent)
+        self._progress = Progress(
+            *(BarColumn(10), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn(), text),
+            console=self.console,
+            transient=True,
+            expand=True,
+            disable=not enabled or not self.console.is_terminal,
+            speed_estimate_period=_SPEED_SECONDS,
+            get_time=lambda: time.monotonic(),
+        )
         self._bar = self._progress.add_task("starting", total=1.0)
 
     def __enter__(self) -> Logger:
@@ -188,14 +190,8 @@ class Logger:
 
         The first call says where this part of the run starts; the time left is estimated from there.
         """
-        if not self.enabled:
-            return
-        now = time.monotonic()
-        self._estimate.add(progress, now)
-        if self.console.is_terminal and now - self._drawn >= _BAR_SECONDS:
-            self._drawn = now
-            ends = now + self._estimate.left(progress, now)
-            self._progress.update(self._bar, description=self._text(step), completed=progress, ends=ends)
+        if self.enabled:
+            self._progress.update(self._bar, description=self._text(step), completed=progress)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Print and store values, of which `step` says when they were measured."""
@@ -205,30 +201,24 @@ class Logger:
         step = values["step"]
         if "split" in values:
             self._metric = f", {values['metric']} {values['value']:.4f}"
-            if self._due("evaluation"):
-                self.print(f"step {step:,}: {values['split']} {values['metric']} {values['value']:.4f}")
+            self._print_line("validation", f"step {step:,}: {values['split']}{self._metric.lstrip(',')}")
             return
-        self._values, self._drawn = values, -math.inf
+        self._values = values
         self.progress(step, values["progress"])
-        if not self.console.is_terminal and self._due("training"):
-            left = _clock(self._estimate.left(values["progress"], time.monotonic()))
-            self.print(f"{self._text(step)}, {100 * values['progress']:.0f} % done, {left} left")
+        if not self.console.is_terminal:
+            self._print_line("training", f"{self._text(step)}, {self._done(self._bar)}")
 
     @contextlib.contextmanager
     def evaluation(self, split: str) -> Iterator[Callable[[int, float | None], None]]:
         """Yield a function that shows the progress of an evaluation: batches done, and the share if it is known."""
-        started = printed = time.monotonic()
+        self._printed["evaluation"] = time.monotonic()
         bar = self._progress.add_task(f"evaluating {split}", total=1.0)
 
         def show(batches: int, share: float | None) -> None:
-            nonlocal printed
-            now = time.monotonic()
-            left = (now - started) * (1 / share - 1) if share else math.inf
-            self._progress.update(bar, completed=share or 0.0, ends=now + left)
-            if not self.console.is_terminal and now - printed >= _LINE_SECONDS:
-                printed = now
-                known = f", {100 * share:.0f} % done, {_clock(left)} left" if share else ""
-                self.print(f"evaluating {split}: batch {batches:,}{known}")
+            self._progress.update(bar, completed=share or 0.0)
+            if not self.console.is_terminal:
+                known = f", {self._done(bar)}" if share else ""
+                self._print_line("evaluation", f"evaluating {split}: batch {batches:,}{known}")
 
         try:
             yield show
@@ -237,64 +227,33 @@ class Logger:
 
     def _store(self, values: Mapping[str, Any]) -> None:
         with disk_errors(self.folder):
-            if self._file is None:
+            if self._file is None or self._tensorboard is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = _open_log(self.folder)
                 path = self.folder / TENSORBOARD
                 self._tensorboard = _TensorBoardWriter(path, values["step"] if path.exists() else None)
             self._file.write(to_json({"time": time.time(), **values}) + "\n")
             self._file.flush()
-            if self._tensorboard is not None:
-                self._tensorboard.add(_scalars(values), values["step"])
+            self._tensorboard.add(_scalars(values), values["step"])
 
     def _text(self, step: int) -> str:
-        text = f"step {step:,}"
-        if self._values:
-            text += f", loss {self._values['loss']:.4f}"
-        text += self._metric
-        if self._values:
-            text += f", {self._values['tokens_per_second']:,.0f} tokens/s"
-        if "memory_gib" in self._values:
-            text += f", {self._values['memory_gib']:.1f} GiB"
-        return text
+        values = self._values
+        loss = f", loss {values['loss']:.4f}" if values else ""
+        speed = f", {values['tokens_per_second']:,.0f} tokens/s" if values else ""
+        memory = f", {values['memory_gib']:.1f} GiB" if "memory_gib" in values else ""
+        return f"step {step:,}{loss}{self._metric}{speed}{memory}"
 
-    def _due(self, kind: str) -> bool:
-        """Return whether a line of a kind may be printed again, and note that it is."""
+    def _done(self, bar: TaskID) -> str:
+        task = next(task for task in self._progress.tasks if task.id == bar)
+        left = "-:--:--" if task.time_remaining is None else datetime.timedelta(seconds=task.time_remaining)
+        return f"{task.percentage:.0f} % done, {left} left"
+
+    def _print_line(self, kind: str, text: str) -> None:
+        """Print a line, unless one of its kind was printed a moment ago."""
         now = time.monotonic()
-        due = now - self._printed.get(kind, -math.inf) >= _LINE_SECONDS
-        if due:
+        if now - self._printed.get(kind, -math.inf) >= _LINE_SECONDS:
             self._printed[kind] = now
-        return due
-
-
-class _TimeEstimate:
-    """Estimates the time left from the second half of what is done: the start, while code compiles, says little."""
-
-    _SPACING = 0.002
-    """Share of the run between two marks."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[float, float]] = []
-
-    def add(self, progress: float, now: float) -> None:
-        if not self._marks or progress - self._marks[-1][0] >= self._SPACING:
-            self._marks.append((progress, now))
-
-    def left(self, progress: float, now: float) -> float:
-        """Return the seconds to the end; infinity while nothing is known."""
-        before, then = self._marks[(len(self._marks) - 1) // 2]
-        return (1 - progress) * (now - then) / (progress - before) if progress > before else math.inf
-
-
-class _TimeLeft(ProgressColumn):
-    """The time left, which also counts down between two steps."""
-
-    def render(self, task: Task) -> Text:
-        return Text(_clock(task.fields.get("ends", math.inf) - time.monotonic()), style="progress.remaining")
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=max(round(seconds), 0))) if math.isfinite(seconds) else "-:--:--"
+            self.print(text)
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

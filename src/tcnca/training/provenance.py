@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from tcnca.errors import TrainingError
-from tcnca.training.distributed import DistContext, available_cores
-from tcnca.training.files import atomic_write, to_json
+from tcnca.files import atomic_write, to_json
+from tcnca.training.distributed import available_cores
 from tcnca.version import __version__
 
 RECIPE = "recipe.yaml"
@@ -44,44 +44,24 @@ class Launch:
     """Seed of the order of examples, the weights and dropout."""
     budget: float | None
     """Seconds to train; None if the number of steps ends the run."""
-    started: str
-    """Time of the launch, in UTC."""
     processes: int
     """Number of processes."""
     hardware: dict[str, Any]
     """Devices of the run."""
-    versions: dict[str, str]
+    started: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
+    """Time of the launch, in UTC."""
+    versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
     """Versions of Python and of the libraries that compute."""
-    platform: str
+    platform: str = dataclasses.field(default_factory=platform.platform)
     """Operating system."""
-    commit: str | None
+    commit: str | None = dataclasses.field(default_factory=lambda: commit())
     """Commit of the library's source, with `+changes` if it was changed since; None for an installed library."""
-
-    @classmethod
-    def now(cls, recipe: str, command: str, *, step: int, seed: int, budget: float | None, dist: DistContext) -> Launch:
-        """Describe a launch here and now."""
-        return cls(
-            recipe=recipe,
-            command=command,
-            step=step,
-            seed=seed,
-            budget=budget,
-            started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            processes=dist.world_size,
-            hardware=hardware(dist.device, dist.world_size),
-            versions=versions(),
-            platform=platform.platform(),
-            commit=commit(),
-        )
 
 
 def add_launch(folder: Path, launch: Launch, *, resumed: bool) -> None:
-    """Add a launch to the provenance of a run; one that does not resume replaces it.
-
-    Raises:
-        DataError: the directory cannot be written.
-        TrainingError: the present provenance cannot be read.
-    """
+    """Add a launch to the provenance of a run; one that does not resume replaces it."""
     launches = [*(read_launches(folder) if resumed else []), launch]
     text = to_json({"launches": [dataclasses.asdict(each) for each in launches]}, indent=1)
     atomic_write(folder / PROVENANCE, text + "\n")

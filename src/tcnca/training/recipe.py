@@ -45,7 +45,6 @@ _STAND_INS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(Config):
     """Everything that determines a run."""
 
@@ -55,19 +54,19 @@ class Recipe(Config):
     """What it is, in one line."""
     model: Annotated[dict[str, Any], KeysOf(ModelConfig, ("preset",))] = dataclasses.field(default_factory=dict)
     """`preset`, and changes to it; or the fields of a ModelConfig. What the task decides can be left out."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    data: DataConfig = DataConfig()
     """What to train on."""
-    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    batch: BatchConfig = BatchConfig()
     """What a step reads."""
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are changed."""
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
     """How long to train, and the learning rate over time."""
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    eval: EvalConfig = EvalConfig()
     """How to evaluate the model."""
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """What to keep of a run."""
-    runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+    runtime: RuntimeConfig = RuntimeConfig()
     """How to compute."""
     cpu: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
     """Changes to make where the run is on a CPU; see `for_device`."""
@@ -103,9 +102,9 @@ class Recipe(Config):
 
     def validate(self) -> None:
         """Raise a ConfigError for what is wrong whatever the data: keys and values of the model and of the task."""
-        for name, known in (("task", TASK_OPTIONS), ("custom", _CUSTOM_OPTIONS)):
-            for key in getattr(self.data, name):
-                check_choice(f"data.{name}.{key}", key, known)
+        for key in self.data.task:
+            check_choice(f"data.task.{key}", key, TASK_OPTIONS)
+        self._custom_options()
         if "preset" in self.model:
             self._model({})
             return
@@ -135,17 +134,20 @@ class Recipe(Config):
         """Return the task, from a prepared data set or a file."""
         if not self.data.source:
             raise ConfigError("data.source: expected a data set or a file, got nothing; give data=NAME or data=FILE")
-        for key in self.data.custom:
-            check_choice(f"data.custom.{key}", key, _CUSTOM_OPTIONS)
         return load_task(
             self.data.source,
             self.data.folder,
             stream=self.data.stream,
             val_fraction=self.data.val_fraction,
-            custom=CustomOptions(**self.data.custom) if self.data.custom else None,
+            custom=self._custom_options(),
             kind=self.data.kind,
             **self.data.task,
         )
+
+    def _custom_options(self) -> CustomOptions | None:
+        for key in self.data.custom:
+            check_choice(f"data.custom.{key}", key, [field.name for field in dataclasses.fields(CustomOptions)])
+        return CustomOptions(**self.data.custom) if self.data.custom else None
 
     def model_config(self, task: Task | None = None) -> ModelConfig:
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""
@@ -158,9 +160,6 @@ class Recipe(Config):
             "model.",
             lambda: (ModelConfig(**from_task) if name is None else preset(name).model).override(changes),
         )
-
-
-_CUSTOM_OPTIONS = tuple(field.name for field in dataclasses.fields(CustomOptions))
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.errors import TrainingError
+from tcnca.files import atomic_path, atomic_write, to_json
 from tcnca.training.evaluate import Score
-from tcnca.training.files import atomic_path, atomic_write, to_json
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import Launch, read_launches
 
@@ -182,13 +182,11 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
         return None
     # Slow to import, and needed only here.
     import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # Not with the user's own settings of matplotlib.
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(7.2, 4.8), dpi=200, layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06))
+        figure = Figure(figsize=(7.2, 4.8), dpi=200, layout="constrained")
         figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
         axes = figure.subplots(2, 2, sharex=True)
         _draw_loss(axes[0, 0], lines)
@@ -201,7 +199,7 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
             axis.set_xlim(0, 1.02 * lines[-1]["step"])
             axis.set_xlabel("step", color=GRAY)
         with atomic_path(folder / CURVES) as temporary:
-            FigureCanvasAgg(figure).print_png(temporary)
+            figure.savefig(temporary, format="png")
     return folder / CURVES
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -14,7 +15,10 @@ _DUPLICATE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[str]]:
-    """Collect the names of SIGINT and SIGTERM instead of ending the process. A second Ctrl-C interrupts at once."""
+    """Collect the names of SIGINT and SIGTERM instead of ending the process. A second Ctrl-C interrupts at once.
+
+    Outside the main thread, where Python handles no signals, nothing is collected.
+    """
     caught: list[str] = []
     first = 0.0
 
@@ -27,7 +31,8 @@ def catch_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield caught
     finally:

@@ -17,16 +17,16 @@ from torch import nn
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
+from tcnca.files import LOCK, atomic_path, atomic_write, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import DistContext, dist_context, gradient_sync, parallelize, should_compile
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
-from tcnca.training.files import atomic_path, atomic_write, file_lock
 from tcnca.training.logger import Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
-from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, read_launches
+from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
@@ -88,22 +88,30 @@ class Trainer:
                 if (finished := self._finished()) is not None:
                     return finished
             self.setup()
-            with file_lock(self.out, "run") if self.dist.is_main else contextlib.nullcontext():
-                if self.dist.is_main:
-                    # Another run may have started, and ended, since the first check.
-                    self._check_out()
-                if self.resume:
-                    self._restore()
-                self._record_launch()
-                self._warn_if_short()
-                try:
-                    stopped = self._train()
-                except TrainingError:
-                    self._draw_curves()
-                    raise
-                result = self._finish(stopped)
-            self._release()
-        return result
+            try:
+                with file_lock(self.out / LOCK) if self.dist.is_main else contextlib.nullcontext():
+                    return self._run()
+            finally:
+                if self.dist.world_size > 1:
+                    # Free what holds on to the process group before the processes leave it: DDP that is freed later
+                    # may wait forever for a thread of the group.
+                    del self.model, self.train_model, self.optimizers
+                    gc.collect()
+
+    def _run(self) -> Result:
+        """Restore, train and finish, in a directory that no other run uses."""
+        if self.dist.is_main:
+            # Another run may have started, and ended, since the first check.
+            self._check_out()
+        if self.resume:
+            self._restore()
+        self._record()
+        try:
+            stopped = self._train()
+        except TrainingError:
+            self._draw_curves()
+            raise
+        return self._finish(stopped)
 
     def setup(self) -> None:
         """Build the task, the model and the optimizers."""
@@ -123,62 +131,51 @@ class Trainer:
 
     def _train(self) -> str:
         """Train until the run is finished. Returns the name of the signal that stopped it before, if one did."""
-        if self.dist.is_main:
-            atomic_write(self.out / RECIPE, self.recipe.to_yaml())
-        self.logger.preload()
-        self.dist.barrier()
-        self.logger.print(self._introduction())
-        # A thread starts on the first GPU, not on the one that its process uses.
-        on_gpu = self.dist.device.type == "cuda"
-        initializer = (torch.cuda.set_device, (self.dist.device,)) if on_gpu else (None, ())
-        with catch_signals() as caught, ThreadPoolExecutor(1, "batches", *initializer) as pool:
-            return self._loop(caught, pool)
-
-    def _loop(self, caught: list[str], pool: ThreadPoolExecutor) -> str:
         recipe, state, meter = self.recipe, self.state, Meter(self.dist, self.state.meter)
         started = saved = time.monotonic()
         earlier, first_step = state.seconds, state.step
-        upcoming = pool.submit(self._load_batches, state.step)
-        while True:
-            # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
-            now = time.monotonic()
-            local = torch.tensor([earlier + now - started, float(bool(caught)), now - saved], dtype=torch.float64)
-            state.seconds, interrupted, unsaved = self.dist.all_reduce_max(local).tolist()
-            progress = self._progress()
-            finished = progress >= 1.0
-            self.logger.progress(state.step, progress)
+        with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool:
+            upcoming = pool.submit(self._load_batches, state.step)
+            while True:
+                # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
+                now = time.monotonic()
+                local = torch.tensor([earlier + now - started, float(bool(caught)), now - saved], dtype=torch.float64)
+                state.seconds, interrupted, unsaved = self.dist.all_reduce_max(local).tolist()
+                progress = self._progress()
+                finished = progress >= 1.0
+                self.logger.progress(state.step, progress)
 
-            # Checkpoint, and stop.
-            if interrupted:
-                self.logger.print("stopping: saving a checkpoint (press Ctrl-C again to stop without)")
-            if finished or interrupted or self._checkpoint_due(unsaved):
-                self._check_finite(meter)
-                with meter.pause():
-                    self._save(meter)
-                saved = time.monotonic()
-            if finished:
-                self._log(progress, meter)
-                return ""
-            if interrupted:
-                return caught[0] if caught else "another process"
+                # Checkpoint, and stop.
+                if interrupted:
+                    self.logger.print("stopping: saving a checkpoint (press Ctrl-C again to stop without)")
+                if finished or interrupted or self._checkpoint_due(unsaved):
+                    self._check_finite(meter)
+                    with meter.pause():
+                        self._save(meter)
+                    saved = time.monotonic()
+                if finished:
+                    self._log(progress, meter)
+                    return ""
+                if interrupted:
+                    return caught[0] if caught else "another process"
 
-            # One step; the batches of the next one are loaded meanwhile.
-            batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
-            meter.add(state.step, self._step(self._lr(progress), batches))
-            state.step += 1
-            if self.compiled and state.step - first_step <= _COMPILING_STEPS:
-                spent = torch.tensor(earlier + time.monotonic() - started, dtype=torch.float64)
-                state.compile_seconds += float(self.dist.all_reduce_max(spent)) - state.seconds
+                # One step; the batches of the next one are loaded meanwhile.
+                batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
+                meter.add(state.step, self._step(self._lr(progress), batches))
+                state.step += 1
+                if self.compiled and state.step - first_step <= _COMPILING_STEPS:
+                    spent = torch.tensor(earlier + time.monotonic() - started, dtype=torch.float64)
+                    state.compile_seconds += float(self.dist.all_reduce_max(spent)) - state.seconds
 
-            # Log, and validate.
-            if state.step % recipe.runtime.log_every == 0:
-                self._check_finite(meter)
-                self._log(progress, meter)
-            if self._validation_due():
-                # The validated model may be saved as the best so far.
-                self._check_finite(meter)
-                with meter.pause():
-                    self._validate(meter)
+                # Log, and validate.
+                if state.step % recipe.runtime.log_every == 0:
+                    self._check_finite(meter)
+                    self._log(progress, meter)
+                if self._validation_due():
+                    # The validated model may be saved as the best so far.
+                    self._check_finite(meter)
+                    with meter.pause():
+                        self._validate(meter)
 
     def _step(self, lr: float, batches: Future[list[Batch]]) -> StepOutput:
         """Take one optimizer step: forward and backward passes, clipping, and the update of the weights."""
@@ -222,13 +219,16 @@ class Trainer:
     def _load_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of this process for a step."""
         config, parts = self.recipe.batch, self.recipe.batch.grad_accum_steps
-        batches = []
+        on_gpu, batches = self.dist.device.type == "cuda", []
+        if on_gpu:
+            # A thread starts on the first GPU, not on the one that its process uses.
+            torch.cuda.set_device(self.dist.device)
         for index in range(parts):
             rank = self.dist.rank * parts + index
             batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
             if self.compiled and self.task.kind not in ("language", "forecast"):
                 batch = batch.pad_to_bucket()
-            batches.append(batch.pin_memory() if self.dist.device.type == "cuda" else batch)
+            batches.append(batch.pin_memory() if on_gpu else batch)
         return batches
 
     def _progress(self) -> float:
@@ -280,10 +280,9 @@ class Trainer:
         return bool(every) and step % every == 0 and not last
 
     def _validate(self, meter: Meter) -> None:
-        score = self._evaluate("validation", self.recipe.eval.batches)
-        self.state.score = score.value
-        if self._is_best(score):
-            self.checkpoints.mark_best(self._save(meter), score.value)
+        self.state.score = self._evaluate("validation", self.recipe.eval.batches).value
+        if self._is_best(self.state.score):
+            self.checkpoints.mark_best(self._save(meter), self.state.score)
 
     def _evaluate(self, split: str, max_batches: int | None = None) -> Score:
         """Measure the model on a split, and log the score."""
@@ -305,8 +304,10 @@ class Trainer:
         self.logger.log({"step": self.state.step, "split": split, "metric": score.metric, "value": score.value})
         return score
 
-    def _is_best(self, score: Score) -> bool:
-        return self.dist.any(score.better_than(self.checkpoints.best_score()))
+    def _is_best(self, score: float) -> bool:
+        """Return whether a validation is the best so far; all processes get the same answer."""
+        best, sign = self.checkpoints.best_score(), 1 if self.task.higher_is_better else -1
+        return self.dist.any(not math.isnan(score) and (best is None or sign * score > sign * best))
 
     # The start of a run.
 
@@ -342,12 +343,7 @@ class Trainer:
         # Another recipe is refused when the checkpoint is restored.
         if result is None or not (self.out / RECIPE).is_file() or load_recipe(str(self.out / RECIPE)) != self.recipe:
             return None
-        if self.budget is None and result.step < self.recipe.schedule.max_steps:
-            return None
-        self.logger.print(
-            f"{self.out}: the run is finished, after {result.step:,} steps; see {REPORT} in it, or choose another "
-            f"--out for another run"
-        )
+        self.logger.print(f"{self.out}: the run is finished, after {result.step:,} steps; see {REPORT} in it")
         return result
 
     def _restore(self) -> None:
@@ -366,41 +362,38 @@ class Trainer:
         self.state = self.checkpoints.load(place, self.model, self.optimizers)
         if self.state.data != data:
             raise CheckpointError(f"{self.out}: was started with other data than {self.recipe.data.source} has now")
-        self._mark_best_again(place)
+        # The run may have been killed between saving this checkpoint and marking it as the best.
+        score = self.state.score
+        if self._validation_due() and score is not None and self._is_best(score):
+            self.checkpoints.mark_best(place, score)
         self.checkpoints.clean_up()
         self.logger.print(f"resuming from step {self.state.step:,}")
 
-    def _mark_best_again(self, place: Path) -> None:
-        """Mark the restored checkpoint as the best if the run was killed before it could."""
-        # The last validation is of this checkpoint only if it took place at this step.
-        if not self._validation_due() or self.state.score is None:
-            return
-        better = self.task.higher_is_better
-        score = Score(metric=self.task.metric, value=self.state.score, count=0, higher_is_better=better)
-        if self._is_best(score):
-            self.checkpoints.mark_best(place, score.value)
-
-    def _record_launch(self) -> None:
-        if self.dist.is_main:
-            seed = self.recipe.batch.seed
-            launch = Launch.now(
-                self.name, self.command, step=self.state.step, seed=seed, budget=self.budget, dist=self.dist
+    def _record(self) -> None:
+        """Write provenance and recipe, and print what is trained."""
+        recipe, dist, steps = self.recipe, self.dist, self.recipe.schedule.max_steps
+        if dist.is_main:
+            launch = Launch(
+                recipe=self.name,
+                command=self.command,
+                step=self.state.step,
+                seed=recipe.batch.seed,
+                budget=self.budget,
+                processes=dist.world_size,
+                hardware=hardware(dist.device, dist.world_size),
             )
             add_launch(self.out, launch, resumed=self.resume)
-
-    def _introduction(self) -> str:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        what = f"{parameters:,} parameters, {self.recipe.data.source}, on {self.dist.device.type}"
-        several = f" with {self.dist.world_size} processes" if self.dist.world_size > 1 else ""
-        compiled = "; the first steps take longer while code is compiled" if self.compiled else ""
-        return f"training in {self.out}: {what}{several}{compiled}"
-
-    def _warn_if_short(self) -> None:
-        for note in self.recipe.notes():
+            atomic_write(self.out / RECIPE, recipe.to_yaml())
+        self.logger.preload()
+        dist.barrier()
+        for note in recipe.notes():
             self.logger.print(f"warning: {note}")
-        steps = self.recipe.schedule.max_steps
         if self.budget is None and steps < _FEW_STEPS:
             self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
+        several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
+        compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
+        what = f"{self._parameters():,} parameters, {recipe.data.source}, on {dist.device.type}"
+        self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.
 
@@ -417,7 +410,7 @@ class Trainer:
         latest = self.checkpoints.latest()
         # A score on some batches is not comparable with one on the whole split.
         comparable = eval_limit(config, config.batches) == eval_limit(config) or self.checkpoints.best() is None
-        if "validation" in scores and latest is not None and comparable and self._is_best(scores["validation"]):
+        if "validation" in scores and latest is not None and comparable and self._is_best(scores["validation"].value):
             self.checkpoints.mark_best(latest, scores["validation"].value)
         self._draw_curves()
         result = self._result("", scores)
@@ -457,13 +450,10 @@ class Trainer:
             tokens=round(sum(line.get("tokens", 0) for line in lines)),
             tokens_per_second=report.mean_speed(lines),
             memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=self._parameters(),
             source=self.recipe.data.source,
             data=self.state.data,
         )
 
-    def _release(self) -> None:
-        """Free what holds on to the process group before the processes leave it."""
-        if self.dist.world_size > 1:
-            del self.model, self.train_model, self.optimizers
-            gc.collect()
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())

@@ -2,21 +2,20 @@
 
 from tcnca.training.sweeps.plan import Point, Sweep, Variants, load_variants, plan
 from tcnca.training.sweeps.plots import save_curves, save_scores
-from tcnca.training.sweeps.runner import point_state, run_sweep
-from tcnca.training.sweeps.tables import best_group, best_row, read_rows, write_tables
+from tcnca.training.sweeps.results import Row, read_rows, to_markdown, write_tables
+from tcnca.training.sweeps.runner import run_sweep
 
 __all__ = [
     "Point",
+    "Row",
     "Sweep",
     "Variants",
-    "best_group",
-    "best_row",
     "load_variants",
     "plan",
-    "point_state",
     "read_rows",
     "run_sweep",
     "save_curves",
     "save_scores",
+    "to_markdown",
     "write_tables",
 ]

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, each in a process of its own.
+"""Runs the points of a sweep, each in its own process.
 
 All state is in the sweep directory: the run of each point, and in it a log of what its process printed. A sweep that was
 stopped at any time continues with the same command.
@@ -12,107 +12,83 @@ import signal
 import subprocess
 import sys
 import time
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tcnca.data.store import disk_errors
-from tcnca.errors import ConfigError
+from tcnca.files import LOCK, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
-from tcnca.training.files import file_lock
 from tcnca.training.provenance import RECIPE
-from tcnca.training.recipe import differences, load_recipe
-from tcnca.training.report import read_result
 from tcnca.training.signals import catch_signals
 from tcnca.training.sweeps.plan import Point, Sweep
-
-LOG = "sweep.log"
-State = Literal["done", "failed", "stopped", "waiting"]
-_FAILED = "failed: "
+from tcnca.training.sweeps.results import FAILED, LOG, read_row, read_rows, write_tables
 
 
-class Listener(Protocol):
-    """Is told what happens to the runs of a sweep."""
+def run_sweep(sweep: Sweep, console: Console) -> str:
+    """Run the points that are not done, and write the tables after each.
 
-    def started(self, point: Point, resumed: bool) -> None:
-        """A run has started."""
+    Args:
+        sweep: the sweep.
+        console: where to print; it must not interpret markup, since brackets occur in values.
 
-    def ended(self, point: Point) -> None:
-        """A run has ended, successfully or not."""
-
-    def stopping(self, signal_name: str, running: int) -> None:
-        """A signal has arrived, and `running` runs are told to save and end."""
-
-
-def point_state(point: Point) -> tuple[State, str]:
-    """Return the state of a run by what is in its directory, and why it failed if it did."""
-    if read_result(point.folder) is not None:
+    Returns:
+        The name of the signal that stopped the sweep, if one did.
+    """
+    columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with disk_errors(sweep.folder), file_lock(sweep.folder / LOCK), catch_signals() as caught, progress:
+        rows = {row.point.folder: row for row in read_rows(sweep)}
+        waiting = [row.point for row in rows.values() if row.state != "done"]
+        done = f", {len(rows) - len(waiting)} already done" if len(waiting) < len(rows) else ""
+        console.print(f"{len(rows)} runs in {sweep.folder}{done}")
+        bar = progress.add_task("", total=len(rows), completed=len(rows) - len(waiting))
+        free, running, handled = _environments(sweep), list[_Job](), 0
         try:
-            trained = load_recipe(str(point.folder / RECIPE))
-        except ConfigError as error:
-            return "failed", str(error)
-        if trained == point.recipe:
-            return "done", ""
-        return "failed", f"the recipe was changed meanwhile: {differences(trained, point.recipe)}"
-    try:
-        lines = (point.folder / LOG).read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
-    except OSError:
-        return ("stopped" if (point.folder / RECIPE).exists() else "waiting"), ""
-    if lines[-1].startswith(_FAILED):
-        return "failed", lines[-1].removeprefix(_FAILED)
-    return "stopped", ""
-
-
-def run_sweep(sweep: Sweep, listener: Listener) -> str:
-    """Run the points that are not done. Returns the name of the signal that stopped the sweep, if one did."""
-    with disk_errors(sweep.folder):
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(sweep.folder, "sweep"), catch_signals() as caught:
-            _run_points(sweep, listener, caught)
-            return caught[0] if caught else ""
-
-
-def _run_points(sweep: Sweep, listener: Listener, caught: list[str]) -> None:
-    waiting = [point for point in sweep.points if point_state(point)[0] != "done"]
-    free, running, handled = _environments(sweep), list[_Job](), 0
-    try:
-        while waiting or running:
-            while waiting and free and not caught:
-                point, environment = waiting.pop(0), free.pop(0)
-                resumed = (point.folder / RECIPE).exists()
-                running.append(_Job(sweep, point, environment, resumed))
-                listener.started(point, resumed)
-            if (arrived := len(caught)) > handled:
-                waiting.clear()
-                listener.stopping(caught[handled], len(running))
-                for job in running:
-                    # A second signal does not wait until the runs have saved.
-                    job.process.kill() if handled else job.process.terminate()
-                handled = arrived
-            time.sleep(0.1)
-            for job in [job for job in running if job.process.poll() is not None]:
-                running.remove(job)
-                free.append(job.environment)
-                job.close(bool(caught))
-                listener.ended(job.point)
-    except KeyboardInterrupt:
-        for job in running:
-            job.process.kill()
-    finally:
-        for job in running:
-            job.process.terminate()
-        for job in running:
-            job.process.wait()
-            job.close(True)
+            while waiting or running:
+                while waiting and free and not caught:
+                    job = _Job(sweep, waiting.pop(0), free.pop(0))
+                    running.append(job)
+                    progress.update(bar, description=f"running {', '.join(each.point.folder.name for each in running)}")
+                    console.print(f"{job.point.folder.name}: {'resumes' if job.resumed else 'starts'}")
+                if (arrived := len(caught)) > handled:
+                    waiting.clear()
+                    console.print(f"{caught[handled]}: runs save and end; another signal ends them at once")
+                    for job in running:
+                        # A second signal does not wait until the runs have saved.
+                        job.process.kill() if handled else job.process.terminate()
+                    handled = arrived
+                time.sleep(0.1)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    free.append(job.environment)
+                    job.close(asked=bool(caught))
+                    row = rows[job.point.folder] = read_row(job.point)
+                    write_tables(sweep, list(rows.values()))
+                    scores = [f"{split} {sweep.metric} {score:.4f}" for split, score in row.scores.items()]
+                    reason = f": {row.error} (see {row.point.folder / LOG})" if row.error else ""
+                    console.print(f"{row.point.folder.name}: {', '.join([row.state, *scores])}{reason}")
+                    progress.advance(bar)
+        except KeyboardInterrupt:
+            for job in running:
+                job.process.kill()
+        finally:
+            for job in running:
+                job.process.terminate()
+            for job in running:
+                job.close(asked=True)
+        return caught[0] if caught else ""
 
 
 class _Job:
     """The process of a run."""
 
-    def __init__(self, sweep: Sweep, point: Point, environment: dict[str, str], resumed: bool) -> None:
+    def __init__(self, sweep: Sweep, point: Point, environment: dict[str, str]) -> None:
         self.point, self.environment = point, environment
+        self.resumed = (point.folder / RECIPE).exists()
         point.folder.mkdir(exist_ok=True)
-        arguments = sweep.train_command(point, "--out", str(point.folder), *(["--resume"] if resumed else []))
+        arguments = sweep.train_command(point, "--out", str(point.folder), *(["--resume"] if self.resumed else []))
         self._log: BinaryIO = (point.folder / LOG).open("ab")
         self._log.write(f"$ {shlex.join(['tcnca', *arguments])}\n".encode())
         self._log.flush()
@@ -125,12 +101,12 @@ class _Job:
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         )
 
-    def close(self, asked: bool) -> None:
-        """Log how the process ended; `asked` says that it was told to."""
+    def close(self, *, asked: bool) -> None:
+        """Wait for the process, and log how it ended; `asked` says that it was told to."""
         status = self.process.wait()
         stopped = asked or status in (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGTERM)
-        last = "done" if status == 0 else "stopped" if stopped else _FAILED + self._reason(status)
-        # On a line of its own, even if the process was killed in the middle of one.
+        last = "done" if status == 0 else "stopped" if stopped else FAILED + self._reason(status)
+        # On its own line, even if the process was killed in the middle of one.
         self._log.write(f"\n{last}\n".encode())
         self._log.close()
 

@@ -1,4 +1,4 @@
-"""Linear maps, dropout and the feed-forward net of a layer."""
+"""Linear maps and dropout."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.layers.norm import make_norm
-from tcnca.ops import activation, dropout
+from tcnca.ops import dropout
 
 WEIGHT_STD = 0.02
 
@@ -52,35 +51,3 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
         return f"{self.probability}, feature={self.feature}"
-
-
-class FeedForward(nn.Module):
-    """`x + drop(W₂ drop_h(act(W₁ norm(x))))`; post-norm: `norm(x + drop(W₂ drop_h(act(W₁ x))))`."""
-
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        *,
-        activation_name: str = "silu",
-        norm: str = "layer",
-        prenorm: bool = True,
-        dropout: float = 0.0,
-        hidden_dropout: float = 0.0,
-        feature_dropout: bool = False,
-    ) -> None:
-        super().__init__()
-        self.prenorm = prenorm
-        self.activation = activation(activation_name)
-        self.norm = make_norm(norm, d_model)
-        self.up = Linear(d_model, d_ff)
-        self.down = Linear(d_ff, d_model)
-        self.hidden_dropout = Dropout(hidden_dropout, feature_dropout)
-        self.dropout = Dropout(dropout, feature_dropout)
-
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Map `[batch, time, d_model]` to the same shape; `lengths` (`[batch]`) are the valid tokens of each row."""
-        h = self.norm(x, lengths) if self.prenorm else x
-        h = self.hidden_dropout(self.activation(self.up(h)))
-        x = x + self.dropout(self.down(h))
-        return x if self.prenorm else self.norm(x, lengths)

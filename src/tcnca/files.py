@@ -1,0 +1,91 @@
+"""Files: atomic writes, JSON, locks between processes, and errors of the disk that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from tcnca.errors import DataError, TrainingError
+
+LOCK = ".lock"
+"""Lock file of a run directory or of a sweep."""
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Convert an OSError into a DataError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"{folder}: the disk is full; free some space or choose another folder with --out, then run the same "
+                "command again (no incomplete files were left)"
+            ) from error
+        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a lock file. The lock is released when the process ends, even if it is killed.
+
+    Args:
+        path: the lock file.
+        on_wait: called before waiting for another process that holds the lock; None to raise a TrainingError instead.
+    """
+    lock = filelock.FileLock(path)
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if on_wait is None:
+                raise TrainingError(
+                    f"{path.parent}: another process is active in this directory; wait for it, or choose another --out"
+                ) from None
+            on_wait()
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary file next to `path`, and move it to `path` when the block ends without an error."""
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}")
+        try:
+            yield temporary
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file completely or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def to_json(values: Any, indent: int | None = None) -> str:
+    """Return `values` as JSON. NaN and infinity, which JSON does not have, become null."""
+    return json.dumps(_finite(values), indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
