@@ -115,15 +115,14 @@ class State:
 
         changed = {}
         for field in dataclasses.fields(self):
-            kind = dtype
-            if dtype is not None and field.name in self._sums:
-                kind = torch.promote_types(dtype, self._sum_dtype())
+            least = self._least_dtype(field.name)
+            kind = dtype if dtype is None or least is None else torch.promote_types(dtype, least)
             changed[field.name] = moved(getattr(self, field.name), kind)
         return dataclasses.replace(self, **changed)
 
-    def _sum_dtype(self) -> torch.dtype:
-        """Return the dtype that sums have at least."""
-        return torch.float32
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        """Return the dtype that a field has at least, or None if it has the dtype of the model."""
+        return torch.float32 if field in self._sums else None
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,14 +34,12 @@ class EMAState(State):
     position: `[batch]`, tokens seen so far.
     """
 
-    _sums: ClassVar[frozenset[str]] = frozenset({"hidden"})
-
     hidden: Tensor
     window: Tensor | None
     position: Tensor
 
-    def _sum_dtype(self) -> torch.dtype:
-        return _hidden_dtype(self.window is not None)
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        return _hidden_dtype(self.window is not None) if field == "hidden" else None
 
 
 def _hidden_dtype(truncated: bool) -> torch.dtype:
