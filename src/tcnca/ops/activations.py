@@ -16,8 +16,7 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def _identity(x: Tensor) -> Tensor:
-    """Return `x`: a function with a name, since models are pickled and a lambda cannot be."""
-    return x
+    return x  # not a lambda, which could not be pickled with a model
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

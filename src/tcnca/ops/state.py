@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,8 @@ class State:
     Subclasses are frozen dataclasses. They are registered with PyTorch's pytree, so that `torch.compile` and
     `torch.export` support them.
     """
+
+    _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,8 +121,8 @@ class State:
         return dataclasses.replace(self, **changed)
 
     def _least_dtype(self, field: str) -> torch.dtype | None:
-        """Return the dtype that `to` keeps at least for a field, such as a sum over the whole past."""
-        return None
+        """Return the dtype that a field has at least, or None if it has the dtype of the model."""
+        return torch.float32 if field in self._sums else None
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""
