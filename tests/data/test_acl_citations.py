@@ -36,7 +36,7 @@ def pairs(content: Content, name: str) -> list[tuple[int, int, int]]:
     return list(zip(first, second, np.asarray(columns["labels"]).tolist(), strict=True))
 
 
-def test_labels_are_what_the_citations_say(tmp_path: Path) -> None:
+def test_labels_follow_from_the_citations(tmp_path: Path) -> None:
     content = acl_citations.read(write(tmp_path, files()))
     assert (content.kind, content.verified) == ("pairs", False)
     assert content.metadata == {"class_names": ["unrelated", "related"]}
@@ -56,7 +56,7 @@ def test_labels_are_what_the_citations_say(tmp_path: Path) -> None:
     assert labels != sorted(labels, reverse=True)
 
 
-def test_papers_are_apart_and_no_citation_inside_a_split_is_lost(tmp_path: Path) -> None:
+def test_splits_share_no_papers_and_keep_their_citations(tmp_path: Path) -> None:
     content = acl_citations.read(write(tmp_path, files()))
     papers = {name: {paper for pair in pairs(content, name) for paper in pair[:2]} for name in content.splits}
     assert sum(map(len, papers.values())) == len(set().union(*papers.values())) <= COUNT
@@ -67,7 +67,7 @@ def test_papers_are_apart_and_no_citation_inside_a_split_is_lost(tmp_path: Path)
         assert {frozenset(pair[:2]) for pair in pairs(content, name) if pair[2]} == expected
 
 
-def test_neither_packing_nor_order_matters(tmp_path: Path) -> None:
+def test_compression_and_order_do_not_matter(tmp_path: Path) -> None:
     expected = acl_citations.read(write(tmp_path / "plain", files()))
     for packing in PACKINGS[1:]:
         assert_same_content(acl_citations.read(write(tmp_path / packing[1:], files(packing))), expected)

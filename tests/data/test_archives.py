@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tcnca.data.archives import find_file, iter_members, open_decompressed, read_limited
+from tcnca.data.archives import find_file, iter_members, open_decompressed, read_all
 from tcnca.errors import DataError
 from tests.data.helpers import PACKINGS, TARS, packed, tarred, write, written, zipped
 
@@ -20,50 +20,44 @@ FILES = {"top.txt": b"top", "folder/one.txt": b"one", "folder/deep/two.bin": TEX
 
 
 def all_members(path: Path) -> dict[str, bytes]:
-    return {name: reader.read() for name, reader in iter_members(path)}
+    return {name: read_all(reader, f"{path}: {name}") for name, reader in iter_members(path)}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", ["named.txt", "named.gz", "named.zip"])
-def test_plain_is_found_by_content_not_by_name(tmp_path: Path, packing: str, name: str) -> None:
+def test_compression_is_detected_from_the_content(tmp_path: Path, packing: str, name: str) -> None:
     with open_decompressed(written(tmp_path / name, packed(TEXT, packing))) as reader:
         assert reader.read() == TEXT
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.9])
 @pytest.mark.parametrize("packing", PACKINGS[1:])
-def test_compressed_file_that_is_cut_short_is_refused(tmp_path: Path, packing: str, keep: float) -> None:
+def test_truncated_file_is_refused(tmp_path: Path, packing: str, keep: float) -> None:
     data = packed(os.urandom(5000), packing)
     path = written(tmp_path / "short", data[: int(len(data) * keep)])
     message = r"short: is truncated, damaged .*download it again"
     with pytest.raises(DataError, match=message), open_decompressed(path) as reader:
-        reader.read()
+        read_all(reader, path)
 
 
 @pytest.mark.parametrize("files", [{}, {"one": b"1", "two": b"2"}], ids=["none", "two"])
-def test_zip_of_several_files_is_no_plain_file(tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_zip_must_hold_one_file(tmp_path: Path, files: dict[str, bytes]) -> None:
     path = written(tmp_path / "several.zip", zipped(files))
     with pytest.raises(DataError, match=rf"several.zip: expected one file in the archive, got {len(files)}"):
         open_decompressed(path)
 
 
-def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: cannot be opened \(No such file or directory\)"):
         open_decompressed(tmp_path / "nowhere")
 
 
-def test_folder_gives_its_files(tmp_path: Path) -> None:
-    assert all_members(write(tmp_path, FILES)) == FILES
-
-
-@pytest.mark.parametrize("packing", TARS)
-def test_tar_gives_its_files(tmp_path: Path, packing: str) -> None:
-    path = written(tmp_path / "archive", tarred(FILES, packing.removeprefix(".tar")))
-    assert all_members(path) == FILES
-
-
-def test_zip_gives_its_files(tmp_path: Path) -> None:
-    assert all_members(written(tmp_path / "archive", zipped(FILES))) == FILES
+def test_members_of_folders_and_archives(tmp_path: Path) -> None:
+    assert all_members(write(tmp_path / "folder", FILES)) == FILES
+    assert all_members(written(tmp_path / "zip", zipped(FILES))) == FILES
+    for packing in TARS:
+        path = written(tmp_path / packing, tarred(FILES, packing.removeprefix(".tar")))
+        assert all_members(path) == FILES
 
 
 def test_damaged_member_of_a_zip_is_named(tmp_path: Path) -> None:
@@ -73,7 +67,7 @@ def test_damaged_member_of_a_zip_is_named(tmp_path: Path) -> None:
         all_members(written(tmp_path / "damaged", bytes(data)))
 
 
-def test_zip_with_a_password_is_refused(tmp_path: Path) -> None:
+def test_encrypted_zip_is_refused(tmp_path: Path) -> None:
     data = bytearray(zipped({"secret": b"text"}))
     directory = data.index(b"PK\x01\x02")
     # The lowest flag of both headers says that a member is encrypted.
@@ -84,7 +78,7 @@ def test_zip_with_a_password_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "folder/../../outside"])
-def test_names_lead_nowhere(tmp_path: Path, name: str) -> None:
+def test_member_names_are_not_used_as_paths(tmp_path: Path, name: str) -> None:
     inner = tmp_path / "inner"
     for data in (tarred({name: b"evil"}), zipped({name: b"evil"})):
         path = written(inner / "archive", data)
@@ -94,7 +88,7 @@ def test_names_lead_nowhere(tmp_path: Path, name: str) -> None:
         assert not Path("/outside").exists()
 
 
-def test_links_and_devices_are_passed_over(tmp_path: Path) -> None:
+def test_links_and_devices_are_skipped(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
@@ -118,16 +112,8 @@ def test_links_and_devices_are_passed_over(tmp_path: Path) -> None:
     assert all_members(folder) == {"plain": b""}
 
 
-def test_no_more_is_unpacked_than_allowed(tmp_path: Path) -> None:
-    path = written(tmp_path / "bomb.gz", packed(bytes(10_000_000), ".gz"))
-    with open_decompressed(path) as reader:
-        with pytest.raises(DataError, match=r"bomb: expected at most 100,000 bytes, got more"):
-            read_limited(reader, "bomb", 100_000)
-        assert len(reader.read()) > 9_000_000
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_file_is_found_with_any_ending(tmp_path: Path, packing: str) -> None:
+def test_find_file_with_any_suffix(tmp_path: Path, packing: str) -> None:
     assert find_file(tmp_path, "name.tsv") is None
     path = written(tmp_path / f"name.tsv{packing}", b"")
     assert find_file(tmp_path, "name.tsv") == path

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import tracemalloc
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from tcnca.data.custom import CustomOptions, read_custom, streams
 from tcnca.data.schema import Content, Kind
 from tcnca.errors import DataError
+from tests.data.helpers import write, zipped
 
 TABLE = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(8))
 
@@ -79,12 +78,12 @@ def test_kind_of_a_folder(tmp_path: Path, names: list[str], kind: Kind) -> None:
         ("a.txt", "classification", r"needs tables \(.*\) or arrays \(.*\), got other files; for these, use language"),
     ],
 )
-def test_kinds_that_do_not_fit(tmp_path: Path, name: str, kind: Kind, message: str) -> None:
+def test_kinds_that_the_files_do_not_support(tmp_path: Path, name: str, kind: Kind, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_custom(_make(tmp_path, name), CustomOptions(kind=kind))
 
 
-def test_tables_beside_arrays(tmp_path: Path) -> None:
+def test_tables_and_arrays_together(tmp_path: Path) -> None:
     for name in ("train.csv", "test.npz"):
         _make(tmp_path, name)
     with pytest.raises(DataError, match="expected either tables or arrays, got both"):
@@ -97,18 +96,11 @@ PACKED = "is compressed; unpack it, or give --kind language to model the compres
 
 @pytest.mark.parametrize("kind", [None, "classification"])
 @pytest.mark.parametrize("name", ["a.csv.gz", "app.log.GZ", "a.zst"])
-def test_packed_files_are_known_by_their_endings(tmp_path: Path, name: str, kind: Kind | None) -> None:
+def test_compressed_files_are_detected_by_suffix(tmp_path: Path, name: str, kind: Kind | None) -> None:
     path = _make(tmp_path, name)
     with pytest.raises(DataError, match=f"{name}: {PACKED}"):
         read_custom(path, CustomOptions(kind=kind))
     assert read_custom(path, CustomOptions(kind="language")).kind == "language"
-
-
-def _zipped(content: bytes) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("a.txt", content)
-    return packed.getvalue()
 
 
 @pytest.mark.parametrize("name", ["app.log", "app.csv"])
@@ -119,13 +111,11 @@ def _zipped(content: bytes) -> bytes:
         lzma.compress(TABLE.encode()),
         bz2.compress(TABLE.encode()),
         bz2.compress(b"", 1),
-        _zipped(TABLE.encode()),
-        bytes.fromhex("28b52ffd2005290000") + b"hello",
-        bytes.fromhex("377abcaf271c0004") + bytes(24),
+        zipped({"a.txt": TABLE.encode()}),
     ],
-    ids=["gzip", "xz", "bzip2", "empty bzip2", "zip", "zstd", "7z"],
+    ids=["gzip", "xz", "bzip2", "empty bzip2", "zip"],
 )
-def test_packed_files_are_known_by_their_first_bytes(tmp_path: Path, name: str, packed: bytes) -> None:
+def test_compressed_files_are_detected_by_content(tmp_path: Path, name: str, packed: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(packed)
     with pytest.raises(DataError, match=f"{name}: {PACKED}"):
@@ -134,15 +124,15 @@ def test_packed_files_are_known_by_their_first_bytes(tmp_path: Path, name: str, 
     assert b"".join(np.asarray(p["bytes"]).tobytes() for parts in content.splits.values() for p in parts) == packed
 
 
-@pytest.mark.parametrize("text", ["BZh9 is how it begins.", "PK for short", "7z is a packer"])
-def test_texts_that_only_look_packed(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["BZh9 is how it begins.", "PK for short"])
+def test_texts_that_start_like_archives(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     assert read_custom(tmp_path / "a.txt").kind == "language"
 
 
 @pytest.mark.parametrize("kind", [None, "classification"])
 @pytest.mark.parametrize("names", [["a.json"], ["A.JSON"], ["train.json", "test.json"]])
-def test_json_is_not_mistaken_for_text(tmp_path: Path, names: list[str], kind: Kind | None) -> None:
+def test_json_is_refused(tmp_path: Path, names: list[str], kind: Kind | None) -> None:
     for name in names:
         (tmp_path / name).write_text('[{"text": "a", "label": 1}, {"text": "b", "label": 2}]')
     path = tmp_path / names[0] if len(names) == 1 else tmp_path
@@ -153,18 +143,10 @@ def test_json_is_not_mistaken_for_text(tmp_path: Path, names: list[str], kind: K
 
 
 @pytest.mark.parametrize("option", ["text", "split", "values", "lengths"])
-def test_options_that_mean_nothing_for_bytes(tmp_path: Path, option: str) -> None:
+def test_options_that_do_not_apply_to_bytes(tmp_path: Path, option: str) -> None:
     chosen: dict[str, Any] = {option: "name"}
     with pytest.raises(DataError, match=f"--{option} 'name' does not apply to bytes .*; remove it"):
         read_custom(_make(tmp_path, "a.txt"), CustomOptions(**chosen))
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
 
 
 def _bytes(content: Content) -> dict[str, bytes]:
@@ -180,9 +162,9 @@ def _noise(size: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
 
 
-def test_a_file_is_cut_in_three(tmp_path: Path) -> None:
+def test_splits_of_a_file(tmp_path: Path) -> None:
     whole = _noise(1000)
-    content = read_custom(_write(tmp_path, {"war.txt": whole}) / "war.txt")
+    content = read_custom(write(tmp_path, {"war.txt": whole}) / "war.txt")
     assert (content.kind, content.origin, content.verified, dict(content.metadata)) == (
         "language",
         "war.txt",
@@ -192,15 +174,15 @@ def test_a_file_is_cut_in_three(tmp_path: Path) -> None:
     assert _bytes(content) == {"train": whole[:900], "validation": whole[900:950], "test": whole[950:]}
 
 
-def test_parts_are_bounded_and_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PART", 64)
-    files = {f"{number}.bin": _noise(50, number) for number in range(6)}
-    train = read_custom(_write(tmp_path, files)).splits["train"]
-    assert [len(part["bytes"]) for part in train] == [64, 64, 64, 64, 14]
+    files = {f"{number}.bin": _noise(100, number) for number in range(3)}
+    train = read_custom(write(tmp_path, files)).splits["train"]
+    assert [len(part["bytes"]) for part in train] == [64, 36, 64, 36, 64, 6]
     assert b"".join(np.asarray(part["bytes"]).tobytes() for part in train) == b"".join(files.values())[:270]
 
 
-def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+def test_large_file_is_read_in_parts(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(16 * streams.PART)  # a hole, which takes no room on most disks
@@ -216,35 +198,35 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     assert peak < 4 * streams.PART
 
 
-def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
-    path = _write(tmp_path, {"a": _noise(100)}) / "a"
+def test_file_that_shrinks_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {"a": _noise(100)}) / "a"
     content = read_custom(path)
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="a: became shorter while it was read"):
         _bytes(content)
 
 
-def test_few_files_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_few_files_are_concatenated_by_name(tmp_path: Path) -> None:
     files = {"b/z.txt": b"2" * 30, "b/a.bin": b"1" * 30, "a.txt": b"0" * 20, "c": b"3" * 20, "empty": b""}
     whole = b"0" * 20 + b"1" * 30 + b"2" * 30 + b"3" * 20
-    found = _bytes(read_custom(_write(tmp_path, files)))
+    found = _bytes(read_custom(write(tmp_path, files)))
     assert found == {"train": whole[:90], "validation": whole[90:95], "test": whole[95:]}
 
 
 def test_hidden_files_are_skipped(tmp_path: Path) -> None:
     files = {"a": b"a" * 50, ".hidden": b"x" * 50, ".git/config": b"x" * 50, "b/.DS_Store": b"x", "b/c": b"c" * 50}
-    assert b"".join(_bytes(read_custom(_write(tmp_path, files))).values()) == b"a" * 50 + b"c" * 50
+    assert b"".join(_bytes(read_custom(write(tmp_path, files))).values()) == b"a" * 50 + b"c" * 50
 
 
-def test_missing_validation_is_the_end_of_training(tmp_path: Path) -> None:
+def test_validation_is_cut_from_the_end_of_training(tmp_path: Path) -> None:
     train = _noise(200)
-    found = _bytes(read_custom(_write(tmp_path, {"train.txt": train, "test.txt": b"test"})))
+    found = _bytes(read_custom(write(tmp_path, {"train.txt": train, "test.txt": b"test"})))
     assert found == {"train": train[:190], "validation": train[190:], "test": b"test"}
     assert list(found) == ["train", "validation", "test"]
 
 
-def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
+def test_file_outside_the_splits_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
     message = r"README: expected a name that starts with train, valid or test; .* or give --kind .*"
     with pytest.raises(DataError, match=message + r" \(in a recipe: data\.custom\.kind=…\)$"):
         read_custom(tmp_path)
@@ -253,11 +235,11 @@ def test_a_stranger_among_splits_is_refused(tmp_path: Path) -> None:
 def _many(folder: Path, count: int = 40) -> dict[str, bytes]:
     """Files whose content tells them apart."""
     files = {f"{number % 3}/{number}.txt": bytes([number]) * (100 + 7 * number) for number in range(count)}
-    _write(folder, files)
+    write(folder, files)
     return files
 
 
-def test_of_many_files_whole_ones_are_drawn(tmp_path: Path) -> None:
+def test_whole_files_are_drawn_from_many(tmp_path: Path) -> None:
     files = _many(tmp_path)
     found = _bytes(read_custom(tmp_path))
     owner = {}
@@ -274,7 +256,7 @@ def test_of_many_files_whole_ones_are_drawn(tmp_path: Path) -> None:
         assert 0.05 * total - largest < len(found[split]) <= 0.05 * total + 1
 
 
-def test_files_are_drawn_by_seed_and_name_alone(tmp_path: Path) -> None:
+def test_drawn_files_depend_on_seed_and_names_only(tmp_path: Path) -> None:
     _many(tmp_path / "one")
     _many(tmp_path / "two")
     first, again = (_bytes(read_custom(tmp_path / folder)) for folder in ("one", "two"))
@@ -294,11 +276,6 @@ def test_files_are_drawn_by_seed_and_name_alone(tmp_path: Path) -> None:
         ({"a": b"12345"}, "expected at least 6 bytes for train and validation and test, got 5"),
     ],
 )
-def test_nothing_to_learn_from(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+def test_too_little_data(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_custom(_write(tmp_path, files))
-
-
-def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing: no such file or folder; check the path"):
-        read_custom(tmp_path / "missing")
+        read_custom(write(tmp_path, files))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tcnca.data.custom import CustomOptions
 from tcnca.data.custom.options import assign_items, cut_stream, draw_splits, missing_splits
-from tcnca.errors import DataError
+from tcnca.errors import ConfigError, DataError
 
 PATH = Path("set.csv")
 SHARES = {"validation": 0.05, "test": 0.05}
@@ -33,7 +33,7 @@ def _different(count: int) -> list[bytes]:
     return _inputs(list(range(count)))
 
 
-def _one_class_can_give(inputs: list[int], labels: list[int]) -> bool:
+def _can_be_drawn(inputs: list[int], labels: list[int]) -> bool:
     """Whether three inputs or more have the same labels."""
     found = {
         number: frozenset(label for n, label in zip(inputs, labels, strict=True) if n == number) for number in inputs
@@ -47,7 +47,7 @@ def test_splits_are_disjoint_complete_and_share_no_input(
 ) -> None:
     numbers, classes = [row[0] for row in rows], [row[1] for row in rows]
     inputs, labels = _inputs(numbers), np.array(classes)
-    if not _one_class_can_give(numbers, classes):
+    if not _can_be_drawn(numbers, classes):
         with pytest.raises(DataError, match="different examples"):
             draw_splits(inputs, wanted, seed, PATH, labels)
         return
@@ -74,7 +74,7 @@ def test_order_of_the_examples_does_not_matter(rows: list[tuple[int, int]], seed
 
 
 @given(st.integers(3, 400), shares, st.integers(0, 5))
-def test_sizes_are_the_shares_rounded(count: int, wanted: dict[str, float], seed: int) -> None:
+def test_sizes_are_the_rounded_fractions(count: int, wanted: dict[str, float], seed: int) -> None:
     drawn = draw_splits(_different(count), wanted, seed, PATH)
     for split, share in wanted.items():
         exact = share * count
@@ -86,7 +86,7 @@ def test_sizes_are_the_shares_rounded(count: int, wanted: dict[str, float], seed
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(0, 5))
-def test_each_class_gives_its_share(counts: list[int], seed: int) -> None:
+def test_each_class_contributes_its_fraction(counts: list[int], seed: int) -> None:
     labels = np.repeat(np.arange(len(counts)), counts)
     if max(counts) < 3:
         return
@@ -102,7 +102,7 @@ def test_each_class_gives_its_share(counts: list[int], seed: int) -> None:
                 assert math.floor(share * count) <= found <= math.ceil(share * count)
 
 
-def test_the_draw_stays_the_same_from_version_to_version() -> None:
+def test_draw_never_changes() -> None:
     drawn = draw_splits(_different(60), SHARES, 0, PATH)
     assert {split: indices.tolist() for split, indices in drawn.items() if split != "train"} == {
         "validation": [2, 46, 51],
@@ -110,7 +110,7 @@ def test_the_draw_stays_the_same_from_version_to_version() -> None:
     }
 
 
-def test_every_split_gets_something_even_of_coarse_items() -> None:
+def test_no_split_is_empty() -> None:
     assert Counter(assign_items([1000, 1000, 1000, 900], SHARES)) == {"train": 2, "validation": 1, "test": 1}
     # The quota of validation takes both items that training can spare, of which test then gets one.
     assert Counter(assign_items([3, 2, 2], {"validation": 0.6, "test": 0.15})) == {
@@ -121,7 +121,7 @@ def test_every_split_gets_something_even_of_coarse_items() -> None:
 
 
 @given(st.integers(0, 500), shares)
-def test_a_cut_is_contiguous_and_in_order(total: int, wanted: dict[str, float]) -> None:
+def test_stream_is_cut_in_order(total: int, wanted: dict[str, float]) -> None:
     if total < 6:
         with pytest.raises(DataError, match=f"expected at least 6 steps for .*, got {total}"):
             cut_stream(total, wanted, PATH, "steps")
@@ -146,19 +146,14 @@ def test_a_cut_is_contiguous_and_in_order(total: int, wanted: dict[str, float]) 
         (["train", "validation", "test"], []),
     ],
 )
-def test_what_is_missing(there: list[str], taken: list[str]) -> None:
+def test_missing_splits(there: list[str], taken: list[str]) -> None:
     assert list(missing_splits(there, CustomOptions(), PATH)) == taken
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
-def test_shares_are_shares(share: float) -> None:
-    with pytest.raises(DataError, match=r"^--test: expected a number between 0 and 1, got"):
-        CustomOptions(test=share)
-
-
-def test_shares_leave_something_for_training() -> None:
-    with pytest.raises(DataError, match=r"^--validation, --test: expected a sum below 1, .*got 0\.5 and 0\.5"):
-        CustomOptions(validation=0.5, test=0.5)
+@pytest.mark.parametrize(("validation", "test"), [(0.05, 0.0), (0.05, 1.0), (-0.1, 0.05), (0.5, 0.5)])
+def test_invalid_fractions(validation: float, test: float) -> None:
+    with pytest.raises(ConfigError, match=r"^validation, test: expected fractions above 0 with a sum below 1, .*, got"):
+        CustomOptions(validation=validation, test=test)
 
 
 def test_too_few_examples_and_no_training_split() -> None:

@@ -58,7 +58,7 @@ def _examples(content: Content) -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "ndjson", "CSV"])
-def test_a_table_is_read_whole(tmp_path: Path, ending: str) -> None:
+def test_table_is_read_completely(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"reviews.{ending}"
     if ending.lower() in ("csv", "tsv"):
         _csv(path, REVIEWS, "," if ending.lower() == "csv" else "\t")
@@ -72,7 +72,7 @@ def test_a_table_is_read_whole(tmp_path: Path, ending: str) -> None:
     assert sorted(itertools.chain(*found.values())) == sorted((row["text"], row["label"]) for row in REVIEWS)
 
 
-def test_the_same_text_never_is_in_two_splits(tmp_path: Path) -> None:
+def test_equal_texts_stay_in_one_split(tmp_path: Path) -> None:
     rows = [{"text": f"{n % 25}", "label": n % 25 % 2} for n in range(100)]
     content = read_custom(_csv(tmp_path / "a.csv", rows), CustomOptions(validation=0.2, test=0.2))
     seen = [set(_texts(content, split)) for split in content.splits]
@@ -81,7 +81,7 @@ def test_the_same_text_never_is_in_two_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "before"), [("utf-8", ""), ("utf-8-sig", ""), ("utf-8", "\r\n\r\n")])
-def test_semicolons_separate_where_the_header_has_no_commas(tmp_path: Path, encoding: str, before: str) -> None:
+def test_semicolons_as_delimiters(tmp_path: Path, encoding: str, before: str) -> None:
     rows = [{"a, b": n, "text": f'{n},5; "quoted"\nmore', "label": n % 2} for n in range(12)]
     path = _csv(tmp_path / "a.csv", rows, ";", encoding)
     path.write_text(before + path.read_text(encoding=encoding).replace("a, b", '"a, b"', 1), encoding, newline="")
@@ -91,7 +91,7 @@ def test_semicolons_separate_where_the_header_has_no_commas(tmp_path: Path, enco
 
 
 @pytest.mark.parametrize("header", ["text,label", '"text","label"', "text,label,a;b", '"a;b",text,label'])
-def test_a_semicolon_elsewhere_separates_nothing(tmp_path: Path, header: str) -> None:
+def test_semicolons_elsewhere_are_text(tmp_path: Path, header: str) -> None:
     columns = next(csv.reader([header]))
     rows = [{name: f"{n % 2}" if name == "label" else f"{n}; {n}" for name in columns} for n in range(8)]
     path = tmp_path / "a.csv"
@@ -99,7 +99,7 @@ def test_a_semicolon_elsewhere_separates_nothing(tmp_path: Path, header: str) ->
     assert sorted(_all_texts(read_custom(path))) == [f"{n}; {n}" for n in range(8)]
 
 
-def test_a_document_longer_than_csv_fields_usually_are(tmp_path: Path) -> None:
+def test_long_document(tmp_path: Path) -> None:
     before = csv.field_size_limit(1000)
     rows = [{"text": "long" * 100_000 + str(n), "label": n % 2} for n in range(6)]
     content = read_custom(_csv(tmp_path / "a.csv", rows))
@@ -118,7 +118,7 @@ def test_a_document_longer_than_csv_fields_usually_are(tmp_path: Path) -> None:
         ([1.5, 0.5, 1.5], ["0.5", "1.5"]),
     ],
 )
-def test_order_of_the_classes(tmp_path: Path, labels: list[Any], classes: list[str]) -> None:
+def test_order_of_classes(tmp_path: Path, labels: list[Any], classes: list[str]) -> None:
     rows = [{"text": f"{n}", "label": labels[n % 3]} for n in range(30)]
     assert read_custom(_jsonl(tmp_path / "a.jsonl", rows)).metadata["class_names"] == classes
 
@@ -127,7 +127,7 @@ def test_order_of_the_classes(tmp_path: Path, labels: list[Any], classes: list[s
     ("text", "label"),
     [("text", "Label"), ("Sentence", "class"), ("CONTENT", "target"), ("review", "y"), ("input", "category")],
 )
-def test_obvious_columns(tmp_path: Path, text: str, label: str) -> None:
+def test_columns_are_inferred(tmp_path: Path, text: str, label: str) -> None:
     rows = [{"number": n, text: f"{n}", label: n % 2} for n in range(8)]
     content = read_custom(_csv(tmp_path / "a.csv", rows))
     assert all(int(words) % 2 == int(name) for words, name in _examples(content)["train"])
@@ -144,7 +144,7 @@ def test_obvious_columns(tmp_path: Path, text: str, label: str) -> None:
         ("question", "answer"),
     ],
 )
-def test_pairs_are_found(tmp_path: Path, first: str, second: str) -> None:
+def test_pairs_are_inferred(tmp_path: Path, first: str, second: str) -> None:
     rows = [{second: f"{n} two", "label": n % 2, first: f"{n} one"} for n in range(10)]
     content = read_custom(_csv(tmp_path / "a.csv", rows))
     assert content.kind == "pairs"
@@ -154,7 +154,7 @@ def test_pairs_are_found(tmp_path: Path, first: str, second: str) -> None:
         assert [int(text.split()[0]) % 2 for text in ones] == [int(label) for label in _labels(content, split)]
 
 
-def test_pairs_are_named(tmp_path: Path) -> None:
+def test_pairs_from_named_columns(tmp_path: Path) -> None:
     rows = [{"a": f"{n}", "b": f"-{n}", "text": f"+{n}", "label": n % 2} for n in range(10)]
     path = _csv(tmp_path / "a.csv", rows)
     content = read_custom(path, CustomOptions(text="a", second="b"))
@@ -163,7 +163,7 @@ def test_pairs_are_named(tmp_path: Path) -> None:
     assert [f"-{text[1:]}" for text in _texts(content, "train", "first")] == _texts(content, "train", "second")
 
 
-def test_one_text_of_a_pair_may_be_classified(tmp_path: Path) -> None:
+def test_one_text_of_a_pair(tmp_path: Path) -> None:
     rows = [{"query": f"{n}", "document": f"-{n}", "label": n % 2} for n in range(10)]
     path = _csv(tmp_path / "a.csv", rows)
     assert _texts(read_custom(path, CustomOptions(kind="classification")), "train")[0].startswith("-")
@@ -172,7 +172,7 @@ def test_one_text_of_a_pair_may_be_classified(tmp_path: Path) -> None:
     assert not _texts(content, "train")[0].startswith("-")
 
 
-def test_a_column_gives_the_splits(tmp_path: Path) -> None:
+def test_splits_from_a_column(tmp_path: Path) -> None:
     words = ["train", "Training", "dev", "VAL", "validation", "test"]
     rows = [{"text": f"{n}", "label": n % 2, "part": words[n % 6]} for n in range(24)]
     content = read_custom(_csv(tmp_path / "a.csv", rows), CustomOptions(split="part"))
@@ -182,7 +182,7 @@ def test_a_column_gives_the_splits(tmp_path: Path) -> None:
     }
 
 
-def test_files_give_the_splits(tmp_path: Path) -> None:
+def test_splits_from_files(tmp_path: Path) -> None:
     _csv(tmp_path / "train.csv", REVIEWS[:20])
     _csv(tmp_path / "Valid.csv", REVIEWS[20:30])
     _jsonl(tmp_path / "test.jsonl", REVIEWS[30:])
@@ -218,22 +218,13 @@ def _refused(path: Path, content: str | bytes, message: str, options: CustomOpti
         ("", "^: expected rows, got none"),
         ("text,label\n", "^: expected rows, got none"),
         ("text,label,text\na,1,b\n", "^, line 1: expected different column names, got 'text' twice"),
-        (
-            GOOD + "too,many,1\n",
-            "^, line 8: expected 2 fields, got 3; put a field that contains the delimiter in quotes",
-        ),
-        (GOOD + "too few\n", "^, line 8: expected 2 fields, got 1; field 'label' is missing, add it"),
+        (GOOD + "too,many,1\n", "^, line 8: expected 2 fields, got 3; .* in quotes"),
+        (GOOD + "too few\n", "^, line 8: expected 2 fields, got 1; add missing ones"),
         (GOOD + "text, \n", "^, line 8, column 'label': expected a label, got an empty field"),
         (GOOD + '"never closed,1\nnext,1\n', r"^, line 8: cannot be read \(unexpected end of data\)"),
         (GOOD + '"two\nlines",1\nbad\n', "^, line 10: expected 2 fields, got 1"),
-        (
-            "text,label\n,1\n,0\n,1\n",
-            "^: expected text in column 'text', got empty fields only; choose the column with --text",
-        ),
-        (
-            "first,second,label\na,,1\nb,,0\nc,,1\n",
-            "^: expected text in column 'second', got empty fields only; choose the column with --second",
-        ),
+        ("text,label\n,1\n,0\n,1\n", "^: expected text in column 'text', got none; choose it with --text"),
+        ("first,second,label\na,,1\nb,,0\nc,,1\n", "^: expected text in column 'second', got none; .* --second"),
         ("text,label\n" + "a,1\nb,1\nc,1\n", "^: expected at least two classes, got only '1'"),
         ("text,label\na,1\nb,2\n", "^: expected at least 3 different examples to draw validation and test from, got 2"),
         (
@@ -242,7 +233,7 @@ def _refused(path: Path, content: str | bytes, message: str, options: CustomOpti
         ),
     ],
 )
-def test_csv(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_csv(tmp_path: Path, content: str, message: str) -> None:
     _refused(tmp_path / "a.csv", content, message)
 
 
@@ -263,7 +254,7 @@ def test_csv(tmp_path: Path, content: str, message: str) -> None:
         ),
     ],
 )
-def test_json_lines(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_json_lines(tmp_path: Path, line: str, message: str) -> None:
     _refused(tmp_path / "a.jsonl", '{"text": "a", "label": 1}\n' + line + "\n", message)
 
 
@@ -281,7 +272,12 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
 @pytest.mark.parametrize(
     ("header", "options", "message"),
     [
-        ("words,mood", {}, "^: no column is obviously the text; choose one of 'words', 'mood' .* with --text,"),
+        (
+            "words,mood",
+            {},
+            r"^: no column is obviously the text; choose one of 'words', 'mood' .*first line\) with --text, .*"
+            r"\(in a recipe: data\.custom\.text=…, data\.custom\.kind=language\)$",
+        ),
         ("text,mood", {}, "^: no column is obviously the label; choose one of 'text', 'mood'"),
         ("text,review,label", {}, "^: columns 'text', 'review' could each be the text; choose one of"),
         ("text,label,class", {}, "^: columns 'label', 'class' could each be the label"),
@@ -310,27 +306,12 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
         ("text,label", {"values": "x"}, "^: --values 'x' does not apply to tables; remove it"),
     ],
 )
-def test_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
+def test_invalid_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
     row = ",".join("1" * (header.count(",") + 1))
     _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, CustomOptions(**options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "first_line"),
-    [
-        ("a.csv", "words,label\n1,1\n", " (named in the first line)"),
-        ("a.tsv", "words\tlabel\n1\t1\n", " (named in the first line)"),
-        ("a.jsonl", '{"words": "1", "label": 1}', ""),
-    ],
-)
-def test_columns_are_explained_as_the_file_has_them(tmp_path: Path, name: str, content: str, first_line: str) -> None:
-    message = f": no column is obviously the text; choose one of 'words', 'label'{first_line} with --text, or "
-    message += "give --kind language to model the bytes of the file"
-    message += " (in a recipe: data.custom.text=…, data.custom.kind=language)"
-    _refused(tmp_path / name, content, "^" + re.escape(message) + "$")
-
-
-def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
+def test_unknown_split(tmp_path: Path) -> None:
     content = "text,label,split\na,1,train\nb,2,holdout\n"
     _refused(
         tmp_path / "a.csv",
@@ -340,21 +321,7 @@ def test_a_split_that_does_not_exist(tmp_path: Path) -> None:
     )
 
 
-def test_a_column_of_splits_in_files_that_are_splits(tmp_path: Path) -> None:
-    for name in ("train.csv", "test.csv"):
-        (tmp_path / name).write_text(GOOD)
-    with pytest.raises(DataError, match="the files already are splits, so --split 'label' has no use; remove it"):
-        read_custom(tmp_path, CustomOptions(split="label"))
-
-
-def test_columns_are_the_same_in_every_file(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(GOOD)
-    (tmp_path / "test.csv").write_text("review,label\na,1\n")
-    with pytest.raises(DataError, match=r"test\.csv, line 2: expected a field 'text', got 'review', 'label'"):
-        read_custom(tmp_path)
-
-
-def test_numbers_are_not_classes(tmp_path: Path) -> None:
+def test_many_numbers_are_not_classes(tmp_path: Path) -> None:
     rows = "".join(f"text {n},{n / 7 - 9:.3f}\n" for n in range(150))
     message = (
         r"^: expected classes, got 150 different numbers in 150 examples, for example -.*; for a regression save arrays"
@@ -363,38 +330,38 @@ def test_numbers_are_not_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("label", "each"), [("name {}", 1), ("{}.5", 3)])
-def test_many_classes_are_classes_if_they_are_names_or_come_again(tmp_path: Path, label: str, each: int) -> None:
+def test_many_classes(tmp_path: Path, label: str, each: int) -> None:
     path = tmp_path / "a.csv"
     labels = [label.format(n // each) for n in range(150 * each)] + ["7.5"] * 10
     path.write_text("text,label\n" + "".join(f"text {n},{label}\n" for n, label in enumerate(labels)))
     assert len(read_custom(path).metadata["class_names"]) == len(set(labels))
 
 
-@pytest.mark.parametrize("name", ["table.csv", "book.txt"])
-def test_a_file_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    path = tmp_path / name
+@pytest.mark.parametrize("file", ["table.csv", "book.txt"])
+def test_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    path = tmp_path / file
     path.write_text("text,label\na,b\n" * 20)
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(DataError, match=rf"{name}: cannot be read \(Permission denied\); check its permissions"):
+    for owner, name in ((Path, "open"), (Path, "read_bytes"), (np, "fromfile")):
+        monkeypatch.setattr(owner, name, refuse)
+    with pytest.raises(DataError, match=rf"{file}: cannot be (read|opened) \(Permission denied\)"):
         list(read_custom(path).splits["train"])
 
 
-def test_empty_and_unassigned_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("test.csv", "text,label\n", {}, "expected rows for test, got none; add some, or remove the file"),
+        ("test.csv", "review,label\na,1\n", {}, r"test\.csv, line 2: expected a field 'text', got 'review', 'label'"),
+        ("test.csv", GOOD, {"split": "label"}, "the files already are splits, so --split 'label' has no use"),
+        ("more.csv", GOOD, {}, r"more\.csv: expected a name that starts with train, valid or test"),
+    ],
+)
+def test_folder_of_tables(tmp_path: Path, name: str, content: str, options: dict[str, str], message: str) -> None:
     (tmp_path / "train.csv").write_text(GOOD)
-    (tmp_path / "test.csv").write_text("text,label\n")
-    with pytest.raises(DataError, match="expected rows for test, got none; add some, or remove the file"):
-        read_custom(tmp_path)
-    (tmp_path / "more.csv").write_text(GOOD)
-    with pytest.raises(DataError, match=r"more\.csv: expected a name that starts with train, valid or test"):
-        read_custom(tmp_path)
-
-
-def test_a_byte_order_mark_is_dropped(tmp_path: Path) -> None:
-    rows = [{"text": f"{n}", "label": n % 2} for n in range(8)]
-    marked, plain = _csv(tmp_path / "a.csv", rows, encoding="utf-8-sig"), _csv(tmp_path / "b.csv", rows)
-    assert marked.read_bytes().startswith(b"\xef\xbb\xbf")
-    assert _examples(read_custom(marked)) == _examples(read_custom(plain))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_custom(tmp_path, CustomOptions(**options))  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def windows(batch: Batch, values: NDArray[np.float32]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("window", [1, 4, 8, 100])
-def test_windows_are_the_values_and_those_one_later(window: int) -> None:
+def test_targets_are_the_next_values(window: int) -> None:
     task, values = forecast(window=window), np.concatenate(series(LENGTHS))
     for step in range(40):
         batch = task.batch(step, 5)
@@ -76,7 +76,7 @@ def test_windows_are_the_values_and_those_one_later(window: int) -> None:
             assert end - begin == min(window, LENGTHS[sequence] - 1)
 
 
-def test_an_epoch_has_as_many_windows_of_each_sequence_as_it_needs() -> None:
+def test_windows_per_epoch() -> None:
     task, values = forecast(), np.concatenate(series(LENGTHS))
     expected = [math.ceil((length - 1) / 8) for length in LENGTHS]
     total = sum(expected)
@@ -86,7 +86,7 @@ def test_an_epoch_has_as_many_windows_of_each_sequence_as_it_needs() -> None:
         assert np.bincount(owners, minlength=len(LENGTHS)).tolist() == expected
 
 
-def test_windows_begin_elsewhere_in_every_epoch_and_reach_everything() -> None:
+def test_windows_are_shifted_and_reach_every_value() -> None:
     task, values = forecast([50], 8), np.concatenate(series([50]))
     epochs = [sorted(windows(task.batch(epoch, 7), values)) for epoch in range(60)]
     assert len({tuple(epoch) for epoch in epochs}) > 50
@@ -100,27 +100,8 @@ def test_windows_begin_elsewhere_in_every_epoch_and_reach_everything() -> None:
     assert (times[1:] > 0).all()
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
-    task, again = forecast(), forecast()
-    steps = [4, 900, 0]
-    first = {step: task.batch(step, 6, 2) for step in steps}
-    for step in reversed(steps):
-        for batch in (task.batch(step, 6, 2), again.batch(step, 6, 2)):
-            assert torch.equal(batch.inputs, first[step].inputs)
-            assert torch.equal(batch.targets.nan_to_num(9.0), first[step].targets.nan_to_num(9.0))
-    assert not torch.equal(task.batch(0, 6, 2).inputs, task.batch(0, 6, 3).inputs)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_a_batch(world_size: int) -> None:
-    task, values = forecast(), np.concatenate(series(LENGTHS))
-    for step in range(10):
-        parts = [task.batch(step, 7, 0, rank, world_size) for rank in range(world_size)]
-        assert [found for part in parts for found in windows(part, values)] == windows(task.batch(step, 7), values)
-
-
 @pytest.mark.parametrize(("window", "size", "world_size"), [(1, 3, 2), (7, 3, 1), (8, 2, 5), (1000, 64, 3), (7, 1, 1)])
-def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: int, world_size: int) -> None:
+def test_every_value_is_predicted_once(window: int, size: int, world_size: int) -> None:
     task, values = forecast(window=window), np.concatenate(series(LENGTHS))
     times = np.zeros(len(values), np.int64)
     flags = set()
@@ -138,7 +119,7 @@ def test_evaluation_predicts_every_value_but_the_first_once(window: int, size: i
 
 
 @torch.no_grad()
-def test_carried_evaluation_is_one_call_over_each_sequence() -> None:
+def test_carried_evaluation_equals_one_call() -> None:
     task = forecast()
     assert task.causal
     assert (task.input, task.head) == (ValueInputConfig(features=2), RegressionHeadConfig(outputs=2, pooling="none"))
@@ -169,12 +150,9 @@ def test_loss_is_standardized_and_the_metric_is_not() -> None:
     assert (task.metric, task.higher_is_better) == ("mean squared error", False)
 
 
-def test_windows_below_one() -> None:
-    with pytest.raises(ConfigError, match="window: expected at least 1, got 0"):
+def test_invalid_windows_and_data() -> None:
+    with pytest.raises(ConfigError, match="window: expected an integer >= 1, got 0"):
         forecast(window=0)
-
-
-def test_nothing_to_predict() -> None:
     with pytest.raises(DataError, match="tiny: expected a training sequence of at least two time steps, got none"):
         forecast([1, 1])
 

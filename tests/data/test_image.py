@@ -1,4 +1,4 @@
-"""CIFAR-10 gives the same grayscale images from every format, and no pickle can execute code."""
+"""CIFAR-10 gives the same grayscale images from every format, and no other pickle is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnca.data.datasets import image
-from tcnca.data.datasets.image import unpickle_batch
 from tcnca.errors import DataError
 from tests.data.helpers import (
     TARS,
@@ -82,7 +81,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image, "MD5", md5)
 
 
-def test_gray_is_pillows() -> None:
+def test_gray_equals_pillow() -> None:
     """On colors that include every rounding: all of red and green against a few of blue."""
     red, green = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
     for value in (0, 1, 37, 128, 254, 255):
@@ -107,7 +106,7 @@ def test_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("published")
-def test_every_form_gives_the_same(tmp_path: Path) -> None:
+def test_every_format_gives_the_same_images(tmp_path: Path) -> None:
     expected = image.read(written(tmp_path / "gray" / "cifar.npz", arrays(GRAY)))
     forms = [
         tmp_path / "gray",
@@ -141,42 +140,17 @@ class Evil:
 
 
 @pytest.mark.parametrize("unverified", [False, True])
-def test_foreign_pickle_is_not_run(tmp_path: Path, unverified: bool) -> None:
+def test_pickle_with_another_checksum_is_not_loaded(tmp_path: Path, unverified: bool) -> None:
     trace = tmp_path / "trace"
     folder = write(tmp_path / "evil", dict.fromkeys(NAMES, pickle.dumps({"data": Evil(trace)}, 2)))
-    pickle.loads((folder / "test_batch").read_bytes())
-    assert trace.exists(), "else it would prove nothing that it is not there below"
-    trace.unlink()
-    message = "may be malicious" if unverified else "md5 checksum"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="data_batch_1: expected the md5 checksum"):
         image.read(folder, unverified=unverified)
     assert not trace.exists()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (b"cos\nsystem\n(S'true'\ntR.", r"calls os\.system"),
-        (b"cbuiltins\neval\n(S'1'\ntR.", r"calls builtins\.eval"),
-        (b"cnumpy.core.multiarray\nscalar\n(tR.", r"calls numpy\.core\.multiarray\.scalar"),
-        (b"\x80\x04\x8c\x05numpy\x8c\x07f2py.os\x93.", r"calls numpy\.f2py\.os"),
-        (b"cnumpy\ndtype\n(S'O8'\ntR.", r"expected an array of bytes, got b'O8'"),
-        (b"c_codecs\nencode\n(Vtext\nVrot13\ntR.", r"expected bytes as latin1, got 'rot13'"),
-        (b"\x80\x02]q\x00.", "expected a dictionary, got a list"),
-        (b"\x80\x02}.", "expected data of bytes"),
-        (b"", "cannot be unpickled"),
-        (b"\x80\x02}(", "cannot be unpickled"),
-    ],
-)
-def test_pickle_of_another_kind_is_refused(tmp_path: Path, call: bytes, message: str) -> None:
-    folder = write(tmp_path, dict.fromkeys(NAMES, call))
-    with pytest.raises(DataError, match=rf"data_batch_1: .*{message}"):
-        image.read(folder, unverified=True)
-
-
 @pytest.mark.usefixtures("published")
 @pytest.mark.parametrize("name", ["train_images", "train_labels", "test_images", "test_labels"])
-def test_any_change_is_noticed(tmp_path: Path, name: str) -> None:
+def test_changed_arrays_are_refused(tmp_path: Path, name: str) -> None:
     whole = GRAY if name.endswith("images") else LABELS
     part = (whole[:TRAIN] if name.startswith("train") else whole[TRAIN:]).copy()
     part.flat[-1] = (int(part.flat[-1]) + 1) % 10
@@ -188,7 +162,7 @@ def test_any_change_is_noticed(tmp_path: Path, name: str) -> None:
     assert not image.read(path, unverified=True).verified
 
 
-def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
+def test_other_counts_need_unverified(tmp_path: Path) -> None:
     path = written(tmp_path / "few.npz", arrays(GRAY))
     with pytest.raises(DataError, match="expected 50,000 images in train, got 20"):
         image.read(path)
@@ -200,12 +174,12 @@ def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
     [
         (
             {"train_images": GRAY[:TRAIN].astype(np.float32)},
-            r"train_images: expected uint8 .*, got float32 of shape \(20, 32, 32\)",
+            r"train_images: expected uint8 .*, got float32 \(20, 32, 32\)",
         ),
-        ({"train_images": GRAY[:TRAIN, 1:]}, r"train_images: expected uint8 .*, got uint8 of shape \(20, 31, 32\)"),
+        ({"train_images": GRAY[:TRAIN, 1:]}, r"train_images: expected uint8 .*, got uint8 \(20, 31, 32\)"),
         (
             {"train_labels": LABELS[:TRAIN].astype(np.float64)},
-            r"train_labels: expected integers .*, got float64 of shape \(20,\)",
+            r"train_labels: expected integers .*, got float64 \(20,\)",
         ),
         ({"test_labels": np.array([0, 1, -1, 2])}, "test_labels: expected labels 0 to 9, got -1 for image 2"),
         ({"test_labels": LABELS[:3]}, "expected 4 labels in test, got 3"),
@@ -214,45 +188,27 @@ def test_other_counts_are_refused_unless_wanted(tmp_path: Path) -> None:
     ],
     ids=["floats", "shape", "label kind", "label", "count", "few", "objects"],
 )
-def test_odd_arrays_are_refused(tmp_path: Path, changes: dict[str, NDArray[Any]], message: str) -> None:
+def test_invalid_arrays_are_refused(tmp_path: Path, changes: dict[str, NDArray[Any]], message: str) -> None:
     path = written(tmp_path / "odd.npz", arrays(GRAY, LABELS, **changes))
     with pytest.raises(DataError, match=rf"odd\.npz: {message}"):
         image.read(path, unverified=True)
 
 
-def test_huge_arrays_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "_MAX_ARRAYS", 10_000)
-    with pytest.raises(DataError, match=r"bomb\.npz: expected at most 10,000 bytes, got [0-9,]+"):
-        image.read(written(tmp_path / "bomb.npz", arrays(GRAY)))
-    with pytest.raises(DataError, match="expected at most 10,000 bytes, got more"):
-        image.read(written(tmp_path / "bomb.npz.gz", packed(arrays(GRAY), ".gz")))
-
-
 @pytest.mark.parametrize("data", [b"", bytes(3072), bytes(3074)])
-def test_binary_batch_of_odd_size_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_binary_batch_of_wrong_size_is_refused(tmp_path: Path, data: bytes) -> None:
     folder = write(tmp_path, binary())
     (folder / "data_batch_2.bin").write_bytes(data)
     with pytest.raises(DataError, match=r"data_batch_2\.bin: expected a multiple of 3,073 bytes"):
         image.read(folder, unverified=True)
 
 
-def test_folder_without_it_is_refused(tmp_path: Path) -> None:
+def test_ambiguous_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"or one \.npz, got none of them"):
         image.read(tmp_path)
     written(tmp_path / "a.npz", arrays(GRAY))
     written(tmp_path / "b.npz.xz", packed(arrays(GRAY), ".xz"))
     with pytest.raises(DataError, match=r"or one \.npz, got a\.npz, b\.npz\.xz"):
         image.read(tmp_path)
-
-
-def test_pickle_cannot_make_numpy_take_bytes_for_objects() -> None:
-    """The state of a type may say that it holds references, which NumPy would follow."""
-    dtype = b"cnumpy\ndtype\n(U\x02u1I0\nI1\ntR(I3\nU\x01|NNNI-1\nI-1\nI63\ntb"
-    start = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntU\x01btR"
-    state = b"(I1\n(I1\nI3072\nt" + dtype + b"I0\nT" + (3072).to_bytes(4, "little") + bytes(3072) + b"tb"
-    pixels, labels = unpickle_batch(b"\x80\x02}(U\x04data" + start + state + b"U\x06labels](K\x04eu.", "batch")
-    assert not pixels.dtype.hasobject
-    assert (pixels.shape, labels) == ((1, 3072), [4])
 
 
 @pytest.mark.usefixtures("published")

@@ -38,7 +38,7 @@ def _inked(drawing: Bytes, least: float = 1 / 3) -> list[Point]:
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
-def _wholes(points: Iterable[Point], bridge: float) -> Iterator[set[Point]]:
+def _components(points: Iterable[Point], bridge: float) -> Iterator[set[Point]]:
     """What is connected by steps of at most `bridge`."""
     left = set(points)
     while left:
@@ -55,22 +55,9 @@ def _near(point: NDArray[np.int64], drawing: Bytes) -> bool:
     return min(math.dist(point.tolist(), other) for other in _inked(drawing)) <= 1
 
 
-def test_parameters_are_those_of_long_range_arena() -> None:
-    def figures(parameters: Pathfinder) -> tuple[object, ...]:
-        lengths = (parameters.dash, parameters.thickness, parameters.margins, parameters.radius)
-        numbers = (parameters.curve_dashes, parameters.distractor_dashes, parameters.distractors)
-        return (*lengths, *numbers, parameters.seed_distance, parameters.continuity, parameters.padding)
-
-    assert figures(PATHFINDER) == (2, 0.5, (1,), 1.5, 14, 14 // 3, 20 // 4, 7, 1.0, 1)
-    assert figures(PATHX) == (5, 1.5, (2, 3), 3.0, 14, 14 // 3, 35 // 4, 20, 1.8, 1)
-    # Contrast of a curve's dashes: that of its kind of dash, times that of all curves.
-    assert (PATHFINDER.curve_contrast, PATHFINDER.distractor_contrast) == (0.75 * 2, 2.0)
-    assert (PATHX.curve_contrast, PATHX.distractor_contrast) == (1.0 * 0.9, 0.9)
-
-
 @pytest.mark.parametrize("size", SETS)
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_exactly_as_many_pictures_as_asked_for(size: int, count: int) -> None:
+def test_shapes(size: int, count: int) -> None:
     examples = SETS[size].examples(CounterRNG("count"), count)
     pixels, labels = examples["pixels"], examples["labels"]
     assert isinstance(pixels, np.ndarray)
@@ -83,7 +70,7 @@ def test_exactly_as_many_pictures_as_asked_for(size: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", SETS)
-def test_a_key_names_its_pictures(size: int) -> None:
+def test_images_depend_on_the_key(size: int) -> None:
     first, again, other = (SETS[size].scenes(CounterRNG(seed), 6) for seed in (3, 3, 4))
     assert np.array_equal(first.pixels, again.pixels)
     assert np.array_equal(first.labels, again.labels)
@@ -101,13 +88,13 @@ def test_the_label_moves_only_the_dots() -> None:
 
 
 @pytest.mark.parametrize("size", SETS)
-def test_each_curve_is_one_whole(size: int) -> None:
+def test_curves_are_connected(size: int) -> None:
     for curve in _scenes(size).curves.reshape(-1, size, size):
-        assert len(list(_wholes(_inked(curve), BRIDGE[size]))) == 1
+        assert len(list(_components(_inked(curve), BRIDGE[size]))) == 1
 
 
 @pytest.mark.parametrize("size", SETS)
-def test_dots_lie_on_one_curve_exactly_where_the_label_says_so(size: int) -> None:
+def test_label_says_whether_the_dots_are_on_one_curve(size: int) -> None:
     scenes = _scenes(size)
     plain = 0
     for curves, dots, label in zip(scenes.curves, scenes.dots, scenes.labels, strict=True):
@@ -123,7 +110,7 @@ def test_dots_lie_on_one_curve_exactly_where_the_label_says_so(size: int) -> Non
 
 def _dashes(drawing: Bytes) -> list[set[Point]]:
     # Gaps of two pixels are gray rather than black.
-    return list(_wholes(_inked(drawing, 5 / 8), math.sqrt(2)))
+    return list(_components(_inked(drawing, 5 / 8), math.sqrt(2)))
 
 
 def test_curves_have_fourteen_dashes() -> None:
@@ -158,7 +145,7 @@ def test_curves_start_at_the_published_distance() -> None:
         ({"size": 24}, "size: expected enough for two curves that start 7 pixels apart, got 24"),
     ],
 )
-def test_parameters_that_cannot_be_drawn_are_refused(changes: dict[str, float], message: str) -> None:
+def test_invalid_parameters(changes: dict[str, float], message: str) -> None:
     def make() -> Pathfinder:
         made = dataclasses.replace(PATHFINDER, **changes)  # type: ignore[arg-type]
         made.examples(CounterRNG("refused"), 1)
@@ -169,7 +156,7 @@ def test_parameters_that_cannot_be_drawn_are_refused(changes: dict[str, float], 
     assert str(caught.value) == message
 
 
-def test_more_pictures_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcnca.data.datasets.pathfinder._BLOCK", 5 * 32**2)
     scenes = PATHFINDER.scenes(CounterRNG("blocks"), 13)
     assert (scenes.pixels.max((1, 2)) == 255).all()

@@ -31,7 +31,7 @@ def test_text_with_its_label() -> None:
     assert (found.title, found.body, found.image) == ("tiny, train 1: dog", "größer", None)
 
 
-def test_long_text_is_cut_unless_it_is_wanted_whole() -> None:
+def test_long_text_is_truncated() -> None:
     data = texts("ab" * 700, "c" * 1000)
     # The end is shown as well, where recall asks its question.
     assert render_example(data, "train", 0).body == f"{'ab' * 480} … {'ab' * 20} (1,400 tokens)"
@@ -50,7 +50,7 @@ def test_pairs_show_both() -> None:
     )
 
 
-def test_a_stream_from_a_byte_on() -> None:
+def test_bytes_of_a_stream() -> None:
     data = Dataset("tiny", {}, {"test": {"bytes": np.frombuffer(b"0123456789" * 300, np.uint8)}})
     found = render_example(data, "test", 1205)
     assert found.title == "tiny, test from byte 1,205"
@@ -58,7 +58,7 @@ def test_a_stream_from_a_byte_on() -> None:
     assert render_example(data, "test", 5, full=True).body == ("0123456789" * 300)[5:]
 
 
-def test_an_example_that_is_not_there() -> None:
+def test_unknown_example() -> None:
     with pytest.raises(DataError, match="index: expected 0 to 1 for train of tiny, got 2"):
         render_example(texts("a", "b"), "train", 2)
     with pytest.raises(DataError, match="index: expected 0 to 1 for train of tiny, got -1"):
@@ -77,7 +77,7 @@ def dark(height: int, width: int, *bright: tuple[int, int]) -> NDArray[np.uint8]
 @pytest.mark.parametrize(
     ("row", "column", "width"), [(0, 0, 80), (5, 3, 32), (31, 31, 16), (16, 0, 10), (0, 31, 10), (5, 3, 1)]
 )
-def test_a_bright_pixel_is_where_it_is(row: int, column: int, width: int) -> None:
+def test_position_of_a_bright_pixel(row: int, column: int, width: int) -> None:
     lines = render_pixels(dark(32, 32, (row, column)), width).split("\n")
     factor = -(-32 // width)
     bright = [(y, x) for y, line in enumerate(lines) for x, shade in enumerate(line) if shade != " "]
@@ -85,14 +85,6 @@ def test_a_bright_pixel_is_where_it_is(row: int, column: int, width: int) -> Non
     assert lines[bright[0][0]][bright[0][1]] == "█"
     assert max(map(len, lines)) <= width
     assert len(lines) == -(-32 // (2 * factor))
-
-
-def test_shades_grow_with_brightness() -> None:
-    assert render_pixels(np.array([[0, 64, 128, 191, 255]], np.uint8), 80) == " ░▒▓█"
-    line = render_pixels(np.arange(256, dtype=np.uint8)[None], 256)
-    shades = [" ░▒▓█".index(shade) for shade in line]
-    assert shades == sorted(shades)
-    assert set(shades) == set(range(5))
 
 
 def pictures() -> Dataset:
@@ -105,7 +97,7 @@ def bars(values: NDArray[np.float32], width: int = 80) -> list[str]:
     return render_example(data, "train", 0, width).body.split("\n")
 
 
-def test_values_are_bars_from_least_to_greatest() -> None:
+def test_bars() -> None:
     values = np.stack([np.arange(8.0), np.arange(8.0)[::-1] * 10], 1).astype(np.float32)
     first, second = bars(values)
     assert first.split() == ["0", "▁▂▃▄▅▆▇█", "7"]
@@ -119,13 +111,13 @@ def test_long_series_fit_the_terminal() -> None:
     assert len(line.split()[1]) == 36
 
 
-def test_a_split_in_numbers() -> None:
+def test_summary() -> None:
     data = texts("a", "abc", "abcd")
     expected = SplitSummary(examples=3, shortest=1, mean=8 / 3, longest=4, symbols=4, class_counts={"cat": 2, "dog": 1})
     assert summarize_data(data) == {"train": expected}
 
 
-def test_numbers_of_other_kinds() -> None:
+def test_summary_of_other_kinds() -> None:
     stream = Dataset("tiny", {}, {"train": {"bytes": np.frombuffer(b"banana", np.uint8)}})
     found = summarize_data(stream)["train"]
     assert (found.examples, found.shortest, found.longest, found.symbols, found.class_counts) == (6, 6, 6, 3, {})
@@ -143,7 +135,7 @@ def test_numbers_of_other_kinds() -> None:
     assert (both.examples, both.shortest, both.mean, both.longest, both.symbols) == (2, 1, 3.0, 6, 5)
 
 
-def test_a_text_does_not_command_the_terminal() -> None:
+def test_control_characters_are_replaced() -> None:
     texts = Ragged.from_bytes([b"a\x1b]0;mine\x07\tb\r\nc\xc2\x9bd"])
     data = Dataset("tricky", {"class_names": ["no"]}, {"train": {"tokens": texts, "labels": np.zeros(1, np.int64)}})
     assert render_example(data, "train", 0).body == "a\ufffd]0;mine\ufffd\tb\ufffd\nc\ufffdd"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +20,11 @@ from tcnca.data.store import (
     DatasetWriter,
     check_space,
     read_manifest,
-    replace_folder,
-    restore_folder,
 )
 from tcnca.errors import DataError
 from tests.data.helpers import siblings, small_dataset, write_dataset
 
 FULL = Path("/dev/full")
-# Killed while it writes.
-KILLED = """
-import sys, time
-from pathlib import Path
-import numpy as np
-from tcnca.data.store import DatasetWriter
-with DatasetWriter(Path(sys.argv[1])) as writer:
-    for part in range(1000):
-        writer.append("train", {"labels": np.full(5000, part)})
-        if part == 3:
-            print("written", flush=True)
-            time.sleep(60)
-"""
 
 
 def assert_equal(found: Column, expected: Column) -> None:
@@ -72,7 +54,7 @@ def mapped(array: NDArray[Any]) -> bool:
     ("dtype", "row"),
     [("uint8", ()), ("int64", (1,)), ("float32", (2, 3)), ("bool", (4, 1, 2)), (">i4", (3,)), ("float64", (0,))],
 )
-def test_arrays_come_back_from_several_parts(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
+def test_round_trip_of_arrays(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
     values = random(dtype, 11, *row)
     parts: list[Columns] = [{"values": values[:4]}, {"values": values[4:4]}, {"values": values[4:]}]
     found = write_dataset(tmp_path / "set", {"train": parts}).columns("train")["values"]
@@ -80,7 +62,7 @@ def test_arrays_come_back_from_several_parts(tmp_path: Path, dtype: str, row: tu
 
 
 @pytest.mark.parametrize(("dtype", "row"), [("uint8", ()), ("float32", (2, 3)), ("uint8", (0,))])
-def test_sequences_come_back_from_several_parts(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
+def test_round_trip_of_sequences(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
     sequences = [random(dtype, length, *row) for length in (3, 0, 5, 1, 0)]
     parts: list[Columns] = [
         {"values": Ragged.from_arrays(some)} for some in (sequences[:2], sequences[1:2], sequences[2:])
@@ -89,7 +71,7 @@ def test_sequences_come_back_from_several_parts(tmp_path: Path, dtype: str, row:
     assert_equal(found, concatenate(parts)["values"])
 
 
-def test_empty_split_and_empty_sequences_come_back(tmp_path: Path) -> None:
+def test_round_trip_of_empty_splits_and_sequences(tmp_path: Path) -> None:
     empty: dict[str, Column] = {"tokens": Ragged.from_arrays([], np.uint8), "values": np.zeros((0, 2, 3), np.float32)}
     hollow: dict[str, Column] = {"tokens": Ragged.from_bytes([b"", b""]), "values": np.zeros((2, 2, 3), np.float32)}
     data = write_dataset(tmp_path / "set", {"train": [hollow], "test": [empty]})
@@ -100,7 +82,7 @@ def test_empty_split_and_empty_sequences_come_back(tmp_path: Path) -> None:
     assert data.example("train", 1)["tokens"].shape == (0,)
 
 
-def test_values_are_mapped_and_cannot_be_changed(tmp_path: Path) -> None:
+def test_values_are_memory_mapped_and_read_only(tmp_path: Path) -> None:
     columns = small_dataset(tmp_path / "set").columns("train")
     tokens, labels = columns["tokens"], columns["labels"]
     assert isinstance(tokens, Ragged)
@@ -110,8 +92,11 @@ def test_values_are_mapped_and_cannot_be_changed(tmp_path: Path) -> None:
         assert not array.flags.writeable
 
 
-def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
+def test_data_set_appears_on_commit(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "set"
+    # A killed process leaves this.
+    (folder.parent / ".set.partial").mkdir(parents=True)
+    (folder.parent / ".set.partial" / "train.labels.npy").touch()
     with DatasetWriter(folder) as writer:
         writer.append("train", {"labels": np.arange(3)})
         assert not folder.exists()
@@ -124,7 +109,7 @@ def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replacing"])
-def test_block_that_is_left_leaves_what_was_there(tmp_path: Path, error: type[BaseException], before: bool) -> None:
+def test_error_keeps_the_old_data_set(tmp_path: Path, error: type[BaseException], before: bool) -> None:
     def parts() -> Iterator[Columns]:
         yield {"labels": np.arange(3) + 100}
         raise error
@@ -140,7 +125,7 @@ def test_block_that_is_left_leaves_what_was_there(tmp_path: Path, error: type[Ba
         assert Dataset.open(folder).example("train", 0)["labels"] == 1
 
 
-def test_old_set_is_replaced_by_a_whole_new_one(tmp_path: Path) -> None:
+def test_replacement(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     small_dataset(folder)
     with DatasetWriter(folder) as writer:
@@ -152,56 +137,7 @@ def test_old_set_is_replaced_by_a_whole_new_one(tmp_path: Path) -> None:
     assert siblings(folder) == []
 
 
-@pytest.mark.slow
-def test_killed_writer_leaves_no_set_and_the_next_one_works(tmp_path: Path) -> None:
-    folder = tmp_path / "set"
-    writer = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE)
-    assert writer.stdout is not None
-    with writer.stdout as output:
-        assert output.readline() == b"written\n"
-        writer.send_signal(signal.SIGKILL)
-        assert writer.wait() == -signal.SIGKILL
-    assert siblings(folder) == [".set.partial"]
-    for place in (folder, tmp_path / ".set.partial"):
-        with pytest.raises(DataError, match="no prepared data set here"):
-            Dataset.open(place)
-    assert small_dataset(folder).example("train", 2)["labels"] == 3
-    assert siblings(folder) == []
-
-
-class Killed(BaseException):
-    """Ends a function where a signal would have ended the process."""
-
-
-def killed_at_second_rename(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
-    rename, calls = Path.rename, list[Path]()
-
-    def once(self: Path, target: Path) -> Path:
-        calls.append(self)
-        if len(calls) == 2:
-            raise Killed
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", once)
-        with pytest.raises(Killed):
-            function()
-
-
-def test_old_set_comes_back_after_a_kill_between_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, new = tmp_path / "set", tmp_path / "new"
-    small_dataset(folder, label=1)
-    small_dataset(new, label=50)
-    killed_at_second_rename(monkeypatch, lambda: replace_folder(new, folder))
-    assert not folder.exists()
-    restore_folder(folder)
-    assert Dataset.open(folder).example("train", 0)["labels"] == 1
-    replace_folder(new, folder)
-    assert Dataset.open(folder).example("train", 0)["labels"] == 50
-    assert siblings(folder) == []
-
-
-def test_set_is_sent_to_another_process_as_its_place(tmp_path: Path) -> None:
+def test_pickle_holds_the_path_only(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "set", {"train": [{"values": np.arange(100_000)}]})
     sent = pickle.dumps(data)
     assert len(sent) < 1000
@@ -242,7 +178,7 @@ def test_damaged_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("change", [{"splits": None}, {"splits": []}, {"files": None}, {"files": {}}], ids=str)
-def test_manifest_that_lacks_what_it_should_hold_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_incomplete_manifest_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     small_dataset(tmp_path / "set")
     path = tmp_path / "set" / MANIFEST
     path.write_text(json.dumps({**read_manifest(path.parent), **change}), encoding="utf-8")
@@ -272,7 +208,7 @@ def test_part_of_another_type_or_shape_is_refused(tmp_path: Path, other: NDArray
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a disk that is always full")
 @pytest.mark.parametrize("rows", [10, 1_000_000], ids=["at the end", "at once"])
 @pytest.mark.parametrize("name", ["train.labels.npy", MANIFEST])
-def test_full_disk_is_named_and_nothing_is_left(tmp_path: Path, name: str, rows: int) -> None:
+def test_full_disk(tmp_path: Path, name: str, rows: int) -> None:
     folder = tmp_path / "set"
 
     def parts() -> Iterator[Columns]:
@@ -286,13 +222,13 @@ def test_full_disk_is_named_and_nothing_is_left(tmp_path: Path, name: str, rows:
     assert Dataset.open(folder).example("train", 0)["labels"] == 1
 
 
-def test_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file.set: cannot be written .*; choose another folder with --out"):
         DatasetWriter(tmp_path / "file" / "set").__enter__()
 
 
-def test_space_is_checked_where_the_set_will_be(tmp_path: Path) -> None:
+def test_check_space(tmp_path: Path) -> None:
     check_space(tmp_path / "not" / "there" / "yet", 1000)
     with pytest.raises(
         DataError, match=r"yet: expected about 1000000000.0 GB of free space, got \d+\.\d GB; free some"

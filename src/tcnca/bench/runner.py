@@ -99,14 +99,8 @@ def run_suite(
 
 def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
     """Check a case and, if it is correct, time it. A failure becomes part of the result."""
-    blank = Result(
-        name=case.name,
-        label=case.label,
-        sizes=case.sizes,
-        tokens=case.tokens,
-        status="failed",
-        tolerance=case.tolerance,
-    )
+    copied: dict[str, Any] = {name: getattr(case, name) for name in ("name", "label", "sizes", "tokens", "tolerance")}
+    blank = Result(**copied, status="failed")
     try:
         return _measure(case, timer, roofline, blank)
     except TcncaError as error:

@@ -27,7 +27,6 @@ COMMANDS = {
 }
 # Unknown options reach these commands, which answer `--lr 1e-3` with `lr=1e-3`.
 _KEY_VALUE_COMMANDS = ("train", "sweep")
-_HELP = "TCNCA and related models for very long sequences."
 
 
 class _LazyCommand(TyperCommand):
@@ -60,7 +59,6 @@ class _LazyGroup(TyperGroup):
 app = typer.Typer(
     name="tcnca",
     cls=_LazyGroup,
-    help=_HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,10 +71,10 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=_HELP)
+@app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Parse the options of `tcnca` itself."""
+    """TCNCA and related models for very long sequences."""

@@ -130,47 +130,43 @@ _COLORS = {"yes": "[green]{}[/]", "begun": "[yellow]{}[/]", "damaged": "[red]{}[
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     """Describe the data sets of the registry and all others that are prepared."""
-    from tcnca.data import list_datasets
+    from tcnca.data import get_dataset, list_datasets
+    from tcnca.data.datasets import is_dataset
     from tcnca.data.store import MANIFEST
 
-    names = [spec.name for spec in list_datasets()]
-    names += [path.parent.name for path in sorted(folder.glob(f"*/{MANIFEST}")) if path.parent.name not in names]
-    return [_row(name, folder / name) for name in names]
+    prepared = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+    rows = []
+    for name in dict.fromkeys([*(spec.name for spec in list_datasets()), *prepared]):
+        row: dict[str, Any] = {"name": name, "description": "your own", "sizes": {}, "bytes": 0, "source": ""}
+        if is_dataset(name):
+            spec = get_dataset(name)
+            row |= {"description": spec.description, "sizes": dict(spec.sizes), "bytes": spec.disk_bytes}
+            row["source"] = spec.source
+        row["prepared"] = "begun" if (folder / f".{name}.shards").exists() else "no"
+        rows.append(row | (_describe_prepared(folder / name) if name in prepared else {}))
+    return rows
 
 
-def _row(name: str, folder: Path) -> dict[str, Any]:
-    from tcnca.data import Dataset, get_dataset
-    from tcnca.data.datasets import is_dataset
+def _describe_prepared(folder: Path) -> dict[str, Any]:
+    """Return what a prepared data set changes in its row."""
+    from tcnca.data import Dataset
     from tcnca.data.schema import num_examples
 
-    row: dict[str, Any] = {"name": name, "description": "your own", "sizes": {}, "bytes": 0, "source": ""}
-    if is_dataset(name):
-        spec = get_dataset(name)
-        row |= {"description": spec.description, "sizes": dict(spec.sizes), "bytes": spec.disk_bytes}
-        row["source"] = spec.source
-    row["prepared"] = _state(folder)
-    if row["prepared"].startswith("yes"):
-        data = Dataset.open(folder)
-        row["sizes"] = {split: num_examples(columns) for split, columns in data.splits.items()}
-        row["bytes"] = sum(file["bytes"] for file in data.manifest["files"].values())
-        if not is_dataset(name):
-            row |= {"description": f"your own: {data.manifest['kind']}", "source": data.manifest["origin"]}
-    return row
-
-
-def _state(folder: Path) -> str:
-    from tcnca.data import Dataset
-    from tcnca.data.store import MANIFEST
-
-    if not (folder / MANIFEST).exists():
-        return "begun" if folder.with_name(f".{folder.name}.shards").exists() else "no"
     try:
-        manifest = Dataset.open(folder).manifest
+        data = Dataset.open(folder)
     except TcncaError:
-        return "damaged"
+        return {"prepared": "damaged"}
+    manifest = data.manifest
+    row = {
+        "sizes": {split: num_examples(columns) for split, columns in data.splits.items()},
+        "bytes": sum(file["bytes"] for file in manifest["files"].values()),
+        "prepared": "yes",
+    }
+    if "dataset" not in manifest:
+        return {**row, "description": f"your own: {manifest['kind']}", "source": manifest["origin"]}
     if manifest["request"].get("size") is not None:
-        return "yes, another size"
-    return "yes" if manifest["verified"] or "dataset" not in manifest else "yes, unverified"
+        return {**row, "prepared": "yes, another size"}
+    return row if manifest["verified"] else {**row, "prepared": "yes, unverified"}
 
 
 @app.command()

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, concatenate, take
 from tcnca.errors import DataError
-from tcnca.files import disk_errors
+from tcnca.files import atomic_path, disk_errors
 
 SETTINGS = "settings.json"
 MIN_PARALLEL_SECONDS = 5.0
@@ -123,15 +123,12 @@ class Plan:
     """Everything that determines a generated data set."""
 
     generator: Generator
-    """Generates the examples."""
     seed: int
-    """Seed of the data set."""
     sizes: Mapping[str, int]
     """Number of examples in each split."""
     fractions: Mapping[str, float]
     """Fraction of all examples that belongs to each split."""
     shard_size: int
-    """Examples per shard."""
 
 
 def generate(
@@ -148,7 +145,7 @@ def generate(
     while (more := _missing_shards(plan, hashes)) > 0:
         wanted += more
         _generate_shards(plan, folder, wanted, workers, progress)
-        hashes += [_read_fingerprints(folder, number) for number in range(len(hashes), wanted)]
+        hashes += [fingerprints(_read_shard(folder, number)) for number in range(len(hashes), wanted)]
     for number, splits in enumerate(_select(plan, hashes)):
         columns = _read_shard(folder, number)
         for split, indices in splits.items():
@@ -172,14 +169,8 @@ def generate_in_memory(plan: Plan) -> dict[str, Columns]:
 
 def _prepare_folder(plan: Plan, folder: Path) -> None:
     """Remove the shards of an earlier run unless it generated the same data set."""
-    settings = json.dumps(
-        {
-            "generator": repr(plan.generator),
-            "version": plan.generator.version,
-            "seed": plan.seed,
-            "shard": plan.shard_size,
-        }
-    )
+    generator = {"generator": repr(plan.generator), "version": plan.generator.version}
+    settings = json.dumps({**generator, "seed": plan.seed, "shard_size": plan.shard_size})
     path = folder / SETTINGS
     if not (path.is_file() and path.read_bytes() == settings.encode()):
         shutil.rmtree(folder, ignore_errors=True)
@@ -231,9 +222,7 @@ def _generate_shards(plan: Plan, folder: Path, wanted: int, workers: int, progre
         seconds = time.perf_counter() - begin
         done += 1
         progress(done, wanted)
-    if not todo:
-        return
-    with _single_interrupt():
+    if todo:
         _run_workers(plan, folder, todo, min(workers, len(todo)), lambda more: progress(done + more, wanted))
 
 
@@ -242,8 +231,8 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker)
     try:
-        # Workers inherit this handler, so that Ctrl-C reaches only the process that waits for them.
-        with _interrupt_handler(signal.SIG_IGN):
+        # Workers inherit this, so that Ctrl-C reaches only the process that waits for them.
+        with _ignore_interrupts():
             futures = [pool.submit(_write_shard, plan, folder, number) for number in todo]
         for more, future in enumerate(concurrent.futures.as_completed(futures), 1):
             future.result()
@@ -253,9 +242,12 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
             f"{folder}: a worker was killed, possibly for lack of memory; run the same command with fewer workers"
         ) from error
     except BaseException:
-        # Shards are written atomically, so there is no need to wait for unfinished ones.
-        for process in list(pool._processes.values()):
-            process.terminate()
+        # A second Ctrl-C during the shutdown would leave the pool waiting forever.
+        with _ignore_interrupts():
+            # Shards are written atomically, so there is no need to wait for unfinished ones.
+            for process in list(pool._processes.values()):
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -263,26 +255,16 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
 
 
 @contextlib.contextmanager
-def _interrupt_handler(handler: Any) -> Iterator[None]:
-    """Set the handler of Ctrl-C temporarily. Only the main thread can set it, and only it is interrupted."""
+def _ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C for a while. Only the main thread can do so, and only it is interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _single_interrupt() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C after the first one: a second one during shutdown would leave the pool waiting forever."""
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    return _interrupt_handler(interrupt)
 
 
 def _start_worker() -> None:
@@ -300,7 +282,7 @@ def _exit_with_parent() -> None:
 
 def _remove_partial(folder: Path) -> None:
     """Remove incomplete files of processes that were killed."""
-    for path in folder.glob(".*.npz.*"):
+    for path in folder.glob(".*.npz"):
         path.unlink(missing_ok=True)
 
 
@@ -314,47 +296,26 @@ def _shard(plan: Plan, number: int) -> Columns:
 
 
 def _write_shard(plan: Plan, folder: Path, number: int) -> None:
-    columns = _shard(plan, number)
-    arrays: dict[str, NDArray[Any]] = {"fingerprints": fingerprints(columns)}
-    for name, column in columns.items():
-        arrays[name] = column.values if isinstance(column, Ragged) else column
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, column in _shard(plan, number).items():
         if isinstance(column, Ragged):
-            arrays[name + _OFFSETS] = column.offsets
-    path = _path(folder, number)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with disk_errors(folder), partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            arrays |= {name: column.values, name + _OFFSETS: column.offsets}
+        else:
+            arrays[name] = column
+    with atomic_path(_path(folder, number)) as partial:
+        np.savez(partial, allow_pickle=False, **arrays)
 
 
-@contextlib.contextmanager
-def _open_shard(folder: Path, number: int) -> Iterator[Mapping[str, NDArray[Any]]]:
+def _read_shard(folder: Path, number: int) -> Columns:
     path = _path(folder, number)
     try:
         # NumPy does not close a damaged file that it opened itself.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            yield file
+            arrays = dict(file)
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: is damaged ({error}); remove it and run the same command again") from error
-
-
-def _read_shard(folder: Path, number: int) -> Columns:
-    with _open_shard(folder, number) as file:
-        arrays = dict(file)
-    del arrays["fingerprints"]
     return {
         name: Ragged(values, arrays[name + _OFFSETS]) if name + _OFFSETS in arrays else values
         for name, values in arrays.items()
         if not name.endswith(_OFFSETS)
     }
-
-
-def _read_fingerprints(folder: Path, number: int) -> NDArray[np.uint64]:
-    with _open_shard(folder, number) as file:
-        return file["fingerprints"]

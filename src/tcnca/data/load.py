@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tcnca.config import check_choice
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.custom.options import draw_splits, input_digests
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
-from tcnca.data.generate import generate_in_memory
+from tcnca.data.generate import Plan, generate_in_memory
 from tcnca.data.prepare import data_folder
 from tcnca.data.schema import SPLITS, Columns, Content, Kind, concatenate, take
 from tcnca.data.store import MANIFEST, Dataset, checksum
@@ -62,11 +63,14 @@ def load_task(
             EnWik8.
     """
     folder = data_folder() if folder is None else Path(folder)
+    if stream and val_fraction:
+        raise ConfigError(f"val_fraction: expected 0 for a stream, got {val_fraction}; remove it")
     if stream:
-        if val_fraction:
-            raise ConfigError(f"val_fraction: expected 0 for a stream, got {val_fraction}; remove it")
-        return _load_stream(get_dataset(str(source)), folder, seed, options)
-    data = _open(source, folder, custom)
+        spec = get_dataset(str(source))
+        data = _open_for_stream(spec, folder, seed)
+        options["stream"] = spec.stream()
+    else:
+        data = _open(source, folder, custom)
     if kind is not None and data.manifest["kind"] != kind:
         raise ConfigError(f"{source}: expected data of kind {kind}, got {data.manifest['kind']}")
     if val_fraction:
@@ -74,26 +78,26 @@ def load_task(
     return _build_task(data, options)
 
 
-def _load_stream(spec: DatasetSpec, folder: Path, seed: int, options: Mapping[str, Any]) -> Task:
-    prepared = folder / spec.name
-    if (prepared / MANIFEST).is_file():
-        data = Dataset.open(prepared)
-        version, expected = data.manifest.get("version"), spec.plan(None, seed).generator.version
-        if version != expected:
-            raise DataError(
-                f"{prepared}: expected version {expected} of the generator, got {version}; a stream could show "
-                "examples of its test split, prepare it again with --force, or choose another folder"
-            )
-    else:
-        data = Dataset(spec.name, _manifest(spec), _GeneratedSplits(spec, seed))
-    return _build_task(data, {**options, "stream": spec.stream()})
+def _open_for_stream(spec: DatasetSpec, folder: Path, seed: int) -> Dataset:
+    """Open the prepared data set, or else generate one for validation and test."""
+    prepared, plan = folder / spec.name, spec.plan(None, seed)
+    if not (prepared / MANIFEST).is_file():
+        return Dataset(spec.name, _manifest(spec), _GeneratedSplits(plan))
+    data = Dataset.open(prepared)
+    version, expected = data.manifest.get("version"), plan.generator.version
+    if version != expected:
+        raise DataError(
+            f"{prepared}: expected version {expected} of the generator, got {version}; a stream could show "
+            "examples of its test split, prepare it again with --force, or choose another folder"
+        )
+    return data
 
 
 class _GeneratedSplits(Mapping[str, Columns]):
     """Validation and test examples, generated on first use, and an empty training split."""
 
-    def __init__(self, spec: DatasetSpec, seed: int) -> None:
-        self._plan = spec.plan(None, seed)
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._splits: dict[str, Columns] = {}
 
     def __getitem__(self, split: str) -> Columns:
@@ -129,29 +133,25 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
             f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`, got none "
             "of them"
         )
-    return in_memory(path.name, read_custom(path, custom or CustomOptions()))
+    return _in_memory(path.name, read_custom(path, custom or CustomOptions()))
 
 
 def load_examples(name: str, folder: Path, split: str, count: int) -> Dataset:
     """Open the prepared data set `name`; if it is generated but not prepared, generate `count` examples of a split."""
-    if (
-        not is_dataset(name)
-        or get_dataset(name).generator is None
-        or (folder / canonical_name(name) / MANIFEST).is_file()
-    ):
+    spec = get_dataset(name) if is_dataset(name) else None
+    if spec is None or spec.generator is None or (folder / spec.name / MANIFEST).is_file():
         return _open(name, folder, None)
     if count > MAX_GENERATED_EXAMPLES:
         raise DataError(
             f"{name}: is not prepared in {folder}, so only the first {MAX_GENERATED_EXAMPLES} examples are available; "
             f"run `tcnca data prepare {name} --out {folder}` for all"
         )
-    spec = get_dataset(name)
     sizes = {**dict.fromkeys(SPLITS, 0), split: count}
     plan = dataclasses.replace(spec.plan(None, seed=0), sizes=sizes, shard_size=32)
     return Dataset(spec.name, _manifest(spec), generate_in_memory(plan))
 
 
-def in_memory(name: str, content: Content) -> Dataset:
+def _in_memory(name: str, content: Content) -> Dataset:
     """Build a data set that is not stored."""
     splits = {split: concatenate(list(parts)) for split, parts in content.splits.items()}
     files = {f"{split}.{column}": checksum(values) for split in splits for column, values in splits[split].items()}
@@ -168,10 +168,7 @@ def _build_task(data: Dataset, options: Mapping[str, Any]) -> Task:
     build = _TASKS[data.manifest["kind"]] if name is None else get_dataset(name).task
     expected = [parameter for parameter in inspect.signature(build).parameters if parameter != "data"]
     for option in options:
-        if option not in expected:
-            raise ConfigError(
-                f"{option}: expected one of {', '.join(expected)} as option of {data.name}, got {option!r}"
-            )
+        check_choice(option, option, expected)
     return build(data, **options)
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tcnca.config import check_at_least
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import generate
 from tcnca.data.schema import Columns, Content, head, num_examples
-from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space, read_manifest, restore_folder
+from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space
 from tcnca.errors import ConfigError, DataError
 from tcnca.files import file_lock
 
@@ -31,9 +32,7 @@ class Prepared:
     """A prepared data set."""
 
     data: Dataset
-    """The data set."""
     folder: Path
-    """Where it is stored."""
     new: bool
     """Whether it was prepared by this call, not before."""
 
@@ -70,6 +69,7 @@ def prepare_dataset(
         custom: how to read your own files.
         progress: called with the progress.
     """
+    custom = custom or CustomOptions()
     job = _Job(
         name=canonical_name(name),
         folder=(data_folder() if out is None else Path(out)) / canonical_name(name),
@@ -79,16 +79,16 @@ def prepare_dataset(
         seed=seed,
         workers=workers,
         unverified=unverified,
-        custom=custom if custom is not None and not seed else dataclasses.replace(custom or CustomOptions(), seed=seed),
+        custom=dataclasses.replace(custom, seed=seed) if seed else custom,
         progress=progress,
     )
+    job.check_options()
     # Look before locking: a prepared data set may be on a read-only disk.
     if not force and (found := job.find()) is not None:
         return found
     job.check_source()
     lock = job.folder.with_name(f".{job.folder.name}.lock")
     with file_lock(lock, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
-        restore_folder(job.folder)
         if not force and (found := job.find()) is not None:
             return found
         if not (job.folder / MANIFEST).exists() and job.folder.exists():
@@ -114,47 +114,43 @@ class _Job:
     custom: CustomOptions
     progress: Progress
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"\w[\w.-]*", self.name):
+    def check_options(self) -> None:
+        """Refuse options that are wrong or would have no effect."""
+        if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name == DOWNLOADS:
             raise ConfigError(
-                f"name: expected letters, digits, `_`, `.` and `-`, as in a folder name, got {self.name!r}"
+                f"name: expected letters, digits, `_`, `.` and `-`, as in a folder name, and not {DOWNLOADS!r}, got "
+                f"{self.name!r}"
             )
-        if self.name == DOWNLOADS:
-            raise ConfigError(f"name: expected another name than that of the downloads folder, got {self.name!r}")
-        if self.workers < 1:
-            raise ConfigError(f"workers: expected at least 1, got {self.workers}")
-        self._check_unused()
-        if self.size is not None:
-            self._check_size(self.size)
-
-    def _check_unused(self) -> None:
-        """Refuse options that would have no effect."""
-        generated = self.spec is not None and self.spec.generator is not None
+        check_at_least("workers", self.workers, 1)
+        spec = self.spec
+        generated = spec is not None and spec.generator is not None
         if generated and self.origin is not None:
             raise ConfigError(
                 f"origin: expected none, since {self.name} is generated, got {self.origin}; remove --from"
             )
-        if self.spec is not None and self.custom != CustomOptions(seed=self.custom.seed):
+        if spec is not None and self.custom != CustomOptions(seed=self.custom.seed):
             raise ConfigError(f"custom: expected no options for your own files, since {self.name} is a known data set")
-        if self.spec is not None and not generated and self.seed:
+        if spec is not None and not generated and self.seed:
             raise ConfigError(f"seed: expected 0, since {self.name} is not generated, got {self.seed}; remove --seed")
-        if self.unverified and (generated or self.spec is None):
+        if self.unverified and (generated or spec is None):
             raise ConfigError(f"unverified: expected False, since {self.name} was not published; remove --unverified")
-
-    def _check_size(self, size: int) -> None:
-        if self.spec is None or not self.spec.sizes:
-            what = "your own data" if self.spec is None else self.name
-            raise ConfigError(f"size: expected none, since {what} is always used completely, got {size}; remove --size")
-        largest = self.spec.sizes["train"]
-        if self.spec.sizes_for(size)["train"] > largest and self.spec.generator is None:
-            raise ConfigError(f"size: expected at most {largest}, the size of {self.name}, got {size}")
+        if self.size is None:
+            return
+        if spec is None or not spec.sizes:
+            raise ConfigError(
+                f"size: expected none, since {self.name} is always used completely, got {self.size}; remove --size"
+            )
+        largest = spec.sizes["train"]
+        if spec.sizes_for(self.size)["train"] > largest and not generated:
+            raise ConfigError(f"size: expected at most {largest}, the size of {self.name}, got {self.size}")
 
     def find(self) -> Prepared | None:
         """Return the data set if it is prepared; raise a DataError if it differs from the requested one."""
         if not (self.folder / MANIFEST).exists():
             return None
-        self._check_same(read_manifest(self.folder))
-        return Prepared(data=Dataset.open(self.folder), folder=self.folder, new=False)
+        data = Dataset.open(self.folder)
+        self._check_same(data.manifest)
+        return Prepared(data=data, folder=self.folder, new=False)
 
     def _check_same(self, manifest: Mapping[str, Any]) -> None:
         if self.spec is None and self.origin is None:
@@ -186,12 +182,14 @@ class _Job:
         )
 
     def check_source(self) -> None:
-        """Raise a ConfigError if there is nothing to prepare the data set from."""
+        """Raise an error if there is nothing to prepare the data set from."""
         if self.spec is None and self.origin is None:
             try:
                 get_dataset(self.name)
             except ConfigError as error:
                 raise ConfigError(f"{error}; or give --from FILE to prepare your own data under this name") from None
+        if self.origin is not None and not self.origin.exists():
+            raise DataError(f"{self.origin}: no such file or folder; check the path")
 
     def run(self) -> None:
         """Prepare the data set."""
@@ -219,8 +217,7 @@ class _Job:
             raise DataError(f"{error}. {self.name} is read from {spec.accepted_files}") from error
         splits = content.splits
         if self.size is not None:
-            sizes = spec.sizes_for(self.size)
-            splits = {split: _first(parts, sizes[split]) for split, parts in splits.items()}
+            splits = {split: _first(parts, spec.sizes_for(self.size)[split]) for split, parts in splits.items()}
         unverified = {"unverified": self.unverified and not content.verified}
         self._store(content, splits.items(), {"title": spec.title, **spec.metadata, **unverified})
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.config import check_at_least
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import ConfigError
 
@@ -53,8 +54,7 @@ def bucketed_indices(seed: int, lengths: NDArray[np.int64], step: int, batch_siz
 
 def batch_starts(count: int, batch_size: int) -> range:
     """Return the index of the first example of each batch."""
-    if batch_size < 1:
-        raise ConfigError(f"batch_size: expected at least 1, got {batch_size}")
+    check_at_least("batch_size", batch_size, 1)
     return range(0, count, batch_size)
 
 

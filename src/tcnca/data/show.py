@@ -27,11 +27,8 @@ class RenderedExample:
     """An example as text, and as an image if it is one."""
 
     title: str
-    """Data set, split, index and label."""
     body: str
-    """Text for a terminal."""
     image: NDArray[np.uint8] | None = None
-    """Pixels of the image."""
 
 
 def render_example(data: Dataset, split: str, index: int, width: int = 80, full: bool = False) -> RenderedExample:
@@ -138,20 +135,15 @@ def save_images(path: Path, examples: Sequence[RenderedExample]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """Statistics of a split."""
+    """Statistics of a split: examples (bytes for a language model), and the lengths of sequences in time steps."""
 
     examples: int
-    """Number of examples; bytes for a language model."""
     shortest: int
-    """Time steps of the shortest sequence."""
     mean: float
-    """Mean number of time steps."""
     longest: int
-    """Time steps of the longest sequence."""
     symbols: int | None
     """Number of distinct tokens; None for real-valued sequences."""
     class_counts: dict[str, int]
-    """Number of examples of each class."""
 
 
 def summarize_data(data: Dataset) -> dict[str, SplitSummary]:

@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,7 +25,6 @@ from tcnca.version import __version__
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_HEADER = 128
 
 
 class Dataset:
@@ -118,9 +116,9 @@ def _map(folder: Path, files: Mapping[str, Any], name: str) -> NDArray[Any]:
     if found != expected:
         state = "no file" if found is None else f"{found:,} bytes"
         raise DataError(f"{path}: expected {expected:,} bytes, got {state}; prepare the data set again with --force")
-    # An empty file cannot be memory-mapped.
     try:
-        values = np.asarray(np.load(path, mmap_mode="r" if expected > _HEADER else None))
+        # An empty array cannot be memory-mapped.
+        values = np.asarray(np.load(path, mmap_mode=None if 0 in entry["shape"] else "r"))
         damaged = values.dtype != np.dtype(entry["dtype"]) or list(values.shape) != entry["shape"]
     except Exception:
         # NumPy parses the header as Python, so the errors of a damaged header differ between versions.
@@ -145,16 +143,15 @@ class DatasetWriter:
 
     def __enter__(self) -> DatasetWriter:
         with disk_errors(self.folder):
-            restore_folder(self.folder)
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
-            file.discard()
+            # Flushing the buffer can fail on a full disk; its content is not needed.
+            with contextlib.suppress(OSError):
+                file.file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def append(self, split: str, columns: Columns) -> None:
@@ -186,7 +183,7 @@ class DatasetWriter:
                 json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            replace_folder(self._partial, self.folder)
+            _replace_folder(self._partial, self.folder)
 
     def _file(self, name: str, like: NDArray[Any]) -> _NpyWriter:
         if name not in self._files:
@@ -195,7 +192,7 @@ class DatasetWriter:
 
 
 class _NpyWriter:
-    """An .npy file that grows; its header, which contains the length, is written on close.
+    """An .npy file that grows. NumPy leaves room in the header for the final length, which is written on close.
 
     Uses plain writes: on a full disk they raise an error, while writing to a memory map would kill the process.
     """
@@ -204,7 +201,12 @@ class _NpyWriter:
         self.dtype, self.row, self.rows = dtype, row, 0
         self.digest = hashlib.sha256()
         self.file: BinaryIO = path.open("wb")
-        self.file.write(bytes(_HEADER))
+        self._write_header()
+
+    def _write_header(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self.dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self.rows, *self.row)}
+        np.lib.format.write_array_header_1_0(self.file, header)
 
     def append(self, values: NDArray[Any]) -> None:
         if values.dtype != self.dtype or values.shape[1:] != self.row:
@@ -217,32 +219,18 @@ class _NpyWriter:
         self.rows += len(values)
 
     def close(self) -> dict[str, Any]:
-        shape = (self.rows, *self.row)
-        text = repr({"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape})
-        header = b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.encode().ljust(_HEADER - 11) + b"\n"
+        size = self.file.tell()
         self.file.seek(0)
-        self.file.write(header)
+        self._write_header()
         self.file.flush()
         os.fsync(self.file.fileno())
-        size = self.file.seek(0, os.SEEK_END)
         self.file.close()
+        shape = (self.rows, *self.row)
         return {"bytes": size, "dtype": str(self.dtype), "shape": shape, "values_sha256": self.digest.hexdigest()}
 
-    def discard(self) -> None:
-        # Flushing the buffer can fail on a full disk; its content is not needed.
-        with contextlib.suppress(OSError):
-            self.file.close()
 
-
-def restore_folder(folder: Path) -> None:
-    """Restore the folder that an interrupted `replace_folder` had moved away."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Move the folder `new` to `folder`, replacing an existing one."""
+def _replace_folder(new: Path, folder: Path) -> None:
+    """Move the folder `new` to `folder`. An existing one is moved away first, so that `folder` is always complete."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -147,7 +147,7 @@ class Recipe(Config):
     def _custom_options(self) -> CustomOptions | None:
         for key in self.data.custom:
             check_choice(f"data.custom.{key}", key, [field.name for field in dataclasses.fields(CustomOptions)])
-        return CustomOptions(**self.data.custom) if self.data.custom else None
+        return prefixed("data.custom.", lambda: CustomOptions(**self.data.custom)) if self.data.custom else None
 
     def model_config(self, task: Task | None = None) -> ModelConfig:
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""

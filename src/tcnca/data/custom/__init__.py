@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from tcnca.data.archives import compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES, read_arrays
 from tcnca.data.custom.options import CustomOptions, with_recipe_keys
-from tcnca.data.custom.streams import list_files, read_bytes, read_errors, split_files, unassigned_file
+from tcnca.data.custom.streams import list_files, read_bytes, split_files, unassigned_file
 from tcnca.data.custom.tables import TABLE_SUFFIXES, read_tables
 from tcnca.data.schema import Content, Kind
 from tcnca.errors import DataError
@@ -22,15 +23,6 @@ _KINDS: Mapping[_Form, Collection[Kind]] = {
     "arrays": ("classification", "regression", "forecast"),
 }
 _COMPRESSED = (".gz", ".xz", ".bz2", ".zip", ".zst", ".7z")
-_MAGIC = (
-    b"\x1f\x8b\x08",  # gzip
-    b"\xfd7zXZ\x00",
-    b"PK\x03\x04",  # zip
-    b"\x28\xb5\x2f\xfd",  # Zstandard
-    b"7z\xbc\xaf\x27\x1c",
-    # A text can start with "BZh", so include the marker of the first block of bzip2, or of the end of an empty file.
-    *(b"BZh%d" % level + mark for level in range(1, 10) for mark in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")),
-)
 
 
 def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
@@ -43,13 +35,6 @@ def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
 
     A folder of tables or arrays holds files named train*, valid*, val* or dev*, and test*. `tcnca.data.custom.options`
     describes what happens with splits that are not given.
-
-    Args:
-        origin: a file or a folder.
-        options: what the files do not say themselves.
-
-    Raises:
-        DataError: the data is missing, damaged, or of no known format. The message names the place and what to do.
     """
     try:
         return _read(origin, options or CustomOptions())
@@ -58,8 +43,6 @@ def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
 
 
 def _read(origin: Path, options: CustomOptions) -> Content:
-    if not origin.exists():
-        raise DataError(f"{origin}: no such file or folder; check the path")
     files = list_files(origin)
     if not files:
         raise DataError(f"{origin}: expected visible files, got none; add data")
@@ -110,7 +93,4 @@ def _refuse_unsuitable(files: Sequence[Path]) -> None:
 def _is_compressed(file: Path) -> bool:
     suffix = file.suffix.lower()
     # An .npz is an archive, but it is read as arrays.
-    if suffix in ARRAY_SUFFIXES or suffix in _COMPRESSED:
-        return suffix in _COMPRESSED
-    with read_errors(file), file.open("rb") as opened:
-        return opened.read(max(map(len, _MAGIC))).startswith(_MAGIC)
+    return suffix in _COMPRESSED or (suffix not in ARRAY_SUFFIXES and compression(file) is not None)

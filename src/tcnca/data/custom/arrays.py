@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from tcnca.data.custom.options import (
     list_names,
     missing_splits,
     refuse_options,
+    unknown_name,
 )
-from tcnca.data.custom.tables import unknown_name
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError
 
@@ -44,25 +44,12 @@ class Arrays:
     path: Path
     names: Mapping[str, str]
 
-    @classmethod
-    def open(cls, path: Path) -> Arrays:
-        """List the arrays of an .npz; an .npy holds only values."""
-        if path.suffix.lower() == ".npy":
-            return cls(path, {"values": "values"})
-        # NumPy does not close a damaged file that it opened itself.
-        with _array_errors(path), path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                raise ValueError("its content is an .npy")
-            return cls(path, {name: name for name in loaded.files})
-
     def read(self, name: str) -> NamedArray:
         """Read one of the arrays."""
         if name not in self.names:
             raise unknown_name(name, "array", list(self.names), self.path)
         stored = self.names[name]
-        with _array_errors(self.path, f", array {stored!r}"), self.path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
+        with _load(self.path, f", array {stored!r}") as loaded:
             array = loaded if self.path.suffix.lower() == ".npy" else loaded[stored]
             return NamedArray(self.path, stored, np.asarray(array))
 
@@ -99,21 +86,20 @@ class Selection:
     """Labels or targets."""
 
     @property
-    def arrays(self) -> list[NamedArray]:
-        """All of them."""
-        return [array for array in (self.values, self.lengths, self.target) if array is not None]
-
-    @property
     def is_series(self) -> bool:
         """Whether the values are one long series."""
         return self.values.path.suffix.lower() == ".npy" and self.values.array.ndim in (1, 2)
 
 
 @contextlib.contextmanager
-def _array_errors(path: Path, which: str = "") -> Iterator[None]:
-    """Convert the errors of NumPy and zipfile into a DataError that names the file."""
+def _load(path: Path, which: str = "") -> Iterator[Any]:
+    """Load a file of NumPy; convert errors into a DataError that names the file."""
     try:
-        yield
+        # NumPy does not close a damaged file that it opened itself.
+        with path.open("rb") as file:
+            yield np.load(file, allow_pickle=False)
+    except DataError:
+        raise
     except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{path}{which}: cannot be read ({error}); save it again with np.save or np.savez, as arrays of numbers or "
@@ -130,16 +116,15 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
     for split, paths in files.items():
         if len(paths) > 1:
             raise DataError(f"{origin}: expected one file for {split}, got {len(paths)}; join their arrays")
-    groups = {split: Arrays.open(paths[0]) for split, paths in files.items()}
+    groups = {split: _list_arrays(paths[0]) for split, paths in files.items()}
     sources = list(groups.values())
     if list(groups) == ["train"]:
         groups = _split_names(groups["train"], options)
     missing_splits(groups, options, origin)
     selected = {split: _select(arrays, options) for split, arrays in groups.items()}
-    _check_splits(origin, selected)
     _check_unused(sources, selected, options)
     parts: dict[str, dict[str, Column]] = {split: {"values": _inputs(one)} for split, one in selected.items()}
-    _check_features(origin, parts)
+    _check_splits(origin, selected, parts)
     metadata = _add_targets(origin, parts, selected)
     series = selected["train"].is_series
     splits = _cut_series(parts, options, origin) if series else complete_splits(parts, options, origin)
@@ -150,6 +135,16 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
         verified=False,
         metadata={**metadata, **_statistics(splits["train"]["values"])},
     )
+
+
+def _list_arrays(path: Path) -> Arrays:
+    """List the arrays of an .npz; an .npy holds only values."""
+    if path.suffix.lower() == ".npy":
+        return Arrays(path, {"values": "values"})
+    with _load(path) as loaded:
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("its content is an .npy")
+        return Arrays(path, {name: name for name in loaded.files})
 
 
 def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
@@ -169,74 +164,68 @@ def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
 
 def _parse_name(name: str) -> tuple[str, str]:
     """Return the split in an array's name, or an empty text, and the rest of the name."""
-    head, _, tail = name.partition("_")
-    if tail and head.lower() in SPLIT_NAMES:
-        return SPLIT_NAMES[head.lower()], tail
-    head, _, tail = name.rpartition("_")
-    if head and tail.lower() in SPLIT_NAMES:
-        return SPLIT_NAMES[tail.lower()], head
+    first, _, rest = name.partition("_")
+    if rest and first.lower() in SPLIT_NAMES:
+        return SPLIT_NAMES[first.lower()], rest
+    rest, _, last = name.rpartition("_")
+    if rest and last.lower() in SPLIT_NAMES:
+        return SPLIT_NAMES[last.lower()], rest
     return "", name
 
 
 def _select(arrays: Arrays, options: CustomOptions) -> Selection:
     """Select arrays by the options, or else by their names."""
     kind, target = _select_target(arrays, options)
+    values = options.values
+    if values is None:
+        found = [name for name in _VALUE_NAMES if name in arrays.names]
+        if len(found) != 1:
+            state = f"arrays {list_names(found)} could each be" if found else "no array is obviously"
+            names = list_names(list(arrays.names))
+            raise DataError(f"{arrays.path}: {state} the values; choose one of {names} with --values")
+        values = found[0]
     lengths = options.lengths or ("lengths" if "lengths" in arrays.names else None)
     return Selection(
         kind=kind,
-        values=arrays.read(options.values or _select_values(arrays)),
+        values=arrays.read(values),
         lengths=None if lengths is None else arrays.read(lengths),
         target=target,
     )
-
-
-def _select_values(arrays: Arrays) -> str:
-    found = [name for name in _VALUE_NAMES if name in arrays.names]
-    if len(found) == 1:
-        return found[0]
-    state = f"arrays {list_names(found)} could each be" if found else "no array is obviously"
-    raise DataError(f"{arrays.path}: {state} the values; choose one of {list_names(list(arrays.names))} with --values")
 
 
 def _select_target(arrays: Arrays, options: CustomOptions) -> tuple[Kind, NamedArray | None]:
     """Return the kind of task and the array of labels or targets."""
     if options.labels is not None and options.targets is not None:
         raise DataError(f"{arrays.path}: expected --labels or --targets, got both; remove one of them")
-    kind: Kind | None = options.kind
-    for option, implied in (("labels", "classification"), ("targets", "regression")):
-        value = getattr(options, option)
-        if value is not None and kind not in (None, implied):
-            raise DataError(
-                f"{arrays.path}: --{option} {value!r} means {implied} and contradicts --kind {kind}; remove one of them"
-            )
-    labels, targets, y = (name if name in arrays.names else None for name in ("labels", "targets", "y"))
-    if options.labels is not None or kind == "classification":
-        return "classification", _require(arrays, options.labels or labels or y, "labels")
-    if options.targets is not None or kind == "regression":
-        return "regression", _require(arrays, options.targets or targets or y, "targets")
-    if kind == "forecast" or not (labels or targets or y):
+    implied: dict[str, Kind] = {"labels": "classification", "targets": "regression"}
+    names = [name for name in ("labels", "targets", "y") if name in arrays.names]
+    for option, kind in implied.items():
+        given = getattr(options, option)
+        if given is not None and options.kind not in (None, kind):
+            contradiction = f"means {kind} and contradicts --kind {options.kind}"
+            raise DataError(f"{arrays.path}: --{option} {given!r} {contradiction}; remove one of them")
+        if given is not None or options.kind == kind:
+            name = given or next((name for name in names if name in (option, "y")), None)
+            if name is None:
+                raise DataError(
+                    f"{arrays.path}: no array is obviously the {option}; choose one of "
+                    f"{list_names(list(arrays.names))} with --{option}, or remove --kind"
+                )
+            return kind, arrays.read(name)
+    if options.kind == "forecast" or not names:
         return "forecast", None
-    if labels and targets:
+    if "labels" in names and "targets" in names:
         raise DataError(f"{arrays.path}: has labels and targets; give --kind classification or --kind regression")
-    target = arrays.read(labels or targets or "y")
-    real = targets is not None or (labels is None and target.array.dtype.kind == "f")
-    return "regression" if real else "classification", target
-
-
-def _require(arrays: Arrays, name: str | None, option: str) -> NamedArray:
-    if name is None:
-        raise DataError(
-            f"{arrays.path}: no array is obviously the {option}; choose one of {list_names(list(arrays.names))} with "
-            f"--{option}, or remove --kind"
-        )
-    return arrays.read(name)
+    target = arrays.read(names[0])
+    return implied.get(names[0]) or ("regression" if target.array.dtype.kind == "f" else "classification"), target
 
 
 def _check_unused(files: Collection[Arrays], selected: Mapping[str, Selection], options: CustomOptions) -> None:
     """Refuse arrays that are not used, unless the options determine what to predict."""
     if any(option is not None for option in (options.kind, options.labels, options.targets)):
         return
-    used = {(array.path, array.name) for one in selected.values() for array in one.arrays}
+    chosen = [array for one in selected.values() for array in (one.values, one.lengths, one.target)]
+    used = {(array.path, array.name) for array in chosen if array is not None}
     for arrays in files:
         unused = [name for name in arrays.names.values() if (arrays.path, name) not in used]
         if unused:
@@ -247,24 +236,18 @@ def _check_unused(files: Collection[Arrays], selected: Mapping[str, Selection], 
             )
 
 
-def _check_splits(origin: Path, selected: Mapping[str, Selection]) -> None:
+def _check_splits(origin: Path, selected: Mapping[str, Selection], parts: Mapping[str, Columns]) -> None:
     """Refuse splits that hold different things."""
-    properties: dict[str, Callable[[Selection], object]] = {
-        "task": lambda one: one.kind,
-        "presence of lengths": lambda one: one.lengths is not None,
-        "form, one series or many": lambda one: one.is_series,
+    properties: dict[str, dict[str, object]] = {
+        "task": {split: one.kind for split, one in selected.items()},
+        "presence of lengths": {split: one.lengths is not None for split, one in selected.items()},
+        "form, one series or many": {split: one.is_series for split, one in selected.items()},
+        "number of features": {split: _flat(columns["values"]).shape[-1] for split, columns in parts.items()},
     }
-    for what, get in properties.items():
-        if len({get(one) for one in selected.values()}) > 1:
-            found = ", ".join(f"{split}: {get(one)}" for split, one in selected.items())
+    for what, by_split in properties.items():
+        if len(set(by_split.values())) > 1:
+            found = ", ".join(f"{split}: {value}" for split, value in by_split.items())
             raise DataError(f"{origin}: expected the same {what} in all splits, got {found}; use the same arrays")
-
-
-def _check_features(origin: Path, parts: Mapping[str, Columns]) -> None:
-    features = {split: _flat(columns["values"]).shape[-1] for split, columns in parts.items()}
-    if len(set(features.values())) > 1:
-        found = ", ".join(f"{split}: {number}" for split, number in features.items())
-        raise DataError(f"{origin}: expected the same number of features in all splits, got {found}")
 
 
 def _add_targets(
@@ -274,8 +257,7 @@ def _add_targets(
     targets = {split: one.target for split, one in selected.items() if one.target is not None}
     for split, target in targets.items():
         _check_count(target, selected[split].values)
-    if selected["train"].kind == "regression":
-        for split, target in targets.items():
+        if selected[split].kind == "regression":
             parts[split]["targets"] = _targets(target)
     if selected["train"].kind != "classification":
         return {}
@@ -288,8 +270,7 @@ def _add_targets(
 
 def _inputs(one: Selection) -> Column:
     """Return the values as float32 `[examples, time, features]`, or without their padding."""
-    values = one.values
-    shape = values.array.shape
+    values, shape = one.values, one.values.array.shape
     if values.array.dtype.kind not in _REAL:
         raise DataError(f"{values}: expected real numbers, got {values.array.dtype}")
     if not one.is_series and len(shape) not in (2, 3):
@@ -339,9 +320,8 @@ def _finite(named: NamedArray, inside: NDArray[np.bool_] | None = None) -> NDArr
 
 def _check_count(named: NamedArray, values: NamedArray) -> None:
     found = len(named.array) if named.array.ndim else 0
-    expected = len(values.array) if values.array.ndim else 0
-    if found != expected:
-        raise DataError(f"{named}: expected {expected:,} examples, as in {values.name!r}, got {found:,}")
+    if found != len(values.array):
+        raise DataError(f"{named}: expected {len(values.array):,} examples, as in {values.name!r}, got {found:,}")
 
 
 def _labels(labels: NamedArray) -> list[str]:

@@ -24,9 +24,10 @@ from typing import TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.config import Config, closest
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Kind, take
-from tcnca.errors import DataError
+from tcnca.errors import ConfigError, DataError
 
 Part = TypeVar("Part")
 
@@ -53,8 +54,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CustomOptions:
+class CustomOptions(Config):
     """How to read the user's own files; everything that is not given is inferred from the files."""
 
     kind: Kind | None = None
@@ -84,15 +84,11 @@ class CustomOptions:
     """Seed for drawing the examples of validation and test."""
 
     def __post_init__(self) -> None:
-        if self.kind is not None and self.kind not in get_args(Kind):
-            raise DataError(f"--kind: expected one of {', '.join(get_args(Kind))}, got {self.kind!r}")
-        for name, fraction in (("validation", self.validation), ("test", self.test)):
-            if not 0.0 < fraction < 1.0:
-                raise DataError(f"--{name}: expected a number between 0 and 1, got {fraction}")
-        if not self.validation + self.test < 1.0:
-            raise DataError(
-                f"--validation, --test: expected a sum below 1, to leave examples for training, got {self.validation} "
-                f"and {self.test}"
+        super().__post_init__()
+        if not 0 < min(self.validation, self.test) < self.validation + self.test < 1:
+            raise ConfigError(
+                f"validation, test: expected fractions above 0 with a sum below 1, to leave examples for training, got "
+                f"{self.validation} and {self.test}"
             )
 
 
@@ -117,6 +113,13 @@ def refuse_options(options: CustomOptions, names: Collection[str], path: Path, f
 def list_names(names: Sequence[str]) -> str:
     """Return names in quotes, separated by commas."""
     return ", ".join(repr(name) for name in names)
+
+
+def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
+    """Return the error of a column or array that does not exist."""
+    close = closest(name, names)
+    hint = f"did you mean {close!r}? " if close else ""
+    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {name!r}")
 
 
 def find_classes(labels: Sequence[str], path: Path) -> list[str]:
@@ -217,15 +220,8 @@ def draw_splits(
     together. With labels, each class contributes its fraction, rounded, and keeps at least one input in training; a
     class with fewer than three different inputs stays in training.
 
-    Args:
-        inputs: for each example, bytes that are equal if and only if the inputs are.
-        fractions: fractions of the splits to draw.
-        seed: seed of the draw.
-        path: the file to name in errors.
-        labels: class of each example.
-
-    Returns:
-        The indices of the examples of each split, including training, in their original order.
+    `inputs` holds bytes for each example that are equal if and only if the inputs are. Returns the indices of the
+    examples of each split, including training, in their original order.
     """
     groups: dict[bytes, list[int]] = {}
     for index, key in enumerate(inputs):
@@ -302,5 +298,5 @@ def _fill_empty(splits: list[str], sizes: Sequence[int], names: Collection[str],
 
 
 def _round(value: float) -> int:
-    """Round half up, so that rounded running sums never skip."""
+    # Half up, so that rounded running sums never skip.
     return math.floor(value + 0.5)

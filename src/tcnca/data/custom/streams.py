@@ -70,56 +70,38 @@ def unassigned_file(entry: Path, advice: str) -> DataError:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A range of bytes of a file."""
-
-    path: Path
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
-
-@dataclasses.dataclass(frozen=True)
 class _Stream:
-    """Concatenated pieces of files, read lazily in parts."""
+    """Concatenated ranges of files (path, begin, end), read lazily in parts."""
 
-    pieces: Sequence[_Piece]
+    pieces: Sequence[tuple[Path, int, int]]
+
+    @classmethod
+    def from_files(cls, files: Sequence[Path]) -> _Stream:
+        return cls([(file, 0, size) for file in files if (size := file.stat().st_size)])
 
     def __iter__(self) -> Iterator[Columns]:
-        part = bytearray()
-        for piece in self.pieces:
-            with read_errors(piece.path), piece.path.open("rb") as file:
-                file.seek(piece.begin)
-                left = piece.size
-                while left:
-                    read = file.read(min(left, PART - len(part)))
-                    if not read:
-                        raise DataError(f"{piece.path}: became shorter while it was read; run the command again")
-                    part += read
-                    left -= len(read)
-                    if len(part) == PART:
-                        yield {"bytes": np.frombuffer(part, np.uint8)}
-                        part = bytearray()
-        if part:
-            yield {"bytes": np.frombuffer(part, np.uint8)}
+        for path, begin, end in self.pieces:
+            for start in range(begin, end, PART):
+                size = min(PART, end - start)
+                with read_errors(path):
+                    part = np.fromfile(path, np.uint8, size, offset=start)
+                if len(part) < size:
+                    raise DataError(f"{path}: became shorter while it was read; run the command again")
+                yield {"bytes": part}
 
     def between(self, begin: int, end: int) -> _Stream:
         """Return the bytes from `begin` (inclusive) to `end` (exclusive)."""
         pieces, start = [], 0
-        for piece in self.pieces:
-            low, high = max(begin - start, 0), min(end - start, piece.size)
+        for path, first, last in self.pieces:
+            low, high = max(begin - start, 0), min(end - start, last - first)
             if low < high:
-                pieces.append(_Piece(piece.path, piece.begin + low, piece.begin + high))
-            start += piece.size
+                pieces.append((path, first + low, first + high))
+            start += last - first
         return _Stream(pieces)
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
-        return sum(piece.size for piece in self.pieces)
+        return sum(end - begin for _, begin, end in self.pieces)
 
 
 def read_bytes(origin: Path, options: CustomOptions) -> Content:
@@ -134,11 +116,11 @@ def read_bytes(origin: Path, options: CustomOptions) -> Content:
     if others and "train" in given and len(given) > 1:
         raise unassigned_file(others[0], "or give --kind if the files are tables or arrays")
     if others or not given:
-        files = _stream(list_files(origin)).pieces
+        files = [path for path, _, _ in _Stream.from_files(list_files(origin)).pieces]
         if len(files) >= _MIN_FILES:
             return _content(origin, _draw_files(origin, files, options))
-        given = {"train": [piece.path for piece in files]}
-    streams = {split: _stream(files) for split, files in given.items()}
+        given = {"train": files}
+    streams = {split: _Stream.from_files(files) for split, files in given.items()}
     for split, stream in streams.items():
         if not stream.size:
             where = f" for {split}" if len(streams) > 1 else ""
@@ -149,27 +131,21 @@ def read_bytes(origin: Path, options: CustomOptions) -> Content:
     return _content(origin, {**streams, **{split: train.between(*ends) for split, ends in ranges.items()}})
 
 
-def _stream(files: Sequence[Path]) -> _Stream:
-    """Return the stream of whole files without the empty ones."""
-    pieces = [_Piece(file, 0, file.stat().st_size) for file in files]
-    return _Stream([piece for piece in pieces if piece.size])
-
-
-def _draw_files(folder: Path, files: Sequence[_Piece], options: CustomOptions) -> dict[str, _Stream]:
+def _draw_files(folder: Path, files: Sequence[Path], options: CustomOptions) -> dict[str, _Stream]:
     """Draw whole files for each split."""
 
-    def order(piece: _Piece) -> tuple[int, str]:
-        name = piece.path.relative_to(folder).as_posix()
+    def order(path: Path) -> tuple[int, str]:
+        name = path.relative_to(folder).as_posix()
         return int(CounterRNG(options.seed, "own", name).raw(1)[0]), name
 
     files = sorted(files, key=order)
     fractions = {"validation": options.validation, "test": options.test}
-    splits = assign_items([piece.size for piece in files], fractions)
+    splits = assign_items([path.stat().st_size for path in files], fractions)
     assert splits is not None  # there are at least ten
-    chosen: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    for split, piece in zip(splits, files, strict=True):
-        chosen[split].append(piece.path)
-    return {split: _stream(sorted(paths)) for split, paths in chosen.items()}
+    return {
+        split: _Stream.from_files(sorted(path for path, found in zip(files, splits, strict=True) if found == split))
+        for split in SPLITS
+    }
 
 
 def _content(origin: Path, streams: Mapping[str, _Stream]) -> Content:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import difflib
-import itertools
+import io
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tcnca.data.custom.options import (
     ARRAY_OPTIONS,
@@ -22,6 +21,7 @@ from tcnca.data.custom.options import (
     list_names,
     missing_splits,
     refuse_options,
+    unknown_name,
 )
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.schema import Column, Content, Ragged
@@ -85,7 +85,12 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
                 roles = roles or find_roles(list(row), options, path)
                 place = f"{path}, line {line}"
                 into = split if roles.split is None else _split(row, roles.split, place)
-                _add(found.setdefault(into, _Examples()), roles, row, place)
+                examples = found.setdefault(into, _Examples())
+                examples.texts.append(_text(row, roles.text, place))
+                if roles.second is not None:
+                    examples.seconds.append(_text(row, roles.second, place))
+                examples.labels.append(_label(row, roles.label, place))
+                examples.places.append(place)
     if roles is None:
         raise DataError(f"{origin}: expected rows, got none; add some")
     for split, examples in found.items():
@@ -97,25 +102,28 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table; blank lines are skipped.
+    """Return the rows of a table; blank lines are skipped.
 
     The fields of a .tsv are separated by tabs. Those of a .csv are separated by commas, or by semicolons if its header
     has semicolons and no comma outside quotes, as spreadsheets write it where the comma is the decimal separator.
     """
-    read = _json_rows if path.suffix.lower() in JSON_LINES else _csv_rows
+    with read_errors(path):
+        raw = path.read_bytes()
     try:
-        with read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
-            yield from read(path, file)
+        text = raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise _encoding_error(path) from error
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: expected UTF-8, got byte 0x{raw[error.start]:02x} at offset {error.start}; convert "
+            "the file, for example with `iconv -f latin-1 -t utf-8`, or give --kind language to model its bytes"
+        ) from error
+    return _json_rows(path, text) if path.suffix.lower() in JSON_LINES else _csv_rows(path, text)
 
 
-def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
-    opening = [file.readline()]
-    while opening[-1] and not opening[-1].strip("\r\n"):
-        opening.append(file.readline())
+def _csv_rows(path: Path, text: str) -> Iterator[Row]:
+    header_line = io.StringIO(text.lstrip("\r\n"), newline="").readline()
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
-    reader = csv.reader(itertools.chain(opening, file), delimiter=_delimiter(path, opening[-1]), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(path, header_line), strict=True)
     header: list[str] = []
     line = 1
     limit = csv.field_size_limit(_MAX_FIELD)
@@ -126,7 +134,11 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
                 if twice := next((name for name in header if header.count(name) > 1), None):
                     raise DataError(f"{path}, line {line}: expected different column names, got {twice!r} twice")
             elif fields:
-                _check_fields(path, line, fields, header)
+                if len(fields) != len(header):
+                    raise DataError(
+                        f"{path}, line {line}: expected {len(header)} fields, got {len(fields)}; add missing ones, or "
+                        "put a field that contains the delimiter in quotes"
+                    )
                 yield line, dict(zip(header, fields, strict=True))
             line = reader.line_num + 1
     except csv.Error as error:
@@ -144,23 +156,12 @@ def _delimiter(path: Path, header: str) -> str:
     return ";" if ";" in bare and "," not in bare else ","
 
 
-def _check_fields(path: Path, line: int, fields: list[str], header: list[str]) -> None:
-    if len(fields) == len(header):
-        return
-    advice = (
-        f"field {header[len(fields)]!r} is missing, add it"
-        if len(fields) < len(header)
-        else "put a field that contains the delimiter in quotes"
-    )
-    raise DataError(f"{path}, line {line}: expected {len(header)} fields, got {len(fields)}; {advice}")
-
-
-def _json_rows(path: Path, file: TextIO) -> Iterator[Row]:
-    for line, text in enumerate(file, 1):
-        if not text.strip():
+def _json_rows(path: Path, text: str) -> Iterator[Row]:
+    for line, part in enumerate(io.StringIO(text, newline=""), 1):
+        if not part.strip():
             continue
         try:
-            row = json.loads(text)
+            row = json.loads(part)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {line}: expected one JSON object per line, got no JSON ({error})") from error
         if not isinstance(row, dict):
@@ -169,24 +170,6 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[Row]:
                 f"JSON {type(row).__name__}"
             )
         yield line, row
-
-
-def _encoding_error(path: Path) -> DataError:
-    """Return the error of a file that is not UTF-8; the decoder itself knows only its current block."""
-    offset, place, found = 0, "", "other bytes"
-    with path.open("rb") as file:
-        for line, text in enumerate(file, 1):
-            try:
-                text.decode()
-            except UnicodeDecodeError as error:
-                place = f", line {line}"
-                found = f"byte 0x{text[error.start]:02x} at offset {offset + error.start}"
-                break
-            offset += len(text)
-    return DataError(
-        f"{path}{place}: expected UTF-8, got {found}; convert the file, for example with `iconv -f latin-1 -t utf-8`, "
-        "or give --kind language to model its bytes"
-    )
 
 
 def find_roles(columns: Sequence[str], options: CustomOptions, path: Path) -> Roles:
@@ -247,21 +230,6 @@ def _find_column(
     )
 
 
-def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
-    """Return the error of a column or array that does not exist."""
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {name!r}")
-
-
-def _add(examples: _Examples, roles: Roles, row: Mapping[str, Any], place: str) -> None:
-    examples.texts.append(_text(row, roles.text, place))
-    if roles.second is not None:
-        examples.seconds.append(_text(row, roles.second, place))
-    examples.labels.append(_label(row, roles.label, place))
-    examples.places.append(place)
-
-
 def _field(row: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in row:
         raise DataError(f"{place}: expected a field {name!r}, got {list_names(list(row))}; add it")
@@ -301,14 +269,9 @@ def _split(row: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def _check_texts(origin: Path, roles: Roles, found: Mapping[str, _Examples]) -> None:
-    columns = {"text": (roles.text, [examples.texts for examples in found.values()])}
-    if roles.second is not None:
-        columns["second"] = (roles.second, [examples.seconds for examples in found.values()])
-    for option, (name, texts) in columns.items():
-        if not any(text for split in texts for text in split):
-            raise DataError(
-                f"{origin}: expected text in column {name!r}, got empty fields only; choose the column with --{option}"
-            )
+    for option, column, name in (("text", roles.text, "texts"), ("second", roles.second, "seconds")):
+        if column is not None and not any(any(getattr(examples, name)) for examples in found.values()):
+            raise DataError(f"{origin}: expected text in column {column!r}, got none; choose it with --{option}")
 
 
 def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options: CustomOptions) -> Content:

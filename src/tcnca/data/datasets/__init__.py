@@ -5,9 +5,9 @@ Data sets defined elsewhere are added with `register_dataset`.
 
 from __future__ import annotations
 
-import difflib
 import re
 
+from tcnca.config import check_choice
 from tcnca.data.datasets.acl_citations import ACL_CITATIONS
 from tcnca.data.datasets.enwik8 import ENWIK8
 from tcnca.data.datasets.image import IMAGE
@@ -63,13 +63,10 @@ def is_dataset(name: str) -> bool:
 
 def get_dataset(name: str) -> DatasetSpec:
     """Return the data set `name`; `recall-LENGTH-VOCAB_SIZE` for any length and vocabulary, `recall` for 64 and 10."""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    if match := _RECALL.fullmatch(name):
+    if name not in _BY_NAME and (match := _RECALL.fullmatch(name)):
         return recall_dataset(*(int(number) for number in match.groups() if number is not None))
-    close = difflib.get_close_matches(name, _BY_NAME, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(f"dataset: {hint}expected one of {', '.join(_BY_NAME)}, got {name!r}")
+    check_choice("dataset", name, _BY_NAME)
+    return _BY_NAME[name]
 
 
 def canonical_name(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.archives import check_exists, find_file, open_decompressed, read_tsv
+from tcnca.data.archives import find_file, open_decompressed, read_tsv
 from tcnca.data.datasets.retrieval import CLASS_NAMES, MAX_LENGTH
 from tcnca.data.datasets.spec import DatasetSpec
 from tcnca.data.rng import CounterRNG
@@ -31,7 +31,6 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     Texts are the bytes of the file, backslashes included, truncated to 4,000. This data set was never published, so it
     is never `verified`.
     """
-    check_exists(origin)
     papers = _read_papers(_find(origin, PAPERS))
     # Sorted by name, so that the splits do not depend on the order of the file.
     texts = [papers[name] for name in sorted(papers)]

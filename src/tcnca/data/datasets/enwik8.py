@@ -7,70 +7,44 @@ from pathlib import Path
 
 import numpy as np
 
-from tcnca.data.archives import RETRY, check_exists, open_decompressed
+from tcnca.data.archives import RETRY, find_file, open_decompressed, read_all
 from tcnca.data.datasets.spec import DatasetSpec, Download
-from tcnca.data.schema import Content
+from tcnca.data.schema import SPLITS, Content
 from tcnca.data.tasks import LanguageTask
 from tcnca.errors import DataError
 
 SIZE = 100_000_000
 MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
 
-_CHUNK = 1 << 20
 _MIN_SIZE = 20
 """With fewer bytes a split would be empty."""
 
 
 def read(origin: Path, *, unverified: bool = False) -> Content:
     """Read the file, plain or compressed, or a folder that has it: 90 % train, 5 % validation, 5 % test."""
-    path = _find(origin)
-    data = _read(path, None if unverified else SIZE)
-    verified = _check(path, data, unverified)
-    stream = np.frombuffer(data, np.uint8)
-    train, validation, test = np.split(stream, [len(data) * 90 // 100, len(data) * 95 // 100])
-    return Content(
-        kind="language",
-        splits={"train": [{"bytes": train}], "validation": [{"bytes": validation}], "test": [{"bytes": test}]},
-        origin=path.resolve().name,
-        verified=verified,
-        metadata={"symbols": [value for value in range(256) if value in data]},
-    )
-
-
-def _find(origin: Path) -> Path:
-    check_exists(origin)
-    if origin.is_file():
-        return origin
-    # Skip the files of an unfinished download.
-    found = sorted(path for path in origin.glob("enwik8*") if path.is_file() and ".part" not in path.suffixes)
-    if not found:
+    path = origin if origin.is_file() else find_file(origin, "enwik8")
+    if path is None:
         raise DataError(
             f"{origin}: expected a file enwik8, enwik8.zip, enwik8.gz or enwik8.xz, got none; give the file"
         )
-    return found[0]
-
-
-def _read(path: Path, size: int | None) -> bytes:
-    """Read the content of the file, at most `size + 1` bytes, which is enough to see that it is too long."""
-    data = bytearray()
     with open_decompressed(path) as reader:
-        while chunk := reader.read(_CHUNK if size is None else min(_CHUNK, size + 1 - len(data))):
-            data += chunk
-    return bytes(data)
-
-
-def _check(path: Path, data: bytes, unverified: bool) -> bool:
+        data = read_all(reader, path)
     found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if found == MD5:
-        return True
-    if not unverified:
-        if len(data) != SIZE:
-            count = f"{len(data):,}" if len(data) < SIZE else "more"
-            raise DataError(f"{path}: expected {SIZE:,} bytes, got {count}; {RETRY}")
+    if not unverified and len(data) != SIZE:
+        raise DataError(f"{path}: expected {SIZE:,} bytes, got {len(data):,}; {RETRY}")
+    if not unverified and found != MD5:
         raise DataError(f"{path}: expected the md5 checksum {MD5}, got {found}; {RETRY}")
     if len(data) < _MIN_SIZE:
         raise DataError(f"{path}: expected at least {_MIN_SIZE} bytes for three splits, got {len(data)}; add more text")
-    return False
+    stream = np.frombuffer(data, np.uint8)
+    parts = np.split(stream, [len(data) * 90 // 100, len(data) * 95 // 100])
+    return Content(
+        kind="language",
+        splits={split: [{"bytes": part}] for split, part in zip(SPLITS, parts, strict=True)},
+        origin=path.resolve().name,
+        verified=found == MD5,
+        metadata={"symbols": np.unique(stream).tolist()},
+    )
 
 
 ENWIK8 = DatasetSpec(

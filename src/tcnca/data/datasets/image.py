@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ from numpy.typing import NDArray
 from tcnca.data.archives import (
     RETRY,
     archive_errors,
-    check_exists,
     compression,
     iter_members,
     open_decompressed,
-    read_limited,
+    read_all,
 )
 from tcnca.data.datasets.spec import DatasetSpec, Download
 from tcnca.data.schema import Content
@@ -50,8 +50,6 @@ _ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")
 _SIDE = 32
 _PIXELS = _SIDE * _SIDE
 _RECORD = 1 + 3 * _PIXELS
-_MAX_BATCH = 1 << 26
-_MAX_ARRAYS = 1 << 29
 
 Arrays = dict[str, NDArray[np.uint8]]
 
@@ -63,7 +61,8 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     `test_labels`; its images are in grayscale or color. The last tenth of the training images is the validation split.
     """
     path = _find(origin)
-    arrays = _read_arrays(path) if _has_arrays(path) else _read_batches(path, unverified)
+    archive = _open_arrays(path)
+    arrays = _read_batches(path) if archive is None else _read_arrays(path, archive)
     verified = _check(path, arrays, unverified)
     images, labels = arrays["train_images"], arrays["train_labels"].astype(np.int64)
     cut = len(images) * 9 // 10
@@ -87,7 +86,6 @@ def gray(red: NDArray[np.uint8], green: NDArray[np.uint8], blue: NDArray[np.uint
 
 
 def _find(origin: Path) -> Path:
-    check_exists(origin)
     if origin.is_file():
         return origin
     for folder in _FOLDERS:
@@ -106,57 +104,47 @@ def _find(origin: Path) -> Path:
     return found[0]
 
 
-def _has_arrays(path: Path) -> bool:
-    """Return whether the file is an npz, possibly compressed again."""
+def _open_arrays(path: Path) -> zipfile.ZipFile | None:
+    """Open an npz, possibly compressed again; return None for anything else."""
     if path.is_dir():
-        return False
-    if compression(path) == "zip":
-        with archive_errors(path), zipfile.ZipFile(path) as archive:
-            return any(name.endswith(".npy") for name in archive.namelist())
-    with open_decompressed(path) as reader:
-        return reader.read(4) == b"PK\x03\x04"
+        return None
+    with archive_errors(path):
+        if compression(path) == "zip":
+            file: Any = path
+        else:
+            with open_decompressed(path) as reader:
+                start = reader.read(4)
+                if start != b"PK\x03\x04":
+                    return None
+                file = io.BytesIO(start + reader.read())
+        archive = zipfile.ZipFile(file)
+        return archive if any(name.endswith(".npy") for name in archive.namelist()) else None
 
 
-def _read_arrays(path: Path) -> Arrays:
+def _read_arrays(path: Path, archive: zipfile.ZipFile) -> Arrays:
     """Read the arrays of an npz and convert the images to grayscale."""
-    if compression(path) == "zip":
-        file = io.BytesIO(path.read_bytes())
-    else:
-        with open_decompressed(path) as reader:
-            file = io.BytesIO(read_limited(reader, path, _MAX_ARRAYS))
     arrays: Arrays = {}
-    with archive_errors(path), zipfile.ZipFile(file) as archive:
-        size = sum(info.file_size for info in archive.infolist())
-        if size > _MAX_ARRAYS:
+    for name in DIGESTS:
+        if f"{name}.npy" not in archive.namelist():
+            raise DataError(f"{path}: expected the arrays {', '.join(DIGESTS)}, got no {name}; add it")
+        where = f"{path}: {name}"
+        with archive_errors(where), archive.open(f"{name}.npy") as member:
+            try:
+                array = np.lib.format.read_array(member, allow_pickle=False)
+            except ValueError as error:
+                raise DataError(f"{where}: is not a plain array ({error}); save it as uint8") from error
+        if name.endswith("labels"):
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise DataError(f"{where}: expected integers of shape [images], got {array.dtype} {array.shape}")
+            arrays[name] = _labels(array, where)
+        elif array.dtype == np.uint8 and array.shape[1:] in ((_SIDE, _SIDE), (_SIDE, _SIDE, 3)):
+            arrays[name] = array if array.ndim == 3 else gray(*np.moveaxis(array, -1, 0))
+        else:
             raise DataError(
-                f"{path}: expected at most {_MAX_ARRAYS:,} bytes, got {size:,}; check that it is the right file"
+                f"{where}: expected uint8 of shape [images, 32, 32] or [images, 32, 32, 3], got {array.dtype} "
+                f"{array.shape}"
             )
-        for name in DIGESTS:
-            if f"{name}.npy" not in archive.namelist():
-                raise DataError(f"{path}: expected the arrays {', '.join(DIGESTS)}, got no {name}; add it")
-            with archive.open(f"{name}.npy") as member:
-                arrays[name] = _array(member, f"{path}: {name}")
     return arrays
-
-
-def _array(member: Any, where: str) -> NDArray[np.uint8]:
-    try:
-        array = np.lib.format.read_array(member, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError, SyntaxError) as error:
-        raise DataError(f"{where}: is not a plain array ({error}); save it as uint8") from error
-    if where.endswith("labels"):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DataError(f"{where}: expected integers of shape [images], got {array.dtype} of shape {array.shape}")
-        return _labels(array, where)
-    if array.dtype != np.uint8 or array.shape[1:] not in ((_SIDE, _SIDE), (_SIDE, _SIDE, 3)):
-        raise DataError(
-            f"{where}: expected uint8 of shape [images, 32, 32] or [images, 32, 32, 3], got {array.dtype} of shape "
-            f"{array.shape}"
-        )
-    if array.ndim == 3:
-        return array
-    # In parts, since the sums need four times the memory of the pixels.
-    return np.concatenate([gray(*np.moveaxis(part, -1, 0)) for part in np.array_split(array, 1 + len(array) // 10_000)])
 
 
 def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
@@ -167,15 +155,15 @@ def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
     return array.astype(np.uint8)
 
 
-def _read_batches(path: Path, unverified: bool) -> Arrays:
+def _read_batches(path: Path) -> Arrays:
     """Read the batches of the Python or binary version and convert the images to grayscale."""
     batches: dict[str, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = {}
     for name, reader in iter_members(path):
         batch, dot, suffix = name.rpartition("/")[2].partition(".")
         if batch in MD5 and dot + suffix in ("", ".bin"):
             where = f"{path}: {name}"
-            data = read_limited(reader, where, _MAX_BATCH)
-            batches[batch] = _binary(data, where) if suffix else _pickled(data, batch, where, unverified)
+            data = read_all(reader, where)
+            batches[batch] = _binary(data, where) if suffix else _pickled(data, batch, where)
     missing = [batch for batch in MD5 if batch not in batches]
     if missing:
         raise DataError(f"{path}: is incomplete, {', '.join(missing)} not found; download it again")
@@ -198,12 +186,16 @@ def _binary(data: bytes, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint
     return _planes(records[:, 1:]), _labels(records[:, 0], where)
 
 
-def _pickled(data: bytes, batch: str, where: str, unverified: bool) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _pickled(data: bytes, batch: str, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    # A pickle can execute code, so only the published ones are loaded, even with --unverified.
     found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if found != MD5[batch] and not unverified:
-        raise DataError(f"{where}: expected the md5 checksum {MD5[batch]}, got {found}; {RETRY}")
-    pixels, labels = unpickle_batch(data, where)
-    return _planes(pixels), _labels(labels, where)
+    if found != MD5[batch]:
+        raise DataError(f"{where}: expected the md5 checksum {MD5[batch]}, got {found}; download it again")
+    with warnings.catch_warnings():
+        # Python 2 pickled 0 and 1 where NumPy now expects booleans.
+        warnings.simplefilter("ignore")
+        content = pickle.loads(data, encoding="bytes")
+    return _planes(content[b"data"]), _labels(content[b"labels"], where)
 
 
 def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -226,83 +218,6 @@ def _check(path: Path, arrays: Arrays, unverified: bool) -> bool:
                 raise DataError(f"{path}: expected the checksum {expected} of {name} in gray, got {found}; {RETRY}")
             return False
     return True
-
-
-def unpickle_batch(data: bytes, where: str) -> tuple[NDArray[np.uint8], list[int]]:
-    """Return pixels `[images, 3072]` and labels of a pickled batch without executing what the pickle asks for."""
-    try:
-        batch = _SafeUnpickler(data, where).load()
-    except DataError:
-        raise
-    except Exception as error:
-        # A damaged pickle can raise almost anything.
-        raise DataError(f"{where}: cannot be unpickled ({error}); download it again") from error
-    if not isinstance(batch, dict):
-        raise DataError(f"{where}: expected a dictionary, got a {type(batch).__name__}; download it again")
-    # Python 2 wrote the names as bytes.
-    named = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
-    pixels, labels = named.get("data"), named.get("labels")
-    if not isinstance(pixels, _Array) or pixels.array.shape[1:] != (3 * _PIXELS,):
-        raise DataError(f"{where}: expected data of bytes [images, {3 * _PIXELS:,}]; download it again")
-    if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
-        raise DataError(f"{where}: expected labels that are a list of integers; download it again")
-    if len(labels) != len(pixels.array):
-        raise DataError(f"{where}: expected {len(pixels.array):,} labels, got {len(labels):,}; download it again")
-    return pixels.array, labels
-
-
-class _ByteType:
-    """Replaces NumPy's dtype of bytes, which would accept any state, including references to bytes objects."""
-
-    def __setstate__(self, state: object) -> None:
-        """Ignore the state."""
-
-
-class _Array:
-    """Replaces an array; its state becomes an array of bytes."""
-
-    array: NDArray[np.uint8] = np.zeros(0, np.uint8)
-
-    def __setstate__(self, state: tuple[object, tuple[int, ...], object, object, bytes]) -> None:
-        _, shape, dtype, fortran, raw = state
-        if not isinstance(dtype, _ByteType) or not isinstance(raw, bytes):
-            raise ValueError("an array that does not hold bytes")
-        self.array = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
-
-
-class _SafeUnpickler(pickle.Unpickler):
-    """Creates arrays of bytes, and nothing else."""
-
-    def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(data), encoding="bytes")
-        self._where = where
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a name in the pickle."""
-        allowed = {
-            # Called with a type, a shape and a letter, none of which the array keeps.
-            "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
-            "numpy._core.multiarray._reconstruct": lambda *_: _Array(),
-            "numpy.ndarray": _Array,
-            "numpy.dtype": self._dtype,
-            "_codecs.encode": self._encode,
-        }
-        if f"{module}.{name}" not in allowed:
-            raise DataError(
-                f"{self._where}: calls {module}.{name}, which no batch of CIFAR-10 does; it may be malicious, delete "
-                "it and download it again"
-            )
-        return allowed[f"{module}.{name}"]
-
-    def _dtype(self, name: str | bytes, align: object = False, copy: object = True) -> _ByteType:
-        if name not in ("u1", b"u1"):
-            raise DataError(f"{self._where}: expected an array of bytes, got {name!r}; download it again")
-        return _ByteType()
-
-    def _encode(self, text: str, encoding: str | bytes) -> bytes:
-        if encoding not in ("latin1", b"latin1"):
-            raise DataError(f"{self._where}: expected bytes as latin1, got {encoding!r}; download it again")
-        return text.encode("latin1")
 
 
 IMAGE = DatasetSpec(

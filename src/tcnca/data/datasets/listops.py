@@ -16,11 +16,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.config import check_at_least
 from tcnca.data.datasets.spec import DatasetSpec
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import Column, Ragged, concatenate, take
 from tcnca.data.tasks import ClassificationTask
-from tcnca.errors import ConfigError
 
 SYMBOLS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 MIN, MAX, MED, SM, END = range(10, 15)
@@ -46,15 +46,10 @@ class ListOps:
     """Maximum number of arguments."""
 
     def __post_init__(self) -> None:
-        if self.depth < 2:
-            raise ConfigError(f"depth: expected at least 2, an operator and its arguments, got {self.depth}")
-        if self.arguments < 2:
-            raise ConfigError(f"arguments: expected at least 2, got {self.arguments}")
-        if self.longest < max(self.shortest, 3) + 2:
-            raise ConfigError(
-                f"longest: expected at least {max(self.shortest, 3) + 2}, so that an expression of more than "
-                f"{self.shortest} tokens fits, got {self.longest}"
-            )
+        check_at_least("depth", self.depth, 2)
+        check_at_least("arguments", self.arguments, 2)
+        # The shortest expression has four tokens, and the next ones two more.
+        check_at_least("longest", self.longest, max(self.shortest, 3) + 2)
 
     def examples(self, rng: CounterRNG, count: int) -> dict[str, Column]:
         """Generate `count` expressions: `tokens`, indices of `SYMBOLS`, and `labels`, their values."""
@@ -77,7 +72,7 @@ class ListOps:
         tokens = np.zeros(trees, np.int64)
         for level in range(self.depth):
             operator = np.zeros(len(owner), bool) if level == self.depth - 1 else _quarter(rng, len(owner))
-            if level == 0 and self.depth > 1:
+            if level == 0:
                 operator[:] = True
             arguments = np.zeros(len(owner), np.int64)
             arguments[operator] = rng.integers(2, self.arguments + 1, int(operator.sum()))

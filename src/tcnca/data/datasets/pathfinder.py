@@ -220,28 +220,15 @@ class Board:
     @classmethod
     def empty(cls, images: int, size: int, rim: int, padding: int, margin: int, dashes: Dashes) -> Board:
         """Return empty images: only the border is occupied."""
-        candidates = dashes.candidates @ np.array([size + 2 * rim, 1])
         blank = _frame(size, rim, padding), _frame(size, rim, padding + margin)
-        none = np.zeros((0, *blank[0].shape), np.uint8)
-        return cls(
-            dashes=dashes,
-            size=size,
-            rim=rim,
-            candidates=candidates,
-            blank=blank,
-            occupied=none,
-            wide=none,
-        ).blank_copy(images)
+        occupied, wide = (np.tile(canvas, (images, 1, 1)) for canvas in blank)
+        candidates = dashes.candidates @ np.array([size + 2 * rim, 1])
+        return cls(dashes=dashes, size=size, rim=rim, candidates=candidates, blank=blank, occupied=occupied, wide=wide)
 
     @property
     def width(self) -> int:
         """Side length of a canvas."""
         return self.size + 2 * self.rim
-
-    def blank_copy(self, images: int) -> Board:
-        """Return a board of empty images of the same size."""
-        occupied, wide = (np.tile(canvas, (images, 1, 1)) for canvas in self.blank)
-        return dataclasses.replace(self, occupied=occupied, wide=wide)
 
     def occupy(self, rows: Ints, starts: Ints, kinds: Ints) -> None:
         """Mark the space of one dash in each of the images `rows` as occupied."""
@@ -277,7 +264,9 @@ def grow_pairs(board: Board, rng: CounterRNG, length: int, distance: int) -> Cur
     """
     count, last = len(board.occupied), 2 * (length - 1)
     pairs, trials = Curves.none(count, 2, length), Curves.none(_AT_ONCE, 2, length)
-    work = board.blank_copy(_AT_ONCE)
+    # The first turn blanks all of these.
+    canvases = np.empty((2, _AT_ONCE, board.width, board.width), np.uint8)
+    work = dataclasses.replace(board, occupied=canvases[0], wide=canvases[1])
     turn, rows = np.full(_AT_ONCE, last), np.arange(_AT_ONCE)
     stock = Curves.none(0, 2)
     ready = 0
@@ -433,16 +422,16 @@ def _frame(size: int, rim: int, padding: int) -> Bytes:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Scenes:
-    """Images and their layers: each image is the maximum of its layers and of the dots."""
+    """Images and what is drawn on them."""
 
     pixels: Bytes
     """`[count, size, size]`."""
     labels: Ints
     """`[count]`: 1 if both dots lie on the same curve, else 0."""
     curves: Bytes
-    """`[count, 2, size, size]`: each of the two long curves."""
+    """`[count, 2, size, size]`: the ink of each of the two long curves."""
     distractors: Bytes
-    """`[count, size, size]`: the short curves."""
+    """`[count, size, size]`: the ink of the short curves."""
     dots: Ints
     """`[count, 2, 2]`: center of each dot (row, column)."""
 
@@ -494,22 +483,17 @@ class Pathfinder:
 
     def examples(self, rng: CounterRNG, count: int) -> dict[str, Column]:
         """Generate `count` images: `pixels`, uint8 `[count, size, size]`, and `labels`, int64 `[count]`."""
-        scenes = self._scenes(rng, count, layers=False)
+        scenes = self.scenes(rng, count)
         return {"pixels": scenes.pixels, "labels": scenes.labels}
 
     def scenes(self, rng: CounterRNG, count: int) -> Scenes:
-        """Generate the same images as `examples`, with their layers."""
-        return self._scenes(rng, count, layers=True)
-
-    def _scenes(self, rng: CounterRNG, count: int, layers: bool) -> Scenes:
-        """Generate images in blocks of one margin; `layers` decides whether to keep the layers."""
-        depth = count if layers else 0
+        """Generate images in blocks of one margin."""
         scenes = Scenes(
             pixels=np.zeros((count, self.size, self.size), np.uint8),
             # Drawn first: the label only decides where the dots go.
             labels=rng.integers(0, 2, count),
-            curves=np.zeros((depth, 2, self.size, self.size), np.uint8),
-            distractors=np.zeros((depth, self.size, self.size), np.uint8),
+            curves=np.zeros((count, 2, self.size, self.size), np.uint8),
+            distractors=np.zeros((count, self.size, self.size), np.uint8),
             dots=np.zeros((count, 2, 2), np.int64),
         )
         origins, margins = rng.integers(0, 2, count), rng.integers(0, len(self.margins), count)
@@ -517,13 +501,12 @@ class Pathfinder:
         for block in np.split(np.arange(count), range(size, count, size)):
             for choice, margin in enumerate(self.margins):
                 rows = block[margins[block] == choice]
-                self._fill(scenes, rows, origins[rows], margin, rng, layers)
+                if len(rows):
+                    self._fill(scenes, rows, origins[rows], margin, rng)
         return scenes
 
-    def _fill(self, scenes: Scenes, rows: Ints, origins: Ints, margin: int, rng: CounterRNG, layers: bool) -> None:
+    def _fill(self, scenes: Scenes, rows: Ints, origins: Ints, margin: int, rng: CounterRNG) -> None:
         """Draw the images `rows`."""
-        if not len(rows):
-            return
         stamps = dashes(self.dash, self.thickness, margin, self.continuity, _OVERSAMPLING)
         dot = disc(self.radius, _OVERSAMPLING)
         rim = max(stamps.reach, len(dot) // 2)
@@ -534,42 +517,32 @@ class Pathfinder:
         each = np.arange(len(rows))
         ends = np.where(scenes.labels[rows] == 1, origins, 1 - origins)
         dots = np.stack([pairs.starts[each, origins, 0], pairs.starts[each, ends, -1]], 1)
-        marks = _drawn(board, dots, np.zeros_like(dots), dot[None])
-        others = self.distractor_contrast * _drawn(board, _flat(short.starts), _flat(short.kinds), stamps.ink)
-        if layers:
-            curves = [_drawn(board, pairs.starts[:, i], pairs.kinds[:, i], stamps.ink) for i in range(2)]
-        else:
-            curves = [_drawn(board, _flat(pairs.starts), _flat(pairs.kinds), stamps.ink)]
-        curves = [self.curve_contrast * curve for curve in curves]
-
-        image = functools.reduce(np.maximum, [*curves, others, marks])
-        factor = 255 / image.max((1, 2), keepdims=True)
-        scenes.pixels[rows] = _quantize(image * factor)
         scenes.dots[rows] = board.point(dots)
-        if layers:
-            scenes.distractors[rows] = _quantize(others * factor)
-            for i, curve in enumerate(curves):
-                scenes.curves[rows, i] = _quantize(curve * factor)
+        for i in range(2):
+            scenes.curves[rows, i] = _drawn(board, pairs.starts[:, i], pairs.kinds[:, i], stamps.ink)
+        scenes.distractors[rows] = _drawn(board, _flat(short.starts), _flat(short.kinds), stamps.ink)
+        image = np.maximum(
+            np.float32(self.curve_contrast) * scenes.curves[rows].max(1),
+            np.float32(self.distractor_contrast) * scenes.distractors[rows],
+        )
+        image = np.maximum(image, _drawn(board, dots, np.zeros_like(dots), dot[None]))
+        image *= 255 / image.max((1, 2), keepdims=True)
+        scenes.pixels[rows] = np.floor(image + np.float32(0.5)).astype(np.uint8)
 
 
-def _drawn(board: Board, starts: Ints, kinds: Ints, stamps: Bytes) -> NDArray[np.float32]:
+def _drawn(board: Board, starts: Ints, kinds: Ints, stamps: Bytes) -> Bytes:
     """Draw the dashes `[images, dashes]` on layers `[images, size, size]`."""
-    images, number = starts.shape
-    canvases = np.zeros((images, board.width, board.width), np.uint8)
-    for i in range(number):
+    canvases = np.zeros((len(starts), board.width, board.width), np.uint8)
+    for i in range(starts.shape[1]):
         rows = np.flatnonzero(kinds[:, i] >= 0)
         stamp(canvases, rows, starts[rows, i], stamps[kinds[rows, i]])
     inner = slice(board.rim, board.rim + board.size)
-    return canvases[:, inner, inner].astype(np.float32)
+    return canvases[:, inner, inner]
 
 
 def _flat(dashes: Ints) -> Ints:
     """Flatten the dashes of all curves of an image."""
-    return dashes.reshape(len(dashes), dashes.shape[1] * dashes.shape[2])
-
-
-def _quantize(values: NDArray[np.float32]) -> Bytes:
-    return np.floor(values + np.float32(0.5)).astype(np.uint8)
+    return dashes.reshape(len(dashes), -1)
 
 
 _SMALL = Pathfinder(

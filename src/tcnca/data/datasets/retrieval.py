@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ import numpy as np
 
 from tcnca.data.archives import (
     RETRY,
-    check_exists,
+    checksum_file,
     find_file,
     iter_members,
-    load_checksum,
     open_decompressed,
     parse_binary_label,
     read_tsv,
@@ -52,14 +50,14 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     nothing with `unverified`. The data counts as verified only if the files were downloaded and have the checksum that
     the host stated.
     """
-    check_exists(origin)
     files = _find(origin)
-    matches = all(_matches_host(path, unverified) for path in files.values())
     return Content(
         kind="pairs",
-        splits={split: _Pairs(path, split, None if unverified else COUNTS[split]) for split, path in files.items()},
+        splits={
+            split: _read_pairs(path, split, None if unverified else COUNTS[split]) for split, path in files.items()
+        },
         origin=origin.resolve().name,
-        verified=matches and not unverified,
+        verified=not unverified and all(_matches_host(path) for path in files.values()),
         metadata={"class_names": list(CLASS_NAMES)},
     )
 
@@ -71,11 +69,8 @@ def _find(origin: Path) -> dict[str, Path]:
             raise DataError(f"{origin}: expected a folder with three files, got one of the files; give the folder")
         return dict.fromkeys(FILES, origin)
     folders = [origin, *sorted(path for path in origin.rglob("*") if path.is_dir())]
-    files = {}
-    for split, name in FILES.items():
-        found = [path for folder in folders if (path := find_file(folder, name))]
-        if found:
-            files[split] = found[0]
+    found = {split: [path for each in folders if (path := find_file(each, name))] for split, name in FILES.items()}
+    files = {split: paths[0] for split, paths in found.items() if paths}
     if not files:
         for name in _ARCHIVES:
             if (origin / name).is_file():
@@ -86,11 +81,11 @@ def _find(origin: Path) -> dict[str, Path]:
     return files
 
 
-def _matches_host(path: Path, unverified: bool) -> bool:
+def _matches_host(path: Path) -> bool:
     """Return whether a file has the checksum that its host stated for the download."""
-    stated = load_checksum(path)
-    if not stated or unverified:
+    if not checksum_file(path).is_file():
         return False
+    stated = checksum_file(path).read_text(encoding="utf-8")
     with path.open("rb") as file:
         found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     if found != stated:
@@ -98,31 +93,20 @@ def _matches_host(path: Path, unverified: bool) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """The parts of a split. Each iteration reads the file again."""
-
-    path: Path
-    split: str
-    expected: int | None
-
-    def __iter__(self) -> Iterator[Columns]:
-        with _open(self.path, FILES[self.split]) as (reader, name):
-            pairs = (
-                (parse_binary_label(label, where), first[:MAX_LENGTH], second[:MAX_LENGTH])
-                for where, (label, _, _, first, second) in read_tsv(reader, name, 5)
-            )
-            found = 0
-            while part := list(itertools.islice(pairs, _PART)):
-                found += len(part)
-                labels, first, second = zip(*part, strict=True)
-                yield {
-                    "first": Ragged.from_bytes(first),
-                    "second": Ragged.from_bytes(second),
-                    "labels": np.array(labels, np.int64),
-                }
-        if self.expected is not None and found != self.expected:
-            raise DataError(f"{name}: expected {self.expected:,} pairs, got {found:,}; {RETRY}")
+def _read_pairs(path: Path, split: str, expected: int | None) -> Iterator[Columns]:
+    """Yield the pairs of a split in parts."""
+    found = 0
+    with _open(path, FILES[split]) as (reader, name):
+        rows = read_tsv(reader, name, 5)
+        while part := list(itertools.islice(rows, _PART)):
+            found += len(part)
+            yield {
+                "first": Ragged.from_bytes(first[:MAX_LENGTH] for _, (_, _, _, first, _) in part),
+                "second": Ragged.from_bytes(second[:MAX_LENGTH] for _, (_, _, _, _, second) in part),
+                "labels": np.array([parse_binary_label(row[0], where) for where, row in part], np.int64),
+            }
+    if expected is not None and found != expected:
+        raise DataError(f"{name}: expected {expected:,} pairs, got {found:,}; {RETRY}")
 
 
 @contextlib.contextmanager

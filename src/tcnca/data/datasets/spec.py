@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from tcnca.config import check_at_least
 from tcnca.data.generate import Generator, Plan, Stream, split_fractions
 from tcnca.data.schema import Content
 from tcnca.data.tasks import Task
@@ -18,21 +18,11 @@ class Download:
     """A published file."""
 
     url: str
-    """Web address."""
     filename: str
-    """Name of the local file."""
     checksum: str | None
     """`sha256:...` or `md5:...`; None if none was published, to use the one that the host states."""
     size: int | None
     """Number of bytes, if known."""
-
-
-class Reader(Protocol):
-    """Reads a data set from files."""
-
-    def __call__(self, origin: Path, *, unverified: bool = False) -> Content:
-        """Read a file or folder and check it against the published data set."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +45,8 @@ class DatasetSpec:
     """Builds the task from a `Dataset` and options."""
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Stored with the data set: `symbols`, `class_names`, `mean`, `std`."""
-    read: Reader | None = None
-    """Reads the data set from files."""
+    read: Callable[..., Content] | None = None
+    """`read(origin, unverified=False)` reads a file or folder and checks it against the published data set."""
     accepted_files: str = ""
     """Which files can be read, for display."""
     downloads: tuple[Download, ...] = ()
@@ -70,8 +60,7 @@ class DatasetSpec:
         """Return the sizes of the splits for a training split of another size, in the published proportions."""
         if train is None:
             return dict(self.sizes)
-        if train < 1:
-            raise ConfigError(f"size: expected at least 1, got {train}")
+        check_at_least("size", train, 1)
         return {
             split: train if split == "train" else -(-train * size // self.sizes["train"])
             for split, size in self.sizes.items()

@@ -12,14 +12,12 @@ import numpy as np
 
 from tcnca.data.archives import (
     RETRY,
-    check_exists,
     find_file,
     iter_members,
     open_decompressed,
     parse_binary_label,
-    read_limited,
+    read_all,
     read_tsv,
-    unescape,
 )
 from tcnca.data.datasets.spec import DatasetSpec, Download
 from tcnca.data.schema import Columns, Content, Ragged
@@ -37,7 +35,7 @@ _ARCHIVE = "aclImdb_v1.tar.gz"
 _FOLDER = "aclImdb"
 _CLASSES = {"neg": 0, "pos": 1}
 _MEMBER = re.compile(r"(?:.*/)?(train|test)/(neg|pos)/[^/]+\.txt")
-_MAX_REVIEW = 1 << 24
+_ESCAPED = {b"\\": b"\\", b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
 def read(origin: Path, *, unverified: bool = False) -> Content:
@@ -46,7 +44,6 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     The order of the reviews is the same for all of them and mixes the classes. Reviews are stored completely, as UTF-8
     with `\\n` as line ending. There is no validation split.
     """
-    check_exists(origin)
     reviews: dict[str, list[tuple[int, bytes]]] = {"train": [], "test": []}
     for split, label, text in _reviews(origin):
         reviews[split].append((label, text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")))
@@ -68,36 +65,13 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
 
 def _reviews(origin: Path) -> Iterator[tuple[str, int, bytes]]:
     """Yield split, label and text of each review, in the order of the files."""
-    if origin.is_file():
-        return _from_archive(origin)
     if any(find_file(origin, f"imdb_{split}.tsv") for split in DIGESTS):
-        return _from_tables(origin)
-    folder = origin / _FOLDER if (origin / _FOLDER).is_dir() else origin
-    if (folder / "train").is_dir() or (folder / "test").is_dir():
-        return _from_folder(folder)
-    if (origin / _ARCHIVE).is_file():
-        return _from_archive(origin / _ARCHIVE)
-    raise DataError(
-        f"{origin}: expected the folders train and test, or imdb_train.tsv and imdb_test.tsv, or {_ARCHIVE}, got none "
-        f"of them; give the archive, or the folder {_FOLDER} in it"
-    )
-
-
-def _from_archive(archive: Path) -> Iterator[tuple[str, int, bytes]]:
-    for name, reader in iter_members(archive):
+        yield from _from_tables(origin)
+        return
+    path = next((path for name in (_FOLDER, _ARCHIVE) if (path := origin / name).exists()), origin)
+    for name, reader in iter_members(path):
         if match := _MEMBER.fullmatch(name):
-            yield match[1], _CLASSES[match[2]], read_limited(reader, f"{archive}: {name}", _MAX_REVIEW)
-
-
-def _from_folder(folder: Path) -> Iterator[tuple[str, int, bytes]]:
-    for split in DIGESTS:
-        for name, label in _CLASSES.items():
-            reviews = folder / split / name
-            if not reviews.is_dir():
-                raise DataError(f"{reviews}: no such folder; {folder.name} is incomplete, unpack it again")
-            for file, reader in iter_members(reviews):
-                if file.endswith(".txt"):
-                    yield split, label, read_limited(reader, reviews / file, _MAX_REVIEW)
+            yield match[1], _CLASSES[match[2]], read_all(reader, f"{path}: {name}")
 
 
 def _from_tables(folder: Path) -> Iterator[tuple[str, int, bytes]]:
@@ -107,13 +81,25 @@ def _from_tables(folder: Path) -> Iterator[tuple[str, int, bytes]]:
             raise DataError(f"{folder / f'imdb_{split}.tsv'}: no such file, plain or compressed; add it to the folder")
         with open_decompressed(path) as reader:
             for where, (label, text) in read_tsv(reader, path, 2):
-                yield split, parse_binary_label(label, where), unescape(text, where)
+                yield split, parse_binary_label(label, where), _unescape(text, where)
+
+
+def _unescape(text: bytes, where: str) -> bytes:
+    r"""Replace the escapes `\\`, `\n`, `\r` and `\t`."""
+
+    def replace(escape: re.Match[bytes]) -> bytes:
+        if escape[1] not in _ESCAPED:
+            found = escape[0].decode(errors="replace")
+            raise DataError(rf"{where}: expected the escapes \\, \n, \r or \t, got {found!r}; download the file again")
+        return _ESCAPED[escape[1]]
+
+    return re.sub(rb"\\(.?)", replace, text, flags=re.DOTALL)
 
 
 def _check(origin: Path, split: str, keys: list[bytes], unverified: bool) -> bool:
     """Return whether the reviews, given by their sorted digests, are the published ones."""
     if not keys:
-        raise DataError(f"{origin}: no reviews in {split}; give the archive, or the folder {_FOLDER} in it")
+        raise DataError(f"{origin}: no reviews in {split}; give {_ARCHIVE}, or the folder {_FOLDER} in it")
     found = hashlib.sha256(b"".join(keys)).hexdigest()
     if found == DIGESTS[split]:
         return True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import torch
@@ -140,23 +141,28 @@ def _double(total: Tensor) -> Tensor:
     return total if total.device.type == "mps" else total.double()
 
 
-class SquaredError:
+class SquaredErrorMixin:
     """Squared error of outputs in the units of the data: the loss is in standardized units, the metric is not."""
 
-    def __init__(self, std: Sequence[float]) -> None:
-        self._std: dict[torch.device, Tensor] = {torch.device("cpu"): torch.tensor(std, dtype=torch.float32)}
+    metric: ClassVar[Metric] = "mean squared error"
+    target_std: tuple[float, ...]
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the mean squared error in units of the standard deviation; 0 if no target is counted."""
-        errors, counted = _errors(outputs, targets)
-        if errors.device not in self._std:
-            self._std[errors.device] = self._std[torch.device("cpu")].to(errors.device)
-        return (errors / self._std[errors.device]).square().sum() / counted.sum().clamp(min=1)
+        errors, counted = _errors(logits, batch.targets)
+        return (errors / _on_device(self.target_std, errors.device)).square().sum() / counted.sum().clamp(min=1)
 
-    def metric_sums(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of squared errors in the units of the data, and the number of targets."""
-        errors, counted = _errors(outputs, targets)
+        errors, counted = _errors(logits, batch.targets)
         return _double(errors).square().sum(), counted.sum()
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return values as a tensor; cached, since copying them to a GPU at every step would wait for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _errors(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcnca.config import check_at_least
 from tcnca.data.batch import IGNORE, Batch, optional_tensor, pad_sequences
 from tcnca.data.generate import Stream
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, bucketed_indices, rank_range, shuffled_indices, training_rank_range
 from tcnca.data.schema import Columns, Kind, Ragged, num_examples
 from tcnca.data.store import Dataset
-from tcnca.data.tasks.base import SquaredError, Task, class_loss, class_metric_sums
+from tcnca.data.tasks.base import SquaredErrorMixin, Task, class_loss, class_metric_sums
 from tcnca.errors import ConfigError
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
 from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
@@ -33,8 +34,8 @@ class ExampleTask(Task):
         self, data: Dataset, *, max_length: int | None = None, by_length: bool = False, stream: Stream | None = None
     ) -> None:
         super().__init__(data)
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length: expected at least 1, got {max_length}")
+        if max_length is not None:
+            check_at_least("max_length", max_length, 1)
         if by_length and stream is not None:
             raise ConfigError(
                 "by_length: expected False for a stream, whose lengths are not known in advance, got True"
@@ -203,11 +204,10 @@ def _labels(columns: Columns, indices: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(np.asarray(columns["labels"][indices], np.int64))  # type: ignore[index]
 
 
-class RegressionTask(ExampleTask):
+class RegressionTask(SquaredErrorMixin, ExampleTask):
     """Predict real values from a sequence. The loss is in standardized units, the metric in the units of the data."""
 
     kind = "regression"
-    metric = "mean squared error"
 
     def __init__(self, data: Dataset, *, max_length: int | None = None, by_length: bool = False) -> None:
         super().__init__(data, max_length=max_length, by_length=by_length)
@@ -215,7 +215,6 @@ class RegressionTask(ExampleTask):
         std = targets.std(axis=0)
         self.target_mean = tuple(targets.mean(axis=0).tolist())
         self.target_std = tuple(np.where(std > 0, std, 1).tolist())
-        self._error = SquaredError(self.target_std)
 
     @property
     def head(self) -> RegressionHeadConfig:
@@ -225,14 +224,6 @@ class RegressionTask(ExampleTask):
     def preprocessing(self) -> Preprocessing:
         """Return the normalization of inputs and targets."""
         return dataclasses.replace(super().preprocessing(), target_mean=self.target_mean, target_std=self.target_std)
-
-    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the mean squared error in units of the standard deviation."""
-        return self._error.loss(logits, batch.targets)
-
-    def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of squared errors in the units of the data, and the number of values."""
-        return self._error.metric_sums(logits, batch.targets)
 
     def _collate(self, columns: Columns, indices: NDArray[np.int64]) -> Batch:
         inputs, lengths = self._sequences(columns, "values", indices)

@@ -8,21 +8,21 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from tcnca.config import check_at_least
 from tcnca.data.batch import Batch, optional_tensor
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, eval_windows, rank_range, shuffled_indices, training_rank_range
 from tcnca.data.schema import Ragged
 from tcnca.data.store import Dataset
-from tcnca.data.tasks.base import SquaredError, Task
-from tcnca.errors import ConfigError, DataError
+from tcnca.data.tasks.base import SquaredErrorMixin, Task
+from tcnca.errors import DataError
 from tcnca.models.heads import RegressionHeadConfig
 from tcnca.models.inputs import ValueInputConfig
 from tcnca.models.preprocessing import Preprocessing
 
 
-class ForecastTask(Task):
+class ForecastTask(SquaredErrorMixin, Task):
     """Predict the values of the next time step at every time step.
 
     For training, sequences are divided into windows of `window` time steps; each time a window is drawn, it is shifted
@@ -31,16 +31,13 @@ class ForecastTask(Task):
     """
 
     kind = "forecast"
-    metric = "mean squared error"
     causal = True
 
     def __init__(self, data: Dataset, *, window: int = 1024) -> None:
         super().__init__(data)
-        if window < 1:
-            raise ConfigError(f"window: expected at least 1, got {window}")
+        check_at_least("window", window, 1)
         self.window = window
-        self._mean, self._std = tuple(data.manifest["mean"]), tuple(data.manifest["std"])
-        self._error = SquaredError(self._std)
+        self._mean, self.target_std = tuple(data.manifest["mean"]), tuple(data.manifest["std"])
         steps = self._steps("train")
         if not (steps > 0).any():
             raise DataError(f"{data.name}: expected a training sequence of at least two time steps, got none")
@@ -61,7 +58,7 @@ class ForecastTask(Task):
 
     def preprocessing(self) -> Preprocessing:
         """Return the normalization, which is the same for inputs and targets."""
-        mean, std = self._mean, self._std
+        mean, std = self._mean, self.target_std
         return Preprocessing(task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std)
 
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
@@ -93,14 +90,6 @@ class ForecastTask(Task):
             lengths = steps[rows] if last > first else 0 * steps[rows]
             for offset, width, valid in eval_windows(lengths, int(steps[group].max()), self.window):
                 yield self._windows(split, rows, np.full(len(rows), offset), width, valid, continues=offset > 0)
-
-    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the mean squared error in units of the standard deviation."""
-        return self._error.loss(logits, batch.targets)
-
-    def metric_sums(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of squared errors in the units of the data, and the number of values."""
-        return self._error.metric_sums(logits, batch.targets)
 
     def _steps(self, split: str) -> NDArray[np.int64]:
         """Return the number of predictions in each sequence, one less than its time steps."""

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcnca.config import check_at_least
 from tcnca.data.batch import IGNORE, Batch, optional_tensor
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, eval_windows, rank_range, shuffled_indices, training_rank_range
@@ -51,14 +52,9 @@ class LanguageTask(Task):
         carry_state: bool = True,
     ) -> None:
         super().__init__(data)
-        for name, value in (
-            ("chunk_size", chunk_size),
-            ("eval_length", eval_length),
-            ("segments", segments),
-            ("chunks_per_row", min(chunks_per_row, default=0)),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {value}")
+        numbers = {"chunk_size": chunk_size, "eval_length": eval_length, "segments": segments}
+        for name, value in {**numbers, "chunks_per_row": min(chunks_per_row, default=0)}.items():
+            check_at_least(name, value, 1)
         self.chunks_per_row = tuple(chunks_per_row)
         # Shorten the chunks of a short text, so that rows of every number of chunks fit.
         self.chunk_size = min(chunk_size, (self._bytes("train").size - 1) // (2 * max(chunks_per_row)))

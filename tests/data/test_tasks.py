@@ -1,14 +1,16 @@
-"""The mean of the weighted losses of all processes is the loss of the whole batch, even if their parts differ."""
+"""Every task: batches are pure functions of seed and step, and processes share them."""
 
 from __future__ import annotations
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 
-from tcnca.data import Dataset, Task
+from tcnca.data import Batch, Dataset, Task
 from tcnca.data.schema import Ragged
-from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, RegressionTask
+from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, PairTask, RegressionTask
 
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.normal(size=(50, 9, 2)).astype(np.float32)
@@ -20,6 +22,16 @@ TASKS: dict[str, tuple[Task, int]] = {
     "classification": (
         ClassificationTask(
             Dataset("two", {"class_names": [*"abc"]}, {"train": {"tokens": TOKENS, "labels": np.arange(50) % 3}})
+        ),
+        10,
+    ),
+    "pairs": (
+        PairTask(
+            Dataset(
+                "pairs",
+                {"class_names": [*"abc"]},
+                {"train": {"first": TOKENS, "second": TOKENS.take(np.arange(50)[::-1]), "labels": np.arange(50) % 3}},
+            )
         ),
         10,
     ),
@@ -37,6 +49,40 @@ def answers(task: Task, targets: torch.Tensor) -> torch.Tensor:
     if targets.is_floating_point():
         return targets.nan_to_num().sin()
     return torch.sin(targets.clamp(min=0)[..., None] * torch.arange(1.0, 1.0 + (len(task.class_names) or 256)))
+
+
+def rows(batch: Batch) -> list[list[float]]:
+    """Return valid inputs and targets of each row, and of the second sequence of a pair."""
+    found = []
+    for row in range(len(batch)):
+        length = batch.inputs.shape[1] if batch.lengths is None else int(batch.lengths[row])
+        targets = batch.targets[row].flatten().nan_to_num(-7.0)
+        parts = [batch.inputs[row, :length].flatten(), targets[targets != -7.0]]
+        if batch.second is not None:
+            length = batch.second.shape[1] if batch.second_lengths is None else int(batch.second_lengths[row])
+            parts.append(batch.second[row, :length].flatten())
+        found.append([value for part in parts for value in part.tolist()])
+    return found
+
+
+@each_task
+def test_batch_is_a_pure_function_of_seed_and_step(name: str) -> None:
+    task, size = TASKS[name]
+    steps = [0, 5, 1000, 2]
+    first = {step: rows(task.batch(step, size, 7)) for step in steps}
+    again = copy.deepcopy(task)
+    for step in reversed(steps):
+        assert rows(task.batch(step, size, 7)) == first[step] == rows(again.batch(step, size, 7))
+    assert rows(task.batch(0, size, 8)) != first[0]
+
+
+@each_task
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_a_batch(name: str, world_size: int) -> None:
+    task, size = TASKS[name]
+    for step in range(6):
+        parts = [rows(task.batch(step, size, 0, rank, world_size)) for rank in range(world_size)]
+        assert [row for part in parts for row in part] == rows(task.batch(step, size))
 
 
 @each_task
