@@ -16,7 +16,8 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def _identity(x: Tensor) -> Tensor:
-    return x  # not a lambda, which could not be pickled with a model
+    """Return `x`: a function with a name, since models are pickled and a lambda cannot be."""
+    return x
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
