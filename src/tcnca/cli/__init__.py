@@ -16,11 +16,11 @@ from tcnca.version import __version__
 
 # Name of the command: where it is, a function or a group of commands, and its line in `tcnca --help`.
 COMMANDS = {
-    "demo": ("tcnca.cli.demo:demo", "Train a small model on associative recall, and ask it."),
+    "demo": ("tcnca.cli.demo:demo", "Train a small model on associative recall, and query it."),
     "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
     "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
-    "train": ("tcnca.cli.train:train", "Train a model by a recipe."),
-    "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of some values."),
+    "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
+    "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),

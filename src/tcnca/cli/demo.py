@@ -51,7 +51,7 @@ def demo(
     tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens per model.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
-    """Train a small model on associative recall to 99 %, and ask it. Starts over each time, in runs/demo."""
+    """Train a small model on associative recall to 99 %, and query it. Starts over each time, in runs/demo."""
     with report_errors():
         if streaming:
             if changes:

@@ -1,4 +1,4 @@
-"""`tcnca sweep`: a recipe at every combination of some values, and in some variants."""
+"""`tcnca sweep`: a recipe with every combination of the given values and variants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sweep(
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h, instead of max_steps.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,
 ) -> None:
-    """Train a recipe at every combination of some values, and select one by validation.
+    """Train a recipe with every combination of the given values, and select one by validation.
 
     The paper's search for associative recall, ten runs:
 

@@ -23,7 +23,9 @@ _Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU 
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe that `tcnca recipes` lists, or a YAML file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.")
+    ],
     changes: _Changes = None,
     data: Annotated[str, typer.Option(help="Data set, file or folder; the same as data=X.")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory. (default: runs/RECIPE)")] = None,
@@ -34,11 +36,13 @@ def train(
         bool, typer.Option("--print-config", help="Check and print the recipe, then exit.")
     ] = False,
 ) -> None:
-    """Train a model by a recipe. On several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
+    """Train a model from a recipe. On several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
     changes = [*([f"data={data}"] if data else []), *(changes or [])]
     with report_errors():
         check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
         seconds = parse_duration("--budget", budget)
+        if (Path(recipe) / "recipe.yaml").is_file():  # a run directory
+            recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
         find(recipe)  # answers a misspelled name before PyTorch is imported
     from tcnca.training import Trainer, load_recipe
     from tcnca.training.provenance import command_line
@@ -77,8 +81,8 @@ def _print_result(out: Path, result: Result, again: str) -> None:
         return
     console = Console(emoji=False, highlight=False)
     scores = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("split", "metric", "value", "answers"):
-        scores.add_column(column, justify="right" if column in ("value", "answers") else "left")
+    for column in ("split", "metric", "value", "count"):
+        scores.add_column(column, justify="right" if column in ("value", "count") else "left")
     for row in score_rows(result):
         scores.add_row(*row)
     costs = Table(box=None, show_header=False, pad_edge=False)
@@ -100,7 +104,7 @@ def eval_(
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: _Device = None,
 ) -> None:
-    """Measure a trained model on a split."""
+    """Evaluate a trained model on a split."""
     with report_errors():
         from tcnca.training import evaluate_run
 

@@ -70,6 +70,9 @@ def load_task(
         data = _open_for_stream(spec, folder, seed)
         options["stream"] = spec.stream()
     else:
+        if kind in ("regression", "forecast") and (custom is None or custom.kind is None):
+            # Say that arrays are needed, not that a table has no column of texts.
+            custom = dataclasses.replace(custom or CustomOptions(), kind=kind)
         data = _open(source, folder, custom)
     if kind is not None and data.manifest["kind"] != kind:
         raise ConfigError(f"{source}: expected data of kind {kind}, got {data.manifest['kind']}")
@@ -130,8 +133,8 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
         raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
     if not path.exists():
         raise DataError(
-            f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`, got none "
-            "of them"
+            f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`; "
+            "there is none of this name"
         )
     return _in_memory(path.name, read_custom(path, custom or CustomOptions()))
 

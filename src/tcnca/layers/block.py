@@ -46,7 +46,7 @@ class LayerConfig(Config):
     causal: bool = True
     """Whether a token sees only the past. Only causal models stream."""
     activation: Activation = "silu"
-    """Non-linearity of values, candidates and feed-forward nets."""
+    """Non-linearity of values, candidates and feed-forward networks."""
     norm: NormKind = "layer"
     """Normalization of every layer."""
     prenorm: bool = True
@@ -56,7 +56,7 @@ class LayerConfig(Config):
     value_dropout: Probability = 0.0
     """Dropout of the attention's values."""
     ff_dropout: Probability = 0.0
-    """Dropout inside the feed-forward nets."""
+    """Dropout inside the feed-forward networks."""
     feature_dropout: bool = False
     """Whether dropout inside the layers drops whole channels of a sequence."""
 

@@ -11,10 +11,8 @@ from tcnca.errors import InputError, StateError, TcncaError
 def check_tensor(name: str, value: object) -> None:
     """Raise an error unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        kind = type(value)
-        raise InputError(
-            f"{name}: expected a torch.Tensor, got a {kind.__module__}.{kind.__qualname__}; use torch.as_tensor"
-        )
+        hint = "encode texts with model.encode" if isinstance(value, str | bytes) else "use torch.as_tensor"
+        raise InputError(f"{name}: expected a torch.Tensor, got a {type(value).__qualname__}; {hint}")
 
 
 def check_sequence(name: str, x: Tensor, last: str = "channels") -> None:

@@ -83,7 +83,8 @@ def check_device(device: str | None) -> None:
     """Raise a ConfigError unless `device` is None or available here."""
     available = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     if device is not None and device not in available:
-        reason = "" if len(available) > 1 else " (no GPU was found)"
+        reason = "; a GPU is called cuda" if device == "gpu" else ""
+        reason += "" if len(available) > 1 else " (no GPU was found)"
         raise ConfigError(f"--device: expected {' or '.join(available)}, got {device}{reason}")
 
 

@@ -38,7 +38,7 @@ _FEW_STEPS = 100
 
 
 class Trainer:
-    """Trains a model by a recipe, and keeps everything about the run in a directory.
+    """Trains a model from a recipe, and keeps everything about the run in a directory.
 
     `fit` locks the directory, records the provenance, resumes if asked to, trains, saves checkpoints, and leaves the
     model, its scores, curves and a report. `tcnca train` does exactly this.

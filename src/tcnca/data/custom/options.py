@@ -111,8 +111,8 @@ def refuse_options(options: CustomOptions, names: Collection[str], path: Path, f
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in quotes, separated by commas."""
-    return ", ".join(repr(name) for name in names)
+    """Return names in quotes, separated by commas; long ones, of a table without a header, are shortened."""
+    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names)
 
 
 def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:

@@ -35,7 +35,7 @@ Row = tuple[int, Mapping[str, Any]]
 """The line on which a row begins, and its fields by column."""
 
 _TEXT_NAMES = ("text", "sentence", "content", "review", "document", "input")
-_LABEL_NAMES = ("label", "class", "target", "category", "y")
+_LABEL_NAMES = ("label", "class", "target", "category", "sentiment", "y")
 _PAIR_NAMES = (
     ("text1", "text2"),
     ("first", "second"),

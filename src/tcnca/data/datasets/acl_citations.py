@@ -122,7 +122,7 @@ ACL_CITATIONS = DatasetSpec(
     name=_NAME,
     title="ACL citations (a small stand-in for Retrieval, not LRA's)",
     description="decide whether one of two papers cites the other, at most 4000 bytes each; split by paper",
-    source="a folder of yours",
+    source="a local folder",
     sizes={},
     disk_bytes=40_000_000,
     task=partial(PairTask, max_length=MAX_LENGTH),
