@@ -39,7 +39,7 @@ class DataConfig(Config, shorthand="source"):
     folder: str | None = None
     """Where prepared data sets are; None for $TCNCA_DATA, or else `data`."""
     stream: bool = False
-    """Whether to generate an endless stream of training examples instead of reading prepared ones; for generated data sets."""
+    """Whether to generate an endless stream of training examples; for generated data sets."""
     val_fraction: Fraction = 0.0
     """Fraction of the training split to validate on, where the data set has no validation split."""
     task: Annotated[dict[str, Any], OpenKeys(TASK_OPTIONS)] = dataclasses.field(default_factory=dict)
