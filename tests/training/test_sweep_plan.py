@@ -102,8 +102,8 @@ def test_each_variant_is_combined_with_all_values(tmp_path: Path) -> None:
     wide = ["d_model=48", "betas=[0.9, 0.99]", "seed=1", "max_steps=200"]
     assert sweep.points[3].changes == wide
     assert sweep.train_command(sweep.points[3]) == ["train", "recall-small", *wide]
-    assert sweep.points[3].recipe == load_recipe("recall-small").override(wide)
-    assert sweep.points[0].recipe == load_recipe("recall-small").override(["seed=0", "max_steps=200"])
+    assert sweep.points[3].recipe == load_recipe("recall-small").override(wide).for_device("cpu")
+    assert sweep.points[0].recipe == load_recipe("recall-small").override(["seed=0", "max_steps=200"]).for_device("cpu")
     assert (sweep.varied, sweep.compared, sweep.seed) == (["variant", "seed"], ["variant"], "seed")
     variants = f"--variants {tmp_path}/some.yaml --only plain,wide,none"
     end = f"seed=0,1 max_steps=200 {variants} --out {tmp_path}/sweep --jobs 2"
