@@ -74,6 +74,9 @@ def test_a_finished_run_is_not_continued(done: tuple[Path, str]) -> None:
     again = invoked(*arguments(folder, "--resume"))
     assert again.exit_code == 0
     assert "the run is finished, after 12 steps" in again.output
+    by_folder = invoked("train", str(folder), "--resume")
+    assert by_folder.exit_code == 0
+    assert "the run is finished, after 12 steps" in by_folder.output
     assert ((folder / "result.json").stat().st_mtime_ns, (folder / "provenance.json").read_text()) == before
     other = invoked(*arguments(folder, "--resume", "lr=0.5"))
     assert other.exit_code == 1

@@ -41,6 +41,7 @@ def train(
     with report_errors():
         check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
         seconds = parse_duration("--budget", budget)
+        name = Path(recipe).stem
         if (Path(recipe) / "recipe.yaml").is_file():  # a run directory
             recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
         find(recipe)  # answers a misspelled name before PyTorch is imported
@@ -56,7 +57,6 @@ def train(
             wanted.validate()
             typer.echo(wanted.to_yaml().rstrip())
             return
-        name = Path(recipe).stem
         trainer = Trainer(
             wanted,
             out or Path("runs") / name,
