@@ -19,10 +19,13 @@ import inspect
 import itertools
 import math
 import re
+import reprlib
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import yaml
@@ -289,21 +292,44 @@ _LONG_LIST = 12
 
 
 class _UnfitError(Exception):
-    """A value that is not of a type."""
+    """A value that is not of a type, and where it is inside the value that is checked."""
+
+    def __init__(self, value: Any, hint: Any, path: str = "") -> None:
+        super().__init__(path)
+        self.value, self.hint, self.path = value, hint, path
 
 
 def check(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint` wants it, or raise a ConfigError that begins with `name`."""
+    """Return `value` as the type `hint` wants it, or raise a ConfigError that begins with `name`.
+
+    The values of lists and dictionaries are checked too, and a dictionary is converted to a dataclass.
+    """
     try:
         return _convert(value.tolist() if hasattr(value, "tolist") else value, hint)
-    except _UnfitError:
+    except _UnfitError as error:
+        where, value, hint = f"{name}{error.path}".removeprefix("."), error.value, error.hint
+        where = f"{where}: " if where else ""
         choices = [each for each in _members(hint) if get_origin(each) is Literal]
         known = [str(each) for choice in choices for each in get_args(choice)]
         close = closest(value, known)
         if close and len(known) > _LONG_LIST:
-            raise ConfigError(f"{name}: did you mean {close}? Got {value!r}") from None
+            raise ConfigError(f"{where}did you mean {close}? Got {shown(value)}") from None
         beginning = f"did you mean {close}? Expected" if close else "expected"
-        raise ConfigError(f"{name}: {beginning} {_describe(hint)}, got {value!r}") from None
+        raise ConfigError(f"{where}{beginning} {_describe(hint)}, got {shown(value)}") from None
+
+
+def shown(value: Any) -> str:
+    """Return a value as Python writes it, shortened: a file can contain values of any size."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        # Python refuses to write integers of thousands of digits.
+        return f"a {type(value).__name__} that is too large to print"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:
@@ -325,38 +351,73 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint is Any:
         return value
     if len(_members(hint)) > 1:
+        errors = []
         for member in _members(hint):
             try:
                 return _convert(value, member)
-            except _UnfitError:
-                continue
-        raise _UnfitError
+            except _UnfitError as error:
+                errors.append(error)
+        # The value may be of the right type with something wrong inside.
+        raise next((error for error in errors if error.path), _UnfitError(value, hint))
     if origin is Annotated:
         if isinstance(hint.__metadata__[0], KeysOf) and isinstance(value, Mapping):
             return _nested(canonical(hint.__metadata__[0], value))
-        found = _convert(value, hint.__origin__)
+        try:
+            found = _convert(value, hint.__origin__)
+        except _UnfitError as error:
+            raise error if error.path else _UnfitError(value, hint) from None
         if any(isinstance(limits, Range) and found not in limits for limits in hint.__metadata__):
-            raise _UnfitError
+            raise _UnfitError(value, hint)
         return found
     if origin is Literal:
-        fits = any(value == each and type(value) is type(each) for each in arguments)
+        fits = any(type(value) is type(each) and value == each for each in arguments)
     elif origin is tuple and isinstance(value, list | tuple):
         members = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         fits = len(value) == len(members)
-        value = tuple(_convert(each, member) for each, member in zip(value, members, strict=False))
+        if fits:
+            try:
+                value = tuple(_convert(each, member) for each, member in zip(value, members, strict=True))
+            except _UnfitError:
+                fits = False
+    elif origin is list and isinstance(value, list | tuple):
+        return [_inside(f"[{index}]", each, arguments[0]) for index, each in enumerate(value)]
     elif origin is dict and isinstance(value, Mapping):
-        return dict(value)
+        return {_convert(key, arguments[0]): _inside(f".{key}", each, arguments[1]) for key, each in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping) and not issubclass(hint, Config):  # type: ignore[arg-type]
+        return _convert_dataclass(value, hint)
     elif hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     elif hint in (int, float):
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
         fits = fits and not (hint is int and isinstance(value, float))
         value = float(value) if fits and hint is float else value
     else:
         fits = isinstance(hint, type) and isinstance(value, hint)
     if not fits:
-        raise _UnfitError
+        raise _UnfitError(value, hint)
     return value
+
+
+_LARGEST = sys.float_info.max
+
+
+def _inside(path: str, value: Any, hint: Any) -> Any:
+    """Convert a value inside of another one; an error says where it is."""
+    try:
+        return _convert(value, hint)
+    except _UnfitError as error:
+        raise _UnfitError(error.value, error.hint, path + error.path) from None
+
+
+def _convert_dataclass(value: Mapping[Any, Any], cls: Any) -> Any:
+    """Build a dataclass from a dictionary, which must have all fields without a default and no others."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    empty = dataclasses.MISSING
+    needed = {name for name, field in fields.items() if field.default is empty and field.default_factory is empty}
+    if needed - value.keys() or value.keys() - fields.keys():
+        raise _UnfitError(value, cls)
+    return cls(**{name: _inside(f".{name}", each, hints[name]) for name, each in value.items()})
 
 
 def _describe(hint: Any) -> str:
@@ -372,8 +433,12 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is tuple:
         number = "" if get_args(hint)[-1] is Ellipsis else f"{len(get_args(hint))} "
         return f"{number}values, each {_describe(get_args(hint)[0])}"
+    if get_origin(hint) is list:
+        return "a list"
     if get_origin(hint) is dict:
         return "keys and values"
+    if dataclasses.is_dataclass(hint) and not issubclass(hint, Config):  # type: ignore[arg-type]
+        return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     names_of = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "None"}
     return names_of.get(hint) or str(getattr(hint, "__name__", hint))
 
@@ -649,31 +714,87 @@ def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
 # ---- Texts: YAML and KEY=VALUE
 
 
-class YamlLoader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, None is null, and a key that is given twice is an error."""
+_MAX_YAML = 2**20
+"""Characters that a YAML text may have. Recipes have a few thousand."""
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, None is null and a date is a text.
+
+    A key that is given twice is an error, and so is an alias: a few nested ones expand to gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct a value; one that cannot be is an error of YAML with its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            problem = f"{shown(node.value)} is not a value"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Refuse a second value for a key, which would silently replace the first."""
         seen = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
-            seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {shown(key.value)[1:-1]} is given twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
-YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value that a text of YAML stands for, or raise a ConfigError that says what is wrong and where."""
+    if len(text) > _MAX_YAML:
+        raise ConfigError(f"expected YAML of at most {_MAX_YAML:,} characters, got {len(text):,}")
+    try:
+        return yaml.load(text, _YamlLoader)
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ConfigError(f"expected YAML, but {error.problem}{where}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"expected YAML ({error})") from error
+    except RecursionError as error:
+        raise ConfigError("expected YAML, but it is nested too deeply") from error
+
+
+def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
+    """Return the keys and values of a YAML file; errors begin with `label`, by default the path."""
+    label = label or str(path)
+    try:
+        # The limit is in characters, of which none has more than four bytes.
+        with path.open("rb") as file:
+            values = parse_yaml(file.read(4 * _MAX_YAML + 1).decode())
+        return check("", values, dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label}: expected text, got {error.reason} at byte {error.start}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
 
 
 def parse_value(text: str) -> Any:
     """Return the value that a text of the command line stands for."""
-    try:
-        return yaml.load(text, YamlLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text}: expected a value, got text that YAML cannot read ({error})") from error
+    return prefixed(f"{shown(text)[1:-1]}: ", lambda: parse_yaml(text))
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:

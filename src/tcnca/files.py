@@ -12,10 +12,13 @@ from typing import Any
 
 import filelock
 
-from tcnca.errors import DataError, TrainingError
+from tcnca.config import check
+from tcnca.errors import ConfigError, DataError, TcncaError, TrainingError
 
 LOCK = ".lock"
 """Lock file of a run directory or of a sweep."""
+_MAX_JSON = 2**25
+"""Bytes that a JSON file may have."""
 
 
 @contextlib.contextmanager
@@ -76,6 +79,39 @@ def atomic_write(path: Path, text: str) -> None:
     """Write a text file completely or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path, hint: Any = Any, *, error: type[TcncaError] = DataError, remedy: str = "") -> Any:
+    """Read a JSON file, and check its content; raise an `error` that names the file and the remedy.
+
+    Args:
+        path: the file.
+        hint: type of the content, such as `dict[str, int]` or a dataclass, see `tcnca.config.check`.
+        error: type of the error.
+        remedy: what to do if the file cannot be read.
+    """
+    advice = f"; {remedy}" if remedy else ""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_JSON + 1)
+        return parse_json(content, hint)
+    except OSError as reason:
+        raise error(f"{path}: cannot be read ({reason.strerror}){advice}") from reason
+    except ConfigError as reason:
+        raise error(f"{path}: {reason}{advice}") from reason
+
+
+def parse_json(content: bytes | str, hint: Any = Any) -> Any:
+    """Return the value of a JSON text, checked against a type, or raise a ConfigError."""
+    if len(content) > _MAX_JSON:
+        raise ConfigError(f"expected JSON of at most {_MAX_JSON:,} bytes, got more")
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ConfigError("expected JSON, but it is nested too deeply") from error
+    except ValueError as error:
+        raise ConfigError(f"expected JSON ({error})") from error
+    return check("", value, hint)
 
 
 def to_json(values: Any, indent: int | None = None) -> str:

@@ -278,7 +278,7 @@ def test_overrides_of_the_command_line() -> None:
     assert parse_overrides(["lr=1", "lr=2"]) == {"lr": 2}
     for wrong, message in (
         (["lr"], "^lr: expected KEY=VALUE, got no value"),
-        (["lr=[1"], "expected a value"),
+        (["lr=[1"], "expected YAML"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_overrides(wrong)

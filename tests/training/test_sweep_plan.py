@@ -57,7 +57,7 @@ def test_values_are_split_at_outer_commas() -> None:
         ([], "expected keys to sweep over, key=value,value"),
         (["num_layers"], r"num_layers: expected key=value, for example num_layers=1,2"),
         (["num_layers=1,2", "num_layers=3"], "give all its values at once: num_layers=1,2,3"),
-        (["betas=[0.9,0.98"], r"\[0\.9: expected a value, got text that YAML cannot read"),
+        (["betas=[0.9,0.98"], r"\[0\.9: expected YAML, but"),
         (["num_layers=1,,2"], "num_layers=: .*num_layers: expected an integer"),
         (["leraning_rate=1,2"], "leraning_rate"),
         (["lr=0.1,fast"], r"lr=fast: optimizer\.lr: .*fast"),

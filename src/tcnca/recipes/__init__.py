@@ -10,9 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from tcnca.config import YamlLoader, closest
+from tcnca.config import closest, read_yaml
 from tcnca.errors import ConfigError
 
 FAMILIES: dict[str, str] = {
@@ -78,23 +76,6 @@ def find(name: str, what: Literal["recipe", "variants"] = "recipe", near: Path |
         raise ConfigError(f"{what}: did you mean {close}? Got {name!r}")
     listed = "a name that `tcnca recipes` lists" if what == "recipe" else f"one of {', '.join(known)}"
     raise ConfigError(f"{what}: expected {listed}, or a file that ends in .yaml, got {name!r}")
-
-
-def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
-    """Return the keys and values of a YAML file; errors begin with `label`, by default the path."""
-    label = label or str(path)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{label}: expected text, got {error.reason} at byte {error.start}") from error
-    except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ConfigError(f"{label}: expected YAML, but {error.problem}{where}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{label}: expected YAML ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{label}: expected keys and values, got {values!r}")
-    return values
 
 
 def read_recipe(name: str) -> list[dict[str, Any]]:

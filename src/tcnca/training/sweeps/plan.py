@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from tcnca.config import canonical, check_choice, parse_overrides, parse_value, prefixed, resolve
+from tcnca.config import canonical, check_choice, parse_overrides, parse_value, prefixed, read_yaml, resolve
 from tcnca.data import Task
 from tcnca.errors import ConfigError
-from tcnca.recipes import find, read_yaml
+from tcnca.recipes import find
 from tcnca.training.distributed import check_device
 from tcnca.training.provenance import RECIPE, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
