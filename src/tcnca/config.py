@@ -148,6 +148,10 @@ class OwnKeys:
 
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+# Sizes of models, which also come from files: with these limits the bytes of every tensor fit 64 bits.
+LayerCount = Annotated[int, Range(1, 2**10)]
+Width = Annotated[int, Range(1, 2**24)]
+TokenCount = Annotated[int, Range(1, 2**31 - 1)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]

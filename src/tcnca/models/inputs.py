@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, NonNegativeInt, PositiveInt
+from tcnca.config import Config, NonNegativeInt, Width
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_features, make_norm
 from tcnca.models.preprocessing import Preprocessing, Standardization
@@ -29,7 +29,7 @@ class InputConfig(Config, abc.ABC):
 class TokenInputConfig(InputConfig, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    vocab_size: PositiveInt = 256
+    vocab_size: Width = 256
     """Number of tokens."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by √d_model."""
@@ -55,7 +55,7 @@ class TokenInputConfig(InputConfig, kind="tokens"):
 class ValueInputConfig(InputConfig, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
-    features: PositiveInt = 1
+    features: Width = 1
     """Values at each time."""
 
     def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> ValueEmbedding:
