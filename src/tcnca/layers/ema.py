@@ -68,6 +68,8 @@ class EMA(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the parameters as in MEGA, or with other decays (see `EMAConfig.spread`)."""
+        if self.delta.is_meta:
+            return
         nn.init.normal_(self.delta, std=0.2)
         nn.init.normal_(self.alpha, std=0.2)
         if self.config.spread:
