@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcnca.config import Config, Probability, TokenCount, Width
 from tcnca.errors import ConfigError, InputError
+from tcnca.layers.linear import WEIGHT_STD, init_normal
 from tcnca.ops import (
     AttentionActivation,
     AttentionState,
@@ -89,7 +90,7 @@ class ChunkedAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize the position parameters."""
         for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
+            init_normal(parameter, WEIGHT_STD)
 
     def set_chunk_size(self, chunk_size: int | None) -> None:
         """Change the chunk size; a simple bias must cover it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnca.config import Config, Probability, Range, Width
 from tcnca.errors import ConfigError
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.linear import WEIGHT_STD, Dropout, Linear
+from tcnca.layers.linear import WEIGHT_STD, Dropout, Linear, init_normal
 from tcnca.layers.mixer import MixerConfig
 from tcnca.layers.norm import NormKind, make_norm
 from tcnca.layers.tcn import TCNConfig
@@ -95,7 +95,7 @@ class GatedBlock(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize the transforms of queries and keys."""
-        nn.init.normal_(self.gamma, std=WEIGHT_STD)
+        init_normal(self.gamma, WEIGHT_STD)
         nn.init.zeros_(self.beta)
 
     def forward(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tcnca.config import Config, LayerCount, Probability, Width
 from tcnca.errors import ConfigError
 from tcnca.layers import Dropout
+from tcnca.layers.linear import init_normal
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Packing
 from tcnca.models.preprocessing import Preprocessing, Standardization
@@ -195,7 +196,7 @@ class LanguageModelHead(Head):
     def reset_parameters(self) -> None:
         """Initialize the matrix, N(0, 1 / d_model), unless it is the embedding's."""
         if self.weight is not None:
-            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+            init_normal(self.weight, self.weight.shape[1] ** -0.5)
 
     def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:
         """Return logits `[batch, time, vocab_size]`."""
@@ -216,7 +217,8 @@ class HeadLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Initialize the weights."""
-        nn.init.xavier_uniform_(self.weight, gain=self.scale)
+        if not self.weight.is_meta:
+            nn.init.xavier_uniform_(self.weight, gain=self.scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

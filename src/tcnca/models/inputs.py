@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tcnca.config import Config, NonNegativeInt, Width
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_features, make_norm
+from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import check_tensor, check_values
 
@@ -90,7 +91,7 @@ class TokenEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the embeddings, N(0, 1 / d_model); that of the padding is 0."""
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        init_normal(self.weight, self.weight.shape[1] ** -0.5)
         if self.pad_token_id is not None:
             nn.init.zeros_(self.weight[self.pad_token_id])
 
@@ -134,8 +135,8 @@ class ValueEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the vectors, N(0, 1 / features), and biases, N(0, 0.1)."""
-        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
-        nn.init.normal_(self.bias, std=0.1)
+        init_normal(self.weight, self.weight.shape[0] ** -0.5)
+        init_normal(self.bias, 0.1)
 
     def check_shape(self, name: str, x: Tensor) -> None:
         """Raise an InputError unless `x` is a tensor of real values in the dtype of the model."""

@@ -333,7 +333,9 @@ class SequenceModel(nn.Module):
             with torch.device("meta") as meta:
                 mixer_state = None if config.mixer is None else config.mixer.build(config.d_model).initial_state(1)
                 like = torch.empty(1, config.d_model)
-            attention_state = block.attention and block.attention.initial_state(1, meta, like.dtype)
+            attention_state = None
+            if block.attention is not None:
+                attention_state = block.attention.initial_state(1, meta, like.dtype)
             layer, pool = LayerState(mixer_state, attention_state), self.head.initial_state(1, like)
             self._example = ModelState((layer,) * config.num_layers, pool, self._signature)
             self._state_bytes = layer.nbytes * config.num_layers + (0 if pool is None else pool.nbytes)

@@ -20,7 +20,7 @@ from tcnca.config import shown
 from tcnca.errors import CheckpointError
 from tcnca.files import check_regular
 
-_MAX_PICKLE = 2**22
+_MAX_PICKLE = 2**21
 """Bytes of the pickle in a file. It has about 200 for each tensor, whose values are in other entries."""
 _DTYPES = {
     "torch.DoubleStorage": torch.float64,
@@ -62,7 +62,7 @@ class Storage(NamedTuple):
     key: Any
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Call:
     """A call of a class or function: the object that it would return."""
 
@@ -190,6 +190,7 @@ def _run(content: bytes) -> Any:
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo: dict[int, Any] = {}
+    argument: Any
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name in _ARGUMENTS:
@@ -221,8 +222,10 @@ def _run(content: bytes) -> Any:
             stack.append(_known(argument.replace(" ", ".", 1)))
         elif name in ("REDUCE", "NEWOBJ"):
             args, function = stack.pop(), stack.pop()
-            ordered = function == Name("collections.OrderedDict") and args == ()
-            stack.append({} if ordered else Call(Name(*function).name, args))
+            if not isinstance(function, Name):
+                raise TypeError("a call of a value")
+            empty = function.name == "collections.OrderedDict" and args == ()
+            stack.append({} if empty else Call(function.name, args))
         elif name == "BUILD":
             state = stack.pop()
             if isinstance(stack[-1], Call):
