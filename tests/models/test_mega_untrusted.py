@@ -124,6 +124,7 @@ WEIGHTS: dict[str, Callable[[], Any]] = {
     "int": lambda: torch.zeros(2, 4, dtype=torch.int32),
     "float8": lambda: torch.zeros(2, 4).to(torch.float8_e4m3fn),
     "empty": lambda: torch.zeros(0, 4),
+    "empty and huge": lambda: torch.zeros(1).expand(2**62)[:0].expand(2**40, 0),
     "scalar": lambda: torch.tensor(1.0),
     "none": lambda: None,
     "text": lambda: "x",
@@ -222,15 +223,15 @@ def test_archives_that_claim_more_than_they_have(tmp_path: Path) -> None:
     assert path.stat().st_size < 10**5 * 2
     with limited(seconds=1.0), pytest.raises(CheckpointError, match="which compresses nothing, got compressed entries"):
         load_mega_checkpoint(path)
-    # Two entries of the directory that are the same bytes of the file.
+    # The sizes in the directory: first one of two, then both.
     write(path, LM, random_weights(LM))
     content = bytearray(path.read_bytes())
     place = content.index(b"PK\x01\x02")
-    for offset in (20, 24):  # sizes in the directory
+    for offset, message in ((20, "expected entries of one size"), (24, "expected entries of together at most")):
         content[place + offset : place + offset + 4] = (2**31).to_bytes(4, "little")
-    path.write_bytes(content)
-    with limited(seconds=1.0), pytest.raises(CheckpointError, match="expected entries of together at most"):
-        load_mega_checkpoint(path)
+        path.write_bytes(content)
+        with limited(seconds=1.0), pytest.raises(CheckpointError, match=message):
+            load_mega_checkpoint(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
     with pytest.raises(CheckpointError, match=r"one folder with data\.pkl"):

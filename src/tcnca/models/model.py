@@ -266,6 +266,7 @@ class SequenceModel(nn.Module):
         logits = self.head(pooled, packing, x.shape[1], self.embedding.weight)
         new = ModelState(states, pool, self._signature) if return_state else None
         if new is not None and not torch.compiler.is_compiling():
+            # Its parts need no check when it comes back; a copy, or what is read from a file, has another identity.
             object.__setattr__(new, "_made_as", id(new))
         return ModelOutput(logits, new)
 
@@ -361,7 +362,7 @@ class SequenceModel(nn.Module):
         state.check_not_consumed()
         if state.signature != self._signature:
             raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
-        if getattr(state, "_made_as", None) != id(state) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and getattr(state, "_made_as", None) != id(state):
             self._check_parts(state, rows)
         parts = (state.layers[0], state.pool)
         tensor = next((tensor for part in parts if part is not None for tensor in part.tensors().values()), None)

@@ -122,7 +122,7 @@ class TorchFile:
         match value.args:
             case (Storage(Name(kind), str(key)), int(offset), tuple(shape), tuple(strides), *_) if kind in _DTYPES:
                 sizes = [offset, *shape, *strides]
-                if all(type(size) is int and size >= 0 for size in sizes) and len(shape) == len(strides):
+                if all(type(size) is int and 0 <= size <= self._size for size in sizes) and len(shape) == len(strides):
                     return self._view(name, _DTYPES[kind], key, offset, shape, strides)
         raise CheckpointError(f"{name}: expected a dense tensor of numbers, got {shown(value.args)}")
 
@@ -153,7 +153,9 @@ class TorchFile:
         infos = self._zip.infolist()
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise CheckpointError("expected a file of torch.save, which compresses nothing, got compressed entries")
-        if sum(max(info.file_size, info.compress_size) for info in infos) > self._size:
+        if any(info.file_size != info.compress_size for info in infos):
+            raise CheckpointError("expected entries of one size, got some with another size than they have in the file")
+        if sum(info.file_size for info in infos) > self._size:
             raise CheckpointError(f"expected entries of together at most {self._size:,} bytes, the file's, got more")
         entries = {info.filename.partition("/")[2]: info for info in infos}
         if len(entries) != len(infos) or "data.pkl" not in entries:
