@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -118,8 +118,7 @@ class CheckpointManager:
         saved = _read(place)
         _verify(place, saved.files)
         # First, as it may take a step of the optimizers.
-        shards = [place / name for name in saved.files if name not in (CONFIG_FILE, WEIGHTS_FILE)]
-        _read_optimizers(shards, model, optimizers)
+        _read_optimizers(place, _shards(saved.files), model, optimizers)
         copy, path = _on_meta(model), place / WEIGHTS_FILE
         with _reading(path):
             fill(copy, load_file(path), str(path))
@@ -220,12 +219,15 @@ def _read(place: Path) -> _Saved:
     if _name(saved.state.step) != place.name:
         got = shown(saved.state.step)
         raise CheckpointError(f"{path}: state.step: expected the step in {place.name}, got {got}; {_REMEDY}")
-    names = [name for name in saved.files if name not in (CONFIG_FILE, WEIGHTS_FILE)]
-    unknown = [name for name in names if not re.fullmatch(r"optimizers-\d+\.safetensors", name, re.ASCII)]
-    if unknown or len(names) != len(saved.files) - 2:
+    if {CONFIG_FILE, WEIGHTS_FILE, *_shards(saved.files)} != saved.files.keys():
         got = shown(list(saved.files))
         raise CheckpointError(f"{path}: files: expected the names of a checkpoint's files, got {got}; {_REMEDY}")
     return saved
+
+
+def _shards(files: Iterable[str]) -> list[str]:
+    """Return the files of the optimizers."""
+    return [name for name in files if re.fullmatch(r"optimizers-\d+\.safetensors", name, re.ASCII)]
 
 
 def _verify(place: Path, files: Mapping[str, str]) -> None:
@@ -369,11 +371,13 @@ class _Piece(NamedTuple):
     """A slice of safetensors."""
 
 
-def _read_optimizers(paths: Sequence[Path], model: SequenceModel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _read_optimizers(
+    place: Path, names: Sequence[str], model: SequenceModel, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Fill the optimizers, of which each process reads its own rows, however they were saved."""
     pieces: dict[str, list[_Piece]] = {}
     with contextlib.ExitStack() as files, torch.no_grad():
-        for path in paths:
+        for path in (place / name for name in names):
             with _reading(path):
                 file = files.enter_context(safe_open(path, framework="pt"))
                 rows = parse_json((file.metadata() or {}).get(_ROWS, ""), dict[str, int])
@@ -388,7 +392,7 @@ def _read_optimizers(paths: Sequence[Path], model: SequenceModel, optimizers: Se
         missing, unknown = sorted(slots.keys() - pieces.keys()), sorted(pieces.keys() - slots.keys())
         if missing or unknown:
             got = f"missing {shown(missing)}, unknown {shown(unknown)}"
-            raise CheckpointError(f"{paths[0].parent}: expected the state of the optimizers, got {got}; {_REMEDY}")
+            raise CheckpointError(f"{place}: expected the state of the optimizers, got {got}; {_REMEDY}")
         for name, (values, key) in slots.items():
             _check_pieces(name, pieces[name], _part(values[key]))
         for name, (values, key) in slots.items():
