@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.data import Batch
+from tcnca.errors import DataError
 from tcnca.training import CheckpointManager, Recipe, dist_context, load_recipe, read_log
 from tests.training.tiny import (
     TinyTrainer,
@@ -251,6 +252,25 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, parallel: str, 
         for path in other.glob("*.safetensors"):
             assert (one / path.name).read_bytes() == path.read_bytes()
     assert_same(weights(tcnca.load(parts)), weights(tcnca.load(whole)))
+
+
+def _without_space(folder: Path, given: Recipe) -> None:
+    """A run of which one process cannot write a file of a checkpoint."""
+    trainer = TinyTrainer(folder, given)
+
+    def fill_disk(trainer: TinyTrainer) -> None:
+        if trainer.dist.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+
+    trainer.before_step = fill_disk
+    with pytest.raises(DataError, match=r"checkpoints: cannot be written \(File too large\)"):
+        trainer.fit()
+
+
+def test_all_processes_stop_if_one_cannot_write(tmp_path: Path) -> None:
+    assert together(_without_space, tmp_path, recipe("parallel=fsdp", "max_steps=2")) == [0, 0]
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_the_log_is_right_on_another_number_of_processes(tmp_path: Path) -> None:
