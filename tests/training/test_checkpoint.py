@@ -95,19 +95,20 @@ def test_pickles_in_place_of_the_files_are_not_executed(tmp_path: Path, run: Pat
         if name.parts[0] == "checkpoints" and (folder / name).parent == latest(folder):
             # As someone would who alters a file on purpose.
             seal(latest(folder))
-        uses: list[Callable[[], object]] = [lambda model=model: tcnca.load(model) for model in (folder, latest(folder))]
-        uses += [lambda best=best: evaluate_run(folder, best=best, verbose=False) for best in (False, True)]
-        uses.append(lambda: fit(folder, *CHANGES, resume=True))
-        errors = [_error(each) for each in uses]
+        for model in (folder, latest(folder)):
+            _error(tcnca.load, model)
+        for best in (False, True):
+            _error(evaluate_run, folder, best=best, verbose=False)
+        error = _error(fit, folder, *CHANGES, resume=True)
         assert not marker.exists(), name
         if name.name in (STATE, SHARD) and name.parent == latest(run).relative_to(run):
-            assert isinstance(errors[-1], CheckpointError), name
+            assert isinstance(error, CheckpointError), name
         shutil.rmtree(folder)
 
 
-def _error(call: Callable[[], object]) -> Exception | None:
+def _error(call: Callable[..., object], *given: Any, **named: Any) -> Exception | None:
     try:
-        call()
+        call(*given, **named)
     except Exception as error:  # Other tests check the errors of every file.
         return error
     return None
@@ -238,7 +239,8 @@ SHARD_CHANGES = {
 def test_altered_optimizers_are_refused(place: Path, name: str) -> None:
     load(place)
     change, message = SHARD_CHANGES[name]
-    tensors, rows = load_file(place / SHARD), {}
+    tensors = load_file(place / SHARD)
+    rows: dict[str, Any] = {}
     change(tensors, rows)
     save_file(tensors, place / SHARD, {"rows": json.dumps(rows)})
     seal(place)
@@ -338,7 +340,7 @@ class _Odd(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"total": 0.0, "count": 0, "flag": True, "names": ("a", "b")})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["total"], group["count"] = group["total"] + 0.1, group["count"] + 1
             for parameter in group["params"]:
