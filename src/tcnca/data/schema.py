@@ -9,8 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.errors import DataError
+
 Kind = Literal["language", "classification", "pairs", "regression", "forecast"]
 SPLITS = ("train", "validation", "test")
+BLOCK = 2**20
+"""Offsets or labels that are checked at once: there may be more of them than fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +58,18 @@ class Ragged:
         """Return the sequences at `indices`, in that order."""
         pieces = [self.values[:0], *(self[index] for index in indices)]
         return Ragged.from_lengths(np.concatenate(pieces), self.lengths[indices])
+
+
+def check_offsets(offsets: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the offsets of a Ragged if they begin at 0, never decrease, and end at the number of values."""
+    fits = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and values.ndim > 0
+    fits = fits and bool(offsets[0] == 0 and offsets[-1] == len(values))
+    for begin in range(0, len(offsets) if fits else 0, BLOCK):
+        block = offsets[begin : begin + BLOCK + 1]
+        fits = fits and bool((block[:-1] <= block[1:]).all())
+    if not fits:
+        raise DataError("expected offsets that increase from 0 to the number of values, got others")
+    return offsets
 
 
 Column = NDArray[Any] | Ragged
