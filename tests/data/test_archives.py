@@ -20,7 +20,7 @@ FILES = {"top.txt": b"top", "folder/one.txt": b"one", "folder/deep/two.bin": TEX
 
 
 def all_members(path: Path) -> dict[str, bytes]:
-    return {name: read_all(reader, f"{path}: {name}") for name, reader in iter_members(path)}
+    return {name: read_all(reader, f"{path}: {name}", 2**20) for name, reader in iter_members(path)}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -37,7 +37,7 @@ def test_truncated_file_is_refused(tmp_path: Path, packing: str, keep: float) ->
     path = written(tmp_path / "short", data[: int(len(data) * keep)])
     message = r"short: is truncated, damaged .*download it again"
     with pytest.raises(DataError, match=message), open_decompressed(path) as reader:
-        read_all(reader, path)
+        read_all(reader, path, 2**20)
 
 
 @pytest.mark.parametrize("files", [{}, {"one": b"1", "two": b"2"}], ids=["none", "two"])

@@ -240,14 +240,17 @@ def test_invalid_csv(tmp_path: Path, content: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a", "label"', r"^, line 2: expected one JSON object per line, got no JSON \(Expecting ':'"),
+        (
+            '{"text": "a", "label"',
+            r"^, line 2: expected one JSON object per line, got no JSON \(.*Expecting ':'",
+        ),
         ("[" * 100_000, "^, line 2: expected one JSON object per line, got no JSON"),
         ('["a", 1]', "^, line 2: expected a JSON object such as .*, got a JSON list"),
         ('{"text": "a"}', "^, line 2: expected a field 'label', got 'text'; add it"),
         ('{"text": 5, "label": 1}', "^, line 2, column 'text': expected text, got 5"),
-        ('{"text": null, "label": 1}', "^, line 2, column 'text': expected text, got null"),
+        ('{"text": null, "label": 1}', "^, line 2, column 'text': expected text, got None"),
         ('{"text": "a", "label": null}', "^, line 2, column 'label': expected a label, got an empty field"),
-        ('{"text": "a", "label": ["x"]}', r"^, line 2, column 'label': expected one name or number, got \[\"x\"\]"),
+        ('{"text": "a", "label": ["x"]}', r"^, line 2, column 'label': expected one name or number, got \['x'\]"),
         (
             r'{"text": "a\ud800", "label": 1}',
             r"^, line 2, column 'text': expected valid Unicode, got the unpaired surrogate '\\ud800'",

@@ -199,7 +199,8 @@ def pictures(tmp_path: Path) -> Path:
     pixels = np.zeros((5, 32, 32), np.uint8)
     pixels[np.arange(5), 8, 3 * np.arange(5)] = 255
     with DatasetWriter(tmp_path / "image") as writer:
-        writer.append("test", {"pixels": pixels, "labels": np.arange(5)})
+        for split in ("train", "test"):
+            writer.append(split, {"pixels": pixels, "labels": np.arange(5)})
         writer.commit({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
     return tmp_path
 

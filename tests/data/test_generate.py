@@ -335,7 +335,7 @@ def test_damaged_shard(tmp_path: Path, damage: str) -> None:
         np.savez(path, fingerprints=np.array([print], object))
     else:
         path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(DataError, match=r"000001.npz: is damaged \(.*\); remove it and run the same command again"):
+    with pytest.raises(DataError, match=r"000001.npz: cannot be read \(.*\); remove it and run the same command again"):
         generated(plan(), folder)
     path.unlink()
     assert generated(plan(), folder) == expected(plan())

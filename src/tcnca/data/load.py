@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tcnca.config import check_choice
+from tcnca.config import check_choice, shown
 from tcnca.data.archives import check_source
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.custom.options import draw_splits, input_digests
@@ -187,6 +187,8 @@ def _manifest(spec: DatasetSpec) -> dict[str, Any]:
 
 def _build_task(data: Dataset, options: Mapping[str, Any]) -> Task:
     name, kind = data.manifest.get("dataset"), data.manifest["kind"]
+    if name is not None and not is_dataset(name):
+        raise DataError(f"{data.name}: expected a data set of `tcnca data list`, got {shown(name)}; {AGAIN}")
     build = _TASKS[kind] if name is None else get_dataset(name).task
     # A partial has no kind, but its function has.
     needed = getattr(getattr(build, "func", build), "kind", kind)

@@ -129,7 +129,9 @@ def check_memory(needed: int) -> None:
     """Raise a DataError if fewer than `needed` bytes of memory are available."""
     available = available_memory()
     if needed > available:
-        raise DataError(f"it needs about {needed / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are available")
+        raise DataError(
+            f"it needs about {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available: use less data"
+        )
 
 
 def available_memory() -> int:

@@ -13,6 +13,8 @@ from tcnca.errors import DataError
 
 Kind = Literal["language", "classification", "pairs", "regression", "forecast"]
 SPLITS = ("train", "validation", "test")
+_MANY_FEATURES = 64
+"""So many features, and four times as many as time steps, are unusual."""
 BLOCK = 2**20
 """Offsets or labels that are checked at once: there may be more of them than fit into memory."""
 
@@ -111,6 +113,28 @@ def concatenate(parts: Sequence[Columns]) -> dict[str, Column]:
 def num_examples(columns: Columns) -> int:
     """Return the number of examples."""
     return len(next(iter(columns.values())))
+
+
+def value_shape(columns: Columns) -> tuple[int, int] | None:
+    """Return the time steps of the longest real-valued sequence and its features; None if there are no such ones."""
+    match columns.get("values"):
+        case None:
+            return None
+        case Ragged() as ragged:
+            return int(ragged.lengths.max(initial=0)), ragged.values.shape[-1]
+        case values:
+            return values.shape[1], values.shape[2]
+
+
+def shape_warning(columns: Columns) -> str:
+    """Return a warning if the time steps and the features of the sequences seem to be exchanged, else nothing."""
+    steps, features = value_shape(columns) or (0, 0)
+    if features < max(_MANY_FEATURES, _MANY_FEATURES // 16 * steps):
+        return ""
+    return (
+        f"values: {features:,} features in only {steps:,} time steps; arrays are [examples, time, features], transpose "
+        "yours if they are [examples, features, time]"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
