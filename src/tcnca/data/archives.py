@@ -31,9 +31,10 @@ _MAX_RATIO = 50
 """Bytes that a byte of a compressed file may unpack to. EnWik8 has 4, IMDB 5, and very repetitive text about 20."""
 _MIN_UNPACKED = 2**26
 """Bytes that any compressed file may unpack to."""
-_MEMBER_BYTES = 100
+_MEMBER_BYTES = 400
 """Bytes of an archive for each of its members, in addition to `_MIN_MEMBERS`. IMDB has 840."""
 _MIN_MEMBERS = 10_000
+_BLOCK = 2**20
 _MAX_TAR_HEADER = 2**20
 """Bytes of a long name, or of other additions to the header of a member."""
 MAX_LINE = 2**25
@@ -116,7 +117,8 @@ class _LimitedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count: int = self._reader.readinto(buffer)
+        # A decompressor needs as much memory again as it is asked for.
+        count: int = self._reader.readinto(memoryview(buffer)[:_BLOCK])
         self._count += count
         if self._count > self._limit:
             raise _too_large(self._path, self._limit)

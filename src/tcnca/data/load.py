@@ -139,13 +139,15 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
     path = Path(source)
     if not str(source):
         raise DataError("source: expected the name of a data set, or a file or folder, got an empty text")
-    for place in (folder / canonical_name(path.name) if str(source) == path.name else path, path):
-        if (place / MANIFEST).is_file():
-            return Dataset.open(place)
-    if is_dataset(str(source)):
-        raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
+    # The system refuses some paths, for example long ones.
     with read_errors(path):
         exists = path.exists()
+        places = (folder / canonical_name(path.name) if str(source) == path.name else path, path)
+        prepared = next((place for place in places if (place / MANIFEST).is_file()), None)
+    if prepared is not None:
+        return Dataset.open(prepared)
+    if is_dataset(str(source)):
+        raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
     if not exists:
         raise DataError(
             f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`; "

@@ -89,7 +89,7 @@ def read_array(file: IO[bytes], size: int, copies: int = 1) -> NDArray[Any]:
     header = read_header(file, size)
     check_memory(copies * header.nbytes)
     values = np.empty(math.prod(header.shape), header.dtype)
-    view, filled = memoryview(values.view(np.uint8)), 0
+    view, filled = values.view(np.uint8).data, 0
     while filled < len(view) and (count := file.readinto(view[filled : filled + _BLOCK])):  # type: ignore[attr-defined]
         filled += count
     if filled < len(view):
@@ -130,7 +130,7 @@ def check_memory(needed: int) -> None:
     available = available_memory()
     if needed > available:
         raise DataError(
-            f"it needs about {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available: use less data"
+            f"it needs about {needed / 1e9:,.1f} GB of memory, {available / 1e9:,.1f} GB are available: use less data"
         )
 
 

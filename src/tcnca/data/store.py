@@ -51,7 +51,9 @@ class Dataset:
         manifest = read_manifest(folder)
         try:
             found = check_manifest(manifest)
-            splits = {split: _map_split(folder, found, split, names) for split, names in found.splits.items()}
+            splits: dict[str, Columns] = {
+                split: _map_split(folder, found, split, names) for split, names in found.splits.items()
+            }
             check_columns(found, splits)
         except ConfigError as error:
             raise DataError(f"{folder / MANIFEST}: {error}; {AGAIN}") from error

@@ -207,7 +207,7 @@ class _Global:
         raise pickle.UnpicklingError(f"changes {self.name}")
 
 
-class _BatchUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _BatchUnpickler(pickle._Unpickler):
     """Reads what a batch consists of: dictionaries, lists, bytes, numbers and arrays.
 
     The variant in Python, since the one in C allocates as much memory as a file asks for.
