@@ -316,6 +316,8 @@ def _read_shard(plan: Plan, folder: Path, number: int) -> Columns:
     path = _path(folder, number)
     with array_errors(path, "remove it and run the same command again"):
         with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+                raise DataError("expected arrays that are not compressed")
             arrays = {name: read_member(archive, member) for name, member in list_arrays(archive).items()}
         columns: dict[str, Column] = {name: values for name, values in arrays.items() if not name.endswith(_OFFSETS)}
         for name, values in arrays.items():

@@ -16,7 +16,7 @@ from tcnca.errors import DataError
 SIZE = 100_000_000
 SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 
-_MAX_SIZE = 4 * SIZE
+_MAX_SIZE = 2 * SIZE
 """The file is read into memory, so another one may not have any size."""
 _MIN_SIZE = 20
 """With fewer bytes a split would be empty."""
