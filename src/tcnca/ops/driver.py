@@ -23,6 +23,9 @@ INTERPRETER_SHARED_MEMORY = 227 * 1024
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
 CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+PROGRAMMATIC_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+PROGRAMMATIC_CAPABILITY = (9, 0)
+"""Compute capability from which a kernel can start before the one before it ends."""
 
 Grid = tuple[int, int, int]
 
@@ -34,6 +37,7 @@ def library() -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     found.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     found.cuLaunchCooperativeKernel.argtypes = [pointer, *[number] * 7, pointer, pointer]
+    found.cuLaunchKernelEx.argtypes = [pointer, pointer, pointer, pointer]
     found.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
     found.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     found.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
@@ -88,6 +92,25 @@ class Function:
         return value.value
 
 
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
 class Launch:
     """A kernel launch of which only the addresses are left to be given. Several threads may use it at once.
 
@@ -102,6 +125,8 @@ class Launch:
         as_struct: how the kernel takes its arguments, see above.
         shared_memory: bytes of dynamic shared memory, if less than the function's.
         cooperative: whether all blocks have to run at the same time.
+        programmatic: whether the kernel may start before the one before it on the stream ends, for which it waits
+            itself.
     """
 
     def __init__(
@@ -115,6 +140,7 @@ class Launch:
         as_struct: bool = False,
         shared_memory: int | None = None,
         cooperative: bool = False,
+        programmatic: bool = False,
     ) -> None:
         words = [0] * num_addresses + [_word(number, "<d" if as_struct else "<f") for number in numbers]
         self._slots: Any = (ctypes.c_int64 * len(words))(*words)
@@ -127,8 +153,18 @@ class Launch:
         start = library().cuLaunchCooperativeKernel if cooperative else library().cuLaunchKernel
         self._start = functools.partial(start, ctypes.c_void_p(function.handle), *fixed)
         self._rest = (ctypes.c_void_p(ctypes.addressof(self._arguments)), *(() if cooperative else (None,)))
+        if programmatic:
+            self._start = functools.partial(self._start_programmatic, function.handle, grid, block, memory)
         self._lock = threading.Lock()
         self._name = function.name
+
+    @staticmethod
+    def _start_programmatic(
+        function: int, grid: Grid, block: Grid, memory: int, stream: int, arguments: Any, extra: Any
+    ) -> int:
+        attribute = _Attribute(PROGRAMMATIC_LAUNCH, 0, (ctypes.c_int * 16)(1))
+        config = _Config(grid, block, memory, stream, ctypes.pointer(attribute), 1)
+        return library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), arguments, extra)
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Launch the kernel on a stream of the current device."""

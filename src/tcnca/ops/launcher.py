@@ -28,6 +28,7 @@ TYPE_NAMES = {
     torch.float16: "fp16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
 }
 # Bytes that one thread loads or copies at once, if they are known to start at a multiple of this number.
 ALIGNMENT = 16
@@ -60,6 +61,7 @@ class Launch:
         num_warps: groups of 32 threads that run one program.
         num_stages: iterations of a loop around matrix products whose loads are in flight together.
         stride_divisor: a divisor of every stride, if every tensor starts at a multiple of `ALIGNMENT`.
+        programmatic: whether the kernel waits itself for the one before it, see `driver.Launch`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Launch:
         num_warps: int,
         num_stages: int = 3,
         stride_divisor: int | None = None,
+        programmatic: bool = False,
     ) -> None:
         self._kernel, self._grid = kernel, (*grid, 1)
         self._numbers, self._constants = numbers, constants
@@ -85,7 +88,8 @@ class Launch:
         build = Build(kernel, tuple(types), tuple(constants.items()), num_warps, num_stages, stride_divisor)
         function = load_kernel(build, device)
         arguments = (*numbers, *[0] * SCRATCH_ARGUMENTS)
-        self._launch = driver.Launch(function, self._grid, (32 * num_warps, 1, 1), len(dtypes), arguments)
+        block = (32 * num_warps, 1, 1)
+        self._launch = driver.Launch(function, self._grid, block, len(dtypes), arguments, programmatic=programmatic)
 
     def __call__(self, stream: int, *tensors: Tensor) -> None:
         """Launch the kernel on a stream of the current device."""

@@ -1,0 +1,491 @@
+"""One token of a language model in a few kernels a layer, as one CUDA graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcnca.layers import EMA, TCN, ChunkedAttention
+from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
+from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
+from tcnca.models import ModelState, SequenceModel
+from tcnca.models.heads import LanguageModelHead
+from tcnca.models.inputs import TokenEmbedding
+from tcnca.ops import AttentionState, EMAState, TCNState, rotary_bias
+from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
+from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream
+from tcnca.ops.ema.naive import ema_coefficients
+from tcnca.ops.launcher import ALIGNMENT, Launch
+
+MAX_WIDTH = 4096
+"""Widest input that a program normalizes."""
+DOT_ROWS = 5
+"""Rows from which matrix products run on the tensor cores."""
+TILE = 4096
+"""Weights that a program without tensor cores holds."""
+MAX_PROGRAMMATIC_ROWS = 8
+"""Rows up to which kernels start early: with more, those that wait take the place of those that run."""
+PANEL = 16
+"""Columns of the values that lie together in the cache."""
+
+
+def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
+    """Return what the kernels cannot run, or None if they can run the model."""
+    config, device = model.config, model.embedding.weight.device
+    attention, dtype = config.attention, model.embedding.weight.dtype
+    if not isinstance(model.embedding, TokenEmbedding) or not isinstance(model.head, LanguageModelHead):
+        return "head: expected a language model"
+    if model.embedding.norm is not None:
+        return "input.norm: expected False"
+    if not config.prenorm:
+        return "prenorm: expected True"
+    if dtype not in KERNEL_DTYPES or any(weight.dtype != dtype for weight in model.parameters()):
+        return "dtype: expected one floating dtype"
+    if max(config.d_model, config.d_ff, attention.d_value if attention else 0) > MAX_WIDTH:
+        return f"d_model: expected widths of at most {MAX_WIDTH}"
+    if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):
+        return "attention: expected the softmax in chunks"
+    for layer in model.layers:
+        mixer = layer.block.mixer
+        if isinstance(mixer, TCN):
+            if mixer.config.convolutions != 1 or len(mixer.norms):
+                return "mixer: expected blocks of one convolution without norms of activations"
+        elif not isinstance(mixer, EMA) or mixer.config.truncation is not None:
+            return "mixer: expected a TCN, or an EMA without truncation"
+    if any(tensor.dtype != dtype for tensor in _typed(state)):
+        return f"state: expected {dtype}"
+    if not INTERPRETED and (
+        device.type != "cuda" or not kernels_enabled() or not should_use("triton", device, "a step")
+    ):
+        return "device: expected an NVIDIA GPU and Triton"
+    return None
+
+
+def _typed(state: ModelState) -> list[Tensor]:
+    """Return the tensors of a state that have the dtype of the model."""
+    found: list[Tensor] = []
+    for layer in state.layers:
+        if layer.attention is not None:
+            found += [layer.attention.keys, layer.attention.values]
+        if isinstance(layer.mixer, TCNState):
+            found += layer.mixer.buffers
+    return found
+
+
+class FusedStep:
+    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`.
+
+    The weights are read when it is built. The logits are overwritten by the next step.
+
+    Args:
+        model: a language model that `unsupported_reason` accepts.
+        state: the state after the preceding tokens, which is copied.
+        programmatic: whether kernels start before the preceding one ends; by default where that is faster.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: SequenceModel, state: ModelState, programmatic: bool | None = None) -> None:
+        weight = model.embedding.weight
+        self.model, self.batch, self.device, self.dtype = model, state.batch_size, weight.device, weight.dtype
+        if programmatic is None:
+            capable = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= PROGRAMMATIC_CAPABILITY
+            programmatic = capable and self.batch <= MAX_PROGRAMMATIC_ROWS
+        self.programmatic = programmatic and not INTERPRETED
+        self.token = torch.zeros(self.batch, dtype=torch.long, device=self.device)
+        self._launches: list[tuple[Launch, list[Tensor]]] = []
+        self._positions = _positions(state)
+        self._build(state)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Take a step."""
+        self.token.copy_(token)
+        self._positions += 1
+        if not self.token.is_cuda:
+            self._run()
+            return self.logits
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._graph.replay()
+        return self.logits
+
+    def state(self) -> ModelState:
+        """Return the state after the last token, as a copy."""
+        template = self.model.initial_state(self.batch)
+        layers = []
+        for layer, parts in zip(template.layers, self._parts, strict=True):
+            mixer: Any = layer.mixer
+            if isinstance(mixer, TCNState):
+                sizes = [buffer.shape[1] for buffer in mixer.buffers]
+                mixer = TCNState(tuple(part.clone() for part in parts["ring"].split(sizes, 1)), self._positions.clone())
+            elif isinstance(mixer, EMAState):
+                mixer = EMAState(parts["hidden"].clone(), None, self._positions.clone())
+            attention = layer.attention
+            if attention is not None:
+                values = parts["values"].transpose(1, 2).flatten(2).contiguous()
+                attention = AttentionState(parts["keys"].clone(), values, self._positions.clone())
+            layers.append(type(layer)(mixer, attention))
+        return ModelState(tuple(layers), None, template.signature)
+
+    def _run(self) -> None:
+        stream = 0 if INTERPRETED else current_stream(self.device.index or 0)
+        for launch, tensors in self._launches:
+            launch(stream, *tensors)
+
+    def _capture(self) -> None:
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with capture_graph(stream, error_mode="thread_local") as self._graph:
+                self._run()
+            torch.cuda.current_stream().wait_stream(stream)
+
+    # The kernels of a step, in order.
+
+    def _add(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        tensors: list[Tensor],
+        numbers: tuple[int | float, ...] = (),
+        warps: int = 4,
+        stages: int = 3,
+        **constants: Any,
+    ) -> None:
+        launch = Launch(
+            kernel,
+            grid,
+            tuple(tensor.dtype for tensor in tensors),
+            numbers,
+            {**constants, "PDL": self.programmatic},
+            device=None if self.device.type == "cpu" else self.device.index or 0,
+            num_warps=warps,
+            num_stages=stages,
+            stride_divisor=1 if all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors) else None,
+            programmatic=self.programmatic,
+        )
+        self._launches.append((launch, tensors))
+
+    def _build(self, state: ModelState) -> None:
+        from tcnca.ops.decoding import kernels
+
+        model, config, batch = self.model, self.model.config, self.batch
+        assert isinstance(model.embedding, TokenEmbedding) and isinstance(model.head, LanguageModelHead)
+        width = config.d_model
+        self.x, self.spare, self.normed, self.mixed = (self._empty(width) for _ in range(4))
+        self.hidden = self._empty(max(config.d_ff, 1))
+        sizes = self._slot_sizes(state)
+        self.slots = (self._positions.unsqueeze(1) % sizes).to(torch.int32).contiguous()
+        self.blocks = len(sizes) - 1
+        chunk = 1 if config.attention is None else config.attention.chunk_size or 1
+        self.scores = torch.empty(batch, chunk, device=self.device)
+        table = model.embedding.weight
+        self._add(
+            kernels.embed,
+            (batch, 1),
+            [self.token, table, self.x],
+            (float(model.embedding.scale),),
+            WIDTH=width,
+            COLUMNS=_power(width),
+        )
+        self._parts: list[dict[str, Tensor]] = []
+        for layer, part in zip(model.layers, state.layers, strict=True):
+            assert isinstance(layer, Layer)
+            self._parts.append(self._add_layer(kernels, layer, part))
+        head = table if model.head.weight is None else model.head.weight
+        self.logits = torch.empty(batch, head.shape[0], device=self.device, dtype=self.dtype)
+        self._add_linear(kernels, self.x, head, None, self.logits, norm=model.norm)
+        self._add(
+            kernels.advance_slots,
+            (batch, 1),
+            [self.slots, sizes],
+            warps=1,
+            COUNT=len(sizes),
+            COLUMNS=_power(len(sizes)),
+        )
+
+    def _add_layer(self, kernels: Any, layer: Layer, state: Any) -> dict[str, Tensor]:
+        block, parts = layer.block, dict[str, Tensor]()
+        gated = isinstance(block, GatedBlock)
+        mixed = self.mixed if gated else self.spare
+        norm = block.norm if isinstance(block, GatedBlock) else block.mixer_norm
+        if isinstance(block.mixer, TCN):
+            parts["ring"] = torch.cat(list(state.mixer.buffers), 1).contiguous()
+            self._add_tcn(kernels, block.mixer, norm, parts["ring"], mixed, add=not gated)
+        elif isinstance(block.mixer, EMA):
+            parts["hidden"] = state.mixer.hidden.float().contiguous().clone()
+            self._add_ema(kernels, block.mixer, norm, parts["hidden"], mixed, add=not gated)
+        if not gated:
+            self.x, self.spare = self.spare, self.x
+        if block.attention is not None:
+            panel = math.gcd(block.attention.config.d_value, PANEL)
+            parts["keys"] = state.attention.keys.contiguous().clone()
+            parts["values"] = state.attention.values.unflatten(2, (-1, panel)).transpose(1, 2).contiguous()
+            self._add_attention(kernels, block, parts["keys"], parts["values"])
+        net = layer.feed_forward
+        if net is not None:
+            name = self.model.config.activation
+            self._add_linear(kernels, self.x, net.up.weight, net.up.bias, self.hidden, "activation", name, net.norm)
+            self._add_linear(kernels, self.hidden, net.down.weight, net.down.bias, self.x, "add")
+        return parts
+
+    def _add_tcn(
+        self, kernels: Any, mixer: TCN, norm: nn.Module | None, ring: Tensor, mixed: Tensor, add: bool
+    ) -> None:
+        config, width, channels = mixer.config, mixer.d_model, 16 if self.batch < 16 else 32
+        weight = mixer.weight if mixer.scale is None else weight_norm(mixer.weight, mixer.scale)
+        # Absent parameters are never read.
+        optional = [weight if each is None else each for each in (mixer.bias, mixer.gain, mixer.omega)]
+        self._add(
+            kernels.mix_tcn,
+            (self.batch, -(-width // channels)),
+            [
+                self.x,
+                *self._norm(norm),
+                ring,
+                weight[:, 0].transpose(1, 2).contiguous(),
+                *(each.detach().contiguous() for each in optional),
+                self.slots,
+                self.normed,
+                mixed,
+            ],
+            (EPS,),
+            warps=1,
+            WIDTH=width,
+            COLUMNS=_power(width),
+            CHANNELS=channels,
+            DEPTH=config.depth,
+            KERNEL=config.kernel_size,
+            PAST=_power(max(config.kernel_size - 1, 1)),
+            FACTOR=config.dilation_factor,
+            NORM=_norm_kind(norm),
+            BIAS=mixer.bias is not None,
+            BLOCK=config.block,
+            OUTPUT=config.output,
+            ACTIVATION=config.activation,
+            ADD=add,
+        )
+
+    def _add_ema(
+        self, kernels: Any, mixer: EMA, norm: nn.Module | None, hidden: Tensor, mixed: Tensor, add: bool
+    ) -> None:
+        width, states, channels = mixer.d_model, mixer.config.d_state, 16 if self.batch < 16 else 32
+        coefficients = ema_coefficients(mixer.delta, mixer.alpha, mixer.beta, mixer.gamma)
+        self._add(
+            kernels.mix_ema,
+            (self.batch, -(-width // channels)),
+            [
+                self.x,
+                *self._norm(norm),
+                hidden,
+                *(part[0].float().contiguous() for part in coefficients),
+                mixer.omega.detach(),
+                self.normed,
+                mixed,
+            ],
+            (EPS,),
+            warps=1,
+            WIDTH=width,
+            COLUMNS=_power(width),
+            CHANNELS=channels,
+            STATES=states,
+            STATE_COLUMNS=_power(states),
+            NORM=_norm_kind(norm),
+            ACTIVATION="silu" if mixer.config.output == "activation" else "none",
+            ADD=add,
+        )
+
+    def _add_attention(self, kernels: Any, block: GatedBlock | ResidualBlock, keys: Tensor, values: Tensor) -> None:
+        attention, config = block.attention, self.model.config
+        assert isinstance(attention, ChunkedAttention)
+        d_key, d_value, width = attention.config.d_key, attention.config.d_value, config.d_model
+        gated = isinstance(block, GatedBlock)
+        if isinstance(block, GatedBlock):
+            weight = torch.cat([block.values.weight, block.gates.weight])
+            bias = torch.cat([block.values.bias, block.gates.bias])
+            inputs, norm, widths = (self.normed, self.mixed), None, (width, d_key, d_value, width)
+            gamma, beta, query, key = block.gamma, block.beta, width, width
+        else:
+            q, v = block.projection.weight.split([2 * d_key, d_value])
+            weight = torch.cat([v, q])
+            bias = torch.cat(list(reversed(block.projection.bias.split([2 * d_key, d_value]))))
+            inputs, norm, widths = (self.x, self.x), block.attention_norm, (d_key, d_key)
+            gamma = beta = keys
+            query, key = 0, d_key
+        gates = torch.empty(self.batch, sum(widths), device=self.device, dtype=self.dtype)
+        self._add_linear(
+            kernels,
+            inputs[0],
+            weight,
+            bias,
+            gates,
+            "gates",
+            config.activation if gated else "none",
+            norm,
+            second=inputs[1],
+            cache=values,
+            VALUES=d_value,
+            OPEN=width if gated else 0,
+            SMOOTH=width + d_key + d_value if gated else 0,
+        )
+        chunk, panel, many = keys.shape[1], values.shape[3], self.batch >= 16
+        places = min(128 if many else 16, _power(chunk))
+        position = attention.config.position
+        if position == "rotary":
+            offsets = rotary_bias(attention.alpha, attention.beta, chunk)
+        else:
+            offsets = attention.bias.detach() if position == "simple" else keys
+        self._add(
+            kernels.score,
+            (self.batch, -(-chunk // places)),
+            [gates[:, query:], gates[:, key:], gamma.detach(), beta.detach(), keys, offsets, self.slots, self.scores],
+            ((len(offsets) + 1) // 2, gates.shape[1], d_key**-0.5),
+            warps=8 if many else 2,
+            KEY=d_key,
+            KEY_COLUMNS=_power(d_key),
+            CHUNK=chunk,
+            BLOCKS=self.blocks,
+            PLACES=places,
+            POSITION="bias" if position in ("simple", "rotary") else position,
+            AFFINE=gated,
+        )
+        attended = self._empty(d_value)
+        places = min(64 if many else 512, _power(chunk))
+        self._add(
+            kernels.attend,
+            (d_value // panel, self.batch),
+            [self.scores, values, gates[:, width + d_key :] if gated else gates, self.slots, attended],
+            (gates.shape[1],),
+            warps=2 if many else 8,
+            VALUES=d_value,
+            CHUNK=chunk,
+            BLOCKS=self.blocks,
+            PANEL=panel,
+            PLACES=places,
+            GATED=gated,
+        )
+        epilogue = "blend" if gated else "add"
+        output = block.output
+        self._add_linear(
+            kernels, attended, output.weight, output.bias, self.x, epilogue, config.activation, gates=gates
+        )
+
+    def _add_linear(
+        self,
+        kernels: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        epilogue: str = "none",
+        activation: str = "none",
+        norm: nn.Module | None = None,
+        *,
+        second: Tensor | None = None,
+        gates: Tensor | None = None,
+        cache: Tensor | None = None,
+        VALUES: int = 1,  # noqa: N803, a constant of the kernel
+        **constants: Any,
+    ) -> None:
+        outputs, inputs = weight.shape
+        dot = self.batch >= DOT_ROWS
+        if dot:
+            rows, columns = (64, 32) if outputs >= 2048 and norm is None else (16, 32 if outputs >= 1024 else 16)
+            step = _power(inputs) if norm is not None else min(128 if rows == 64 else 512, _power(inputs))
+        else:
+            rows, step = 1, _power(inputs)
+            columns = max(TILE // step, 1)
+        if cache is not None:
+            # A program computes values or gates, never both.
+            assert bias is not None
+            weight, bias = (_pad_rows(part, VALUES, columns) for part in (weight, bias))
+        outputs = weight.shape[0]
+        weight = weight.detach().contiguous()
+        self._add(
+            kernels.linear,
+            (-(-outputs // columns), -(-self.batch // rows) if dot else 1),
+            [
+                x,
+                x if second is None else second,
+                weight,
+                weight,
+                weight if bias is None else bias.detach().contiguous(),
+                *self._norm(norm),
+                out,
+                out if gates is None else gates,
+                out if cache is None else cache,
+                self.slots,
+            ],
+            (self.batch, EPS),
+            IN=inputs,
+            OUT=outputs,
+            COLUMNS=columns,
+            ROWS=rows,
+            STEP=step,
+            DOT=dot,
+            NORM="none" if norm is None else _norm_kind(norm),
+            BIAS=bias is not None,
+            QUANTIZED=False,
+            VALUES=VALUES,
+            PADDED=-(-VALUES // columns) * columns,
+            BLOCKS=self.blocks,
+            CHUNK=1 if cache is None else cache.shape[2],
+            PANEL=1 if cache is None else cache.shape[3],
+            GATES=out.shape[1] if gates is None else gates.shape[1],
+            EPILOGUE=epilogue,
+            ACTIVATION=activation,
+            **{"OPEN": 0, "SMOOTH": 0, **constants},
+        )
+
+    def _empty(self, width: int) -> Tensor:
+        return torch.zeros(self.batch, width, device=self.device, dtype=self.dtype)
+
+    def _norm(self, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """Return the factors and offsets of a norm, for each channel."""
+        width = self.model.config.d_model
+        one = torch.ones(width, device=self.device)
+        if norm is None:
+            return one, one
+        scale = one if norm.weight is None else norm.weight.float().expand(width)
+        shift = one * 0.0 if getattr(norm, "bias", None) is None else norm.bias.float()
+        if isinstance(norm, BatchNorm):
+            scale = scale * torch.rsqrt(norm.running_var + EPS)
+            shift = shift - norm.running_mean * scale
+        return scale.contiguous(), shift.contiguous()
+
+    def _slot_sizes(self, state: ModelState) -> Tensor:
+        """Return after how many tokens each kind of slot repeats: of the attention, and of the blocks of the TCN."""
+        attention, mixer = state.layers[0].attention, state.layers[0].mixer
+        sizes = [1 if attention is None else attention.keys.shape[1]]
+        if isinstance(mixer, TCNState):
+            sizes += [max(buffer.shape[1], 1) for buffer in mixer.buffers]
+        return torch.tensor(sizes, dtype=torch.int32, device=self.device)
+
+
+def _positions(state: ModelState) -> Tensor:
+    layer = state.layers[0]
+    for part in (layer.attention, layer.mixer):
+        if part is not None:
+            return part.position.clone()  # type: ignore[attr-defined]
+    raise AssertionError("a model without mixer and attention has no state")
+
+
+def _pad_rows(rows: Tensor, first: int, multiple: int) -> Tensor:
+    """Insert zeros after the `first` rows, up to a multiple of a number."""
+    zeros = rows.new_zeros(-first % multiple, *rows.shape[1:])
+    return torch.cat([rows[:first], zeros, rows[first:]])
+
+
+def _norm_kind(norm: nn.Module | None) -> str:
+    if isinstance(norm, LayerNorm):
+        return "layer"
+    return "rms" if isinstance(norm, RMSNorm) else "batch"
+
+
+def _power(number: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,1 @@
+"""One token of a model in a few kernels."""

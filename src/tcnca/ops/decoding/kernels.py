@@ -1,0 +1,568 @@
+"""Triton kernels of one decoding step: the next token of each sequence of a batch.
+
+A layer takes seven kernels: norm and mixer; values and gates; scores; values of the attention; output; and two for the
+feed-forward net. Every kernel waits for the one before by `gdc_wait`, so that with programmatic launches its programs
+start, and load weights, while that one still runs. Nothing but weights may be read before the wait.
+
+Rows of the batch are at their own positions: `slots` is `[batch, 1 + blocks]`, the slot of the current token in the
+chunk of the attention and in the ring buffer of each block of the TCN.
+"""
+
+# Triton's language is not typed.
+# mypy: ignore-errors
+# ruff: noqa: N803, RUF005, SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tcnca.ops.dispatch import INTERPRETED
+
+if INTERPRETED:
+
+    @triton.jit
+    def gdc_wait():
+        """Kernels run one after the other."""
+
+    @triton.jit
+    def gdc_launch_dependents():
+        """Kernels run one after the other."""
+
+else:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG_ROTARY_BASE = tl.constexpr(9.210340371976184)
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """Apply the activation function `NAME`."""
+    if NAME == "silu":
+        x = x * tl.sigmoid(x)
+    elif NAME == "relu":
+        x = tl.maximum(x, 0.0)
+    elif NAME == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        # tanh(y) = 2 σ(2y) - 1
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def normalize(x, valid, scale, shift, eps, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """Normalize `x` (`[rows, columns]`), zero where not `valid`.
+
+    The statistics of a batch norm are part of `scale` and `shift`.
+    """
+    if NORM == "layer":
+        x = tl.where(valid, x - (tl.sum(x, 1) / WIDTH)[:, None], 0.0)
+    if NORM != "batch":
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+    return x * scale + shift
+
+
+@triton.jit
+def embed(token, table, x, factor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Write the embedding of each row's token."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    value = tl.load(table + tl.load(token + row) * WIDTH + column, mask=column < WIDTH, other=0.0)
+    tl.store(x + row * WIDTH + column, (value.to(tl.float32) * factor).to(x.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def load_normalized(x, scale, shift, row, column, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
+    """Return the channels `column` of the norm of row `row`, in the dtype of `x`."""
+    every = tl.arange(0, COLUMNS)
+    whole = tl.load(x + row * WIDTH + every, mask=every < WIDTH, other=0.0).to(tl.float32)
+    some = tl.load(x + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if NORM == "layer":
+        mean = tl.sum(whole) / WIDTH
+        whole = tl.where(every < WIDTH, whole - mean, 0.0)
+        some = some - mean
+    if NORM != "batch":
+        some = some * tl.rsqrt(tl.sum(whole * whole) / WIDTH + eps)
+    some = some * tl.load(scale + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    some = some + tl.load(shift + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return some.to(x.dtype.element_ty)
+
+
+@triton.jit
+def mix_tcn(
+    x,
+    scale,
+    shift,
+    ring,
+    taps,
+    bias,
+    gain,
+    omega,
+    slots,
+    normed,
+    mixed,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Normalize a row, and take a step of a TCN.
+
+    `ring` is `[batch, slots of all blocks, channels]`, `taps` `[depth, kernel_size, channels]`. With `ADD` the output is
+    the sum with `x`, which must not be `mixed` itself: other programs still read it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = column < WIDTH
+    lag = 1 + tl.arange(0, PAST)
+    known = (lag < KERNEL)[:, None] & inside[None, :]
+    total: tl.constexpr = (KERNEL - 1) * ((FACTOR**DEPTH - 1) // (FACTOR - 1) if FACTOR > 1 else DEPTH)
+    if PDL:
+        gdc_wait()
+    # All inputs of the past are loaded before the first is used.
+    base = ring + row * total * WIDTH
+    start = 0
+    past = ()
+    for block in tl.static_range(DEPTH):
+        size = (KERNEL - 1) * FACTOR**block
+        slot = tl.load(slots + row * (DEPTH + 1) + 1 + block) + size - lag * FACTOR**block
+        slot = tl.where(slot >= size, slot - size, slot)
+        past = past + (tl.load(base + (start + slot)[:, None] * WIDTH + column[None, :], mask=known, other=0.0),)
+        start += size
+    normal = load_normalized(x, scale, shift, row, column, eps, WIDTH, COLUMNS, NORM)
+    tl.store(normed + row * WIDTH + column, normal, mask=inside)
+    sums = ()
+    for block in tl.static_range(DEPTH):
+        weight = tl.load(taps + (block * KERNEL + lag)[:, None] * WIDTH + column[None, :], mask=known, other=0.0)
+        sums = sums + (tl.sum(past[block].to(tl.float32) * weight.to(tl.float32), 0),)
+    # The slot of the current token holds the oldest input, which all threads must have read.
+    tl.debug_barrier()
+    h = normal
+    start = 0
+    for block in tl.static_range(DEPTH):
+        slot = tl.load(slots + row * (DEPTH + 1) + 1 + block)
+        if KERNEL > 1:
+            tl.store(base + (start + slot) * WIDTH + column, h, mask=inside)
+        start += (KERNEL - 1) * FACTOR**block
+        weight = tl.load(taps + block * KERNEL * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        y = h.to(tl.float32) * weight + sums[block]
+        if BIAS:
+            y += tl.load(bias + block * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if BLOCK == "residual":
+            y = h.to(tl.float32) + activate(y, ACTIVATION)
+        elif BLOCK == "chain":
+            y += tl.load(gain + block * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * activate(y, ACTIVATION)
+        h = y.to(normal.dtype)
+    y = h.to(tl.float32)
+    if OUTPUT != "none":
+        y += normal.to(tl.float32) * tl.load(omega + column, mask=inside, other=0.0).to(tl.float32)
+    if OUTPUT == "activation":
+        y = activate(y, ACTIVATION)
+    if ADD:
+        y += tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(mixed + row * WIDTH + column, y.to(normal.dtype), mask=inside)
+
+
+@triton.jit
+def mix_ema(
+    x,
+    scale,
+    shift,
+    hidden,
+    drive,
+    decay,
+    readout,
+    omega,
+    normed,
+    mixed,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STATES: tl.constexpr,
+    STATE_COLUMNS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Normalize a row, and take a step of an EMA, whose `hidden` is `[batch, channels, states]` in float32."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = column < WIDTH
+    state = tl.arange(0, STATE_COLUMNS)
+    place = column[:, None] * STATES + state[None, :]
+    known = inside[:, None] & (state < STATES)[None, :]
+    enters = tl.load(drive + place, mask=known, other=0.0)
+    stays = tl.load(decay + place, mask=known, other=0.0)
+    leaves = tl.load(readout + place, mask=known, other=0.0)
+    if PDL:
+        gdc_wait()
+    before = tl.load(hidden + row * WIDTH * STATES + place, mask=known, other=0.0)
+    normal = load_normalized(x, scale, shift, row, column, eps, WIDTH, COLUMNS, NORM)
+    tl.store(normed + row * WIDTH + column, normal, mask=inside)
+    after = enters * normal.to(tl.float32)[:, None] + stays * before
+    tl.store(hidden + row * WIDTH * STATES + place, after, mask=known)
+    y = tl.sum(after * leaves, 1).to(normal.dtype).to(tl.float32)
+    y += normal.to(tl.float32) * tl.load(omega + column, mask=inside, other=0.0).to(tl.float32)
+    y = activate(y, ACTIVATION)
+    if ADD:
+        y += tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(mixed + row * WIDTH + column, y.to(normal.dtype), mask=inside)
+
+
+@triton.jit
+def finish(
+    y,
+    row,
+    known,
+    column,
+    valid,
+    out,
+    gates,
+    cache,
+    slots,
+    OUT: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+    OPEN: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PANEL: tl.constexpr,
+    GATES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Store the outputs `y` of a linear map, `[rows, columns]`; see `linear`."""
+    if EPILOGUE == "gates":
+        if tl.max(column) < PADDED:
+            valid = valid & (column < VALUES)
+            slot = tl.load(slots + row * (BLOCKS + 1), mask=known, other=0)
+            panel = row * (VALUES // PANEL) + column // PANEL
+            place = (panel * CHUNK + slot) * PANEL + column % PANEL
+            tl.store(cache + place, activate(y, ACTIVATION).to(cache.dtype.element_ty), mask=valid)
+        else:
+            gate = column - PADDED
+            opened = tl.sigmoid(y)
+            y = tl.where(gate < OPEN, opened, tl.where(gate < SMOOTH, y * opened, y))
+            tl.store(out + row * GATES + gate, y.to(out.dtype.element_ty), mask=valid)
+    else:
+        if EPILOGUE == "activation":
+            y = activate(y, ACTIVATION)
+        elif EPILOGUE == "add":
+            y += tl.load(out + row * OUT + column, mask=valid, other=0.0).to(tl.float32)
+        elif EPILOGUE == "blend":
+            before = tl.load(out + row * OUT + column, mask=valid, other=0.0).to(tl.float32)
+            candidate = tl.load(gates + row * GATES + (GATES - OUT) + column, mask=valid, other=0.0).to(tl.float32)
+            update = tl.load(gates + row * GATES + column, mask=valid, other=0.0).to(tl.float32)
+            y = before + update * (activate(candidate + y, ACTIVATION) - before)
+        tl.store(out + row * OUT + column, y.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def linear(
+    x,
+    second,
+    weight,
+    weight_scale,
+    bias,
+    scale,
+    shift,
+    out,
+    gates,
+    cache,
+    slots,
+    rows,
+    eps,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    DOT: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    VALUES: tl.constexpr,
+    PADDED: tl.constexpr,
+    OPEN: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PANEL: tl.constexpr,
+    GATES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply `[rows, IN]` by a matrix `[OUT, IN]`, after a norm of the rows or without.
+
+    With `DOT` a program computes `ROWS` rows on the tensor cores, otherwise all rows one after the other, with the
+    weights in registers. `STEP` inputs are multiplied at a time; all of them at once without `DOT` or with a norm.
+
+    What is done with the result is the `EPILOGUE`: `none`; `activation`; `add` to `out`; `blend`, MEGA's output gate
+    between `out` and the result, with the gates of `gates`; or `gates`: the first `VALUES` outputs, computed from `x`,
+    are values of the attention, which go to the `cache`; those from `PADDED` on, computed from `second`, are gates.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < OUT
+    step = tl.arange(0, STEP)
+    if EPILOGUE == "gates":
+        if tl.program_id(0) * COLUMNS >= PADDED:
+            x = second
+    added = tl.zeros((COLUMNS,), tl.float32)
+    if BIAS:
+        added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if QUANTIZED:
+        factor = tl.load(weight_scale + column, mask=inside, other=0.0)
+    if NORM != "none":
+        scales = tl.load(scale + step, mask=step < IN, other=0.0).to(tl.float32)
+        shifts = tl.load(shift + step, mask=step < IN, other=0.0).to(tl.float32)
+    if DOT:
+        row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        known = row < rows
+        if PDL:
+            gdc_wait()
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, IN, STEP):
+            read = (first + step) < IN
+            a = tl.load(x + row[:, None] * IN + (first + step)[None, :], mask=known[:, None] & read[None, :], other=0.0)
+            w = tl.load(
+                weight + column[:, None] * IN + (first + step)[None, :], mask=inside[:, None] & read[None, :], other=0
+            )
+            if NORM != "none":
+                a = normalize(a.to(tl.float32), read[None, :], scales[None, :], shifts[None, :], eps, IN, NORM).to(
+                    a.dtype
+                )
+            total = tl.dot(a, w.to(a.dtype).T, total, input_precision="ieee")
+        if QUANTIZED:
+            total *= factor[None, :]
+        total += added[None, :]
+        valid = known[:, None] & inside[None, :]
+        finish(
+            total,
+            row[:, None],
+            known[:, None],
+            column[None, :],
+            valid,
+            out,
+            gates,
+            cache,
+            slots,
+            OUT,
+            VALUES,
+            PADDED,
+            OPEN,
+            SMOOTH,
+            CHUNK,
+            BLOCKS,
+            PANEL,
+            GATES,
+            EPILOGUE,
+            ACTIVATION,
+        )
+    else:
+        read = step < IN
+        w = tl.load(weight + column[:, None] * IN + step[None, :], mask=inside[:, None] & read[None, :], other=0)
+        if PDL:
+            gdc_wait()
+        for number in range(rows):
+            row = tl.full((1, 1), number, tl.int64)
+            a = tl.load(x + row * IN + step[None, :], mask=read[None, :], other=0.0)
+            a32 = a.to(tl.float32)
+            if NORM != "none":
+                a32 = (
+                    normalize(a32, read[None, :], scales[None, :], shifts[None, :], eps, IN, NORM)
+                    .to(a.dtype)
+                    .to(tl.float32)
+                )
+            total = tl.sum(w.to(tl.float32) * a32, 1)
+            if QUANTIZED:
+                total *= factor
+            total = (total + added)[None, :]
+            finish(
+                total,
+                row,
+                row < rows,
+                column[None, :],
+                inside[None, :],
+                out,
+                gates,
+                cache,
+                slots,
+                OUT,
+                VALUES,
+                PADDED,
+                OPEN,
+                SMOOTH,
+                CHUNK,
+                BLOCKS,
+                PANEL,
+                GATES,
+                EPILOGUE,
+                ACTIVATION,
+            )
+
+
+@triton.jit
+def project(x, gamma, beta, column, AFFINE: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the columns of a query or key, times `gamma` plus `beta` if they are `AFFINE`."""
+    y = tl.load(x + column).to(tl.float32)
+    if AFFINE:
+        y = y * tl.load(gamma + column).to(tl.float32) + tl.load(beta + column).to(tl.float32)
+    return y.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def rotated(
+    x, gamma, beta, place, column, KEY: tl.constexpr, POSITION: tl.constexpr, AFFINE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return a query or key, rotated by its place in the chunk; `column` is below `KEY`."""
+    y = project(x, gamma, beta, column, AFFINE, DTYPE)
+    if POSITION == "rope":
+        half: tl.constexpr = KEY // 2
+        other = tl.where(column < half, column + half, column - half)
+        z = project(x, gamma, beta, other, AFFINE, DTYPE)
+        angle = place.to(tl.float32) * tl.exp((column % half).to(tl.float32) * (-LOG_ROTARY_BASE / half))
+        # Rounded as by PyTorch's own operators.
+        cosine, sine = tl.cos(angle).to(DTYPE).to(tl.float32), tl.sin(angle).to(DTYPE).to(tl.float32)
+        y = y * cosine + tl.where(column < half, -z, z) * sine
+    return y.to(DTYPE)
+
+
+@triton.jit
+def score(
+    query,
+    key,
+    gamma,
+    beta,
+    keys,
+    position_bias,
+    slots,
+    scores,
+    reach,
+    by_row,
+    factor,
+    KEY: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    POSITION: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the current key to the cache `[batch, chunk_size, d_key]`, and the scores of all keys of the chunk.
+
+    Rows of `query` and `key` are `by_row` apart; `gamma` and `beta` are `[2, d_key]`, for queries and for keys.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    column = tl.arange(0, KEY_COLUMNS)
+    inside = column < KEY
+    if PDL:
+        gdc_wait()
+    slot = tl.load(slots + row * (BLOCKS + 1))
+    if tl.program_id(1) * PLACES <= slot:
+        cached = keys + row * CHUNK * KEY
+        earlier = (place < slot)[:, None] & inside[None, :]
+        found = tl.load(cached + place[:, None] * KEY + column[None, :], mask=earlier, other=0.0)
+        used = tl.minimum(column, KEY - 1)
+        dtype: tl.constexpr = keys.dtype.element_ty
+        q = rotated(query + row * by_row, gamma, beta, slot, used, KEY, POSITION, AFFINE, dtype)
+        k = rotated(key + row * by_row, gamma + KEY, beta + KEY, slot, used, KEY, POSITION, AFFINE, dtype)
+        found = tl.where((place == slot)[:, None], k[None, :], found)
+        q = tl.where(inside, q.to(tl.float32), 0.0)
+        y = tl.sum(found.to(tl.float32) * q[None, :], 1) * factor
+        if POSITION == "bias":
+            y += tl.load(position_bias + reach - 1 + place - slot, mask=place <= slot, other=0.0).to(tl.float32)
+        tl.store(scores + row * CHUNK + place, y, mask=place <= slot)
+        if slot // PLACES == tl.program_id(1):
+            tl.store(cached + slot * KEY + column, k, mask=inside)
+
+
+@triton.jit
+def attend(
+    scores,
+    cache,
+    reset,
+    slots,
+    out,
+    by_row,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PANEL: tl.constexpr,
+    PLACES: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Average the values of the chunk by the softmax of the scores, times the reset gate.
+
+    The cache is `[batch, panels, chunk_size, PANEL]`: a program reads one panel of the columns, all of it in a row.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    panel = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row * (BLOCKS + 1))
+    place = tl.arange(0, PLACES)
+    column = tl.arange(0, PANEL)
+    values = cache + (row * (VALUES // PANEL) + panel) * CHUNK * PANEL
+    # A maximum for each row of the tile, so that threads need not wait for each other.
+    top = tl.full((PLACES,), -float("inf"), tl.float32)
+    total = tl.zeros((PLACES,), tl.float32)
+    sums = tl.zeros((PLACES, PANEL), tl.float32)
+    for first in range(0, slot + 1, PLACES):
+        seen = (first + place) <= slot
+        value = tl.load(values + (first + place)[:, None] * PANEL + column[None, :], mask=seen[:, None], other=0.0)
+        y = tl.load(scores + row * CHUNK + first + place, mask=seen, other=-float("inf"))
+        higher = tl.maximum(tl.maximum(top, y), -1e38)
+        kept, weight = tl.exp(top - higher), tl.exp(y - higher)
+        total = total * kept + weight
+        sums = sums * kept[:, None] + weight[:, None] * value.to(tl.float32)
+        top = higher
+    weight = tl.exp(top - tl.max(top))
+    y = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight)
+    place = panel * PANEL + column
+    if GATED:
+        y *= tl.load(reset + row * by_row + place).to(tl.float32)
+    tl.store(out + row * VALUES + place, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def advance_slots(slots, sizes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Move all rows to their next token."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.arange(0, COLUMNS)
+    after = tl.load(slots + tl.program_id(0) * COUNT + place, mask=place < COUNT, other=0) + 1
+    size = tl.load(sizes + place, mask=place < COUNT, other=1)
+    tl.store(slots + tl.program_id(0) * COUNT + place, tl.where(after >= size, 0, after), mask=place < COUNT)
