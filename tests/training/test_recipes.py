@@ -167,7 +167,7 @@ def test_validate_finds_what_is_wrong_whatever_the_data(change: str, message: st
     [
         ("", ": expected keys and values, got None"),
         ("{", ": expected YAML"),
-        ("batch: {size: 1, size: 2}", ": expected YAML, but the key size is given twice in line 1"),
+        ("batch: {size: 1, size: 2}", r": expected YAML \(the key size is given twice, in line 1\)"),
         ("optimiser: {lr: 1}", r": optimiser: did you mean optimizer\?"),
         ("extends: enwik8-tcnac", r": extends: recipe: did you mean enwik8-tcnca\?"),
         ("extends: [lm]", ": extends: expected the name or file of a recipe"),

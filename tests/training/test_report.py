@@ -138,10 +138,53 @@ def test_resuming_nothing_starts_from_the_beginning(tmp_path: Path, capsys: pyte
     assert "new: has no checkpoint to resume from; starting from the beginning" in capsys.readouterr().out
 
 
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(TrainingError, match=r"result\.json: cannot be read .*; remove it, and --resume writes it"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "{}", "[]", "null", "[" * 100_000, '{"step": 1, "seconds": 1e300}', '{"step": [], "seconds": 1.0}'),
+        *('{"step": 1, "seconds": 1.0, "scores": {"test": {}}}', '{"step": 1, "seconds": 1.0, "best": {"value": 1}}'),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(TrainingError, match=r"result\.json: .*expected .*; remove it, and --resume writes it"):
         read_result(tmp_path)
+
+
+def test_nan_in_a_result_is_kept(tmp_path: Path) -> None:
+    score = Score(metric="accuracy", value=math.nan, count=0, higher_is_better=True)
+    write_result(tmp_path, Result(step=1, seconds=2.0, scores={"test": score}))
+    found = read_result(tmp_path)
+    assert found is not None
+    assert math.isnan(found.scores["test"].value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[" * 100_000, "9" * 5000, "x" * 100_000, "[]", '{"step": "1"}', '{"step": -1}', '{"step": 1e400}'),
+        *('{"step": 3, "loss": [1]}', '{"step": 3, "lr": 1e308}', '{"step": 3, "tokens": "many"}'),
+        *('{"step": 3, "split": {}, "value": 1}', '{"step": 3, "split": "validation", "metric": 1, "value": 2}'),
+    ],
+    ids=lambda line: line[:30],
+)
+def test_odd_lines_of_a_log_are_left_out(tmp_path: Path, line: str) -> None:
+    lines = [json.dumps(train_line(1)), json.dumps(score_line(1, 2.0)), line, json.dumps(train_line(2))]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    assert [each["step"] for each in read_log(tmp_path)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"step": 2}', '{"step": 2, "split": "validation"}', '{"step": 2, "tokens": 5, "tokens_per_second": 0}'),
+        *('{"step": 2, "loss": 1e300, "tokens_per_second": 1e300}', '{"step": 2147483647, "loss": null, "lr": null}'),
+    ],
+)
+def test_lines_without_values_can_be_drawn(tmp_path: Path, line: str) -> None:
+    (tmp_path / "log.jsonl").write_text(f"{json.dumps(train_line(1))}\n{line}\n")
+    assert draw_curves(tmp_path, "one", higher_is_better=True) is not None
+    assert mean_speed(read_log(tmp_path)) is None
 
 
 def test_curves_leave_the_plots_of_others_alone(tmp_path: Path) -> None:

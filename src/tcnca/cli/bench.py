@@ -251,7 +251,7 @@ def _print_results(console: Console, report: Report, *, tables: bool = True) -> 
     from tcnca.bench.report import failure_lines, result_tables
 
     facts = report.hardware
-    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts['threads']} threads"
+    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts.get('threads', 'unknown')} threads"
     typer.echo(f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}")
     if report.roofline:
         copy, product = (report.roofline[f"{unit}_per_second"] / 1e9 for unit in ("bytes", "flops"))

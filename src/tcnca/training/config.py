@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from tcnca.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, OpenKeys, PositiveInt, Probability
+from tcnca.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, OpenKeys, PositiveInt, Probability, Seed
 from tcnca.data.schema import Kind
 from tcnca.data.tasks import Task
 from tcnca.errors import ConfigError
@@ -55,7 +55,7 @@ class BatchConfig(Config, shorthand="size"):
     """Examples per step, over all processes; for a language model, tokens."""
     grad_accum_steps: PositiveInt = 1
     """Parts into which each process cuts its share, computed one after the other, to need less memory."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the order of examples, of the weights and of dropout."""
 
 
