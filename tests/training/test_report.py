@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,8 +19,8 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import TrainingError
-from tcnca.training import Trainer, read_log
-from tcnca.training.report import best_validation, draw_curves, mean_speed, read_result, smooth
+from tcnca.training import Score, Trainer, read_log
+from tcnca.training.report import Result, best_validation, draw_curves, mean_speed, read_result, smooth, write_result
 from tests.training.tiny import arguments, assert_same, latest, recipe, weights
 
 

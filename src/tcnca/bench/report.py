@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from tcnca import files
 from tcnca.bench.case import Sizes
 from tcnca.bench.timing import Timing
-from tcnca import files
 from tcnca.config import NonNegativeFloat, PositiveInt, check
 from tcnca.errors import ConfigError, DataError
 from tcnca.files import atomic_write, to_json

@@ -94,7 +94,9 @@ def read_recipe(name: str) -> list[dict[str, Any]]:
             names = " extends ".join(each.stem for each in [*seen, path])
             raise ConfigError(f"{name}: expected recipes that extend others, got a cycle: {names}")
         if len(seen) == _MAX_EXTENDS:
-            raise ConfigError(f"{name}: expected a chain of at most {_MAX_EXTENDS} recipes that extend others, got more")
+            raise ConfigError(
+                f"{name}: expected at most {_MAX_EXTENDS} recipes of which each extends the next, got more"
+            )
         seen.append(path)
         values = read_yaml(path, label)
         parent = values.pop("extends", None)

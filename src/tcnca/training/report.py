@@ -117,7 +117,8 @@ def read_result(folder: Path) -> Result | None:
 
 def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the tokens per second of training over all lines of a log."""
-    read = [(tokens, speed) for line in lines if (tokens := line.get("tokens")) and (speed := line.get("tokens_per_second"))]
+    pairs = [(line.get("tokens"), line.get("tokens_per_second")) for line in lines]
+    read = [(tokens, speed) for tokens, speed in pairs if tokens and speed]
     return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
 
 
