@@ -119,10 +119,11 @@ class Range:
         return self.low <= value and (value <= self.high if self.include_high else value < self.high)
 
     def describe(self, value: Any) -> str:
-        """Return the limits, for a message about `value`. The largest size is named only to who exceeds it."""
-        if self.high == _LARGEST_SIZE and isinstance(value, int | float) and value > self.high:
+        """Return the limits, for a message about `value`. General upper limits are named only if it exceeds them."""
+        general = self.high in (math.inf, _LARGEST_INT, _LARGEST_FLOAT)
+        if general and isinstance(value, int | float) and value > self.high:
             return f"<= {self.high}"
-        if self.high in (math.inf, _LARGEST_SIZE):
+        if general:
             return f">= {self.low}"
         return f"in [{self.low}, {self.high}{']' if self.include_high else ')'}"
 
@@ -150,12 +151,12 @@ class OwnKeys:
     """Marks a dictionary of changes to the configuration that it is a field of, to be made later."""
 
 
-_LARGEST_SIZE = 2**31 - 1
-"""Largest size or number of steps. Beyond it, libraries overflow instead of saying what is too large."""
-PositiveInt = Annotated[int, Range(1, _LARGEST_SIZE)]
-NonNegativeInt = Annotated[int, Range(0, _LARGEST_SIZE)]
+_LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e30
+"""Largest sizes, numbers of steps, rates and times. Beyond them, libraries overflow without saying what is too large."""
+PositiveInt = Annotated[int, Range(1, _LARGEST_INT)]
+NonNegativeInt = Annotated[int, Range(0, _LARGEST_INT)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
-NonNegativeFloat = Annotated[float, Range(0)]
+NonNegativeFloat = Annotated[float, Range(0, _LARGEST_FLOAT)]
 Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]
 
@@ -391,7 +392,10 @@ def _convert(value: Any, hint: Any) -> Any:
     elif origin is list and isinstance(value, list | tuple):
         return [_inside(f"[{index}]", each, arguments[0]) for index, each in enumerate(value)]
     elif origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {_convert(key, arguments[0]): _inside(f".{key}", each, arguments[1]) for key, each in value.items()}
+        return {
+            _inside(f".key {shown(key)}", key, arguments[0]): _inside(f".{key}", each, arguments[1])
+            for key, each in value.items()
+        }
     elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping) and not issubclass(hint, Config):  # type: ignore[arg-type]
         return _convert_dataclass(value, hint)
     elif hint is int and isinstance(value, float) and value.is_integer():
@@ -739,8 +743,8 @@ def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
 # ---- Texts: YAML and KEY=VALUE
 
 
-_MAX_YAML = 2**20
-"""Characters that a YAML text may have. Recipes have a few thousand."""
+_MAX_YAML = 2**16
+"""Characters a YAML text may have. Recipes have a few thousand; the parser needs seconds for a hundred thousand."""
 _MAX_DEPTH = 50
 """Lists and dictionaries that may be inside of each other."""
 

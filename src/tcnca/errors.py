@@ -62,7 +62,8 @@ _OUT_OF_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python or of PyTorch means that there is not enough memory."""
-    # PyTorch raises a plain RuntimeError on a CPU.
+    # `torch.OutOfMemoryError` on a GPU, without importing PyTorch, and a plain RuntimeError on a CPU.
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in _OUT_OF_MEMORY))
     )

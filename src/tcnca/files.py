@@ -32,7 +32,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFullError(
-                f"{folder}: the disk is full; free some space, or choose another folder with --out (no incomplete "
+                f"{folder}: the disk is full; free some space or choose another folder with --out (no incomplete "
                 "files were left)"
             ) from error
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error

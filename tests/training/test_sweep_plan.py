@@ -65,7 +65,10 @@ def test_values_are_split_at_outer_commas() -> None:
         (["lr=0.1,0.2", "optimizer.lr=0.3"], r"lr and optimizer\.lr: expected one of them"),
         (["model.num_lyers=1,2"], r"did you mean .*num_layers\?"),
         (["data=recall-16,nothing-there"], "nothing-there"),
+        ([f"{key}={','.join(map(str, range(1, 60)))}" for key in ("seed", "lr", "end")], r"10,000 runs, got 205,379"),
+        ([f"seed={',' * 100_000}"], r"at most 10,000 runs, got 100,001"),
     ],
+    ids=lambda given: str(given)[:40],
 )
 def test_mistakes_are_named_before_anything_runs(tmp_path: Path, changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

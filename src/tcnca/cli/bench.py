@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from tcnca.config import PositiveInt, check, shown
 from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -233,7 +234,9 @@ def _numbers(name: str, text: str | int | None) -> tuple[int, ...] | None:
     except ValueError:
         numbers = (0,)
     if min(numbers) < 1:
-        raise ConfigError(f"{name}: expected integers of at least 1, such as 1,8, got {text!r}")
+        raise ConfigError(f"{name}: expected integers of at least 1, such as 1,8, got {shown(text)}")
+    for number in numbers:
+        check(name, number, PositiveInt)
     return numbers
 
 

@@ -48,7 +48,7 @@ def demo(
         bool, typer.Option("--streaming", help="Instead, show that every model of the paper can stream.")
     ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens per model.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train a small model on associative recall to 99 %, and query it. Starts over each time, in runs/demo."""
     if streaming:

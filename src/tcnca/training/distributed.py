@@ -105,11 +105,11 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
     if world_size == 1:
         yield DistContext(device=place)
         return
-    # This waits for the others, which may have failed: torchrun then ends this process with SIGTERM.
-    with end_by_sigterm():
-        # Host tensors are reduced by gloo, without waiting for the GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
+        # This waits for the others, which may have failed: torchrun then ends this process with SIGTERM.
+        with end_by_sigterm():
+            # Host tensors are reduced by gloo, without waiting for the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
         yield DistContext(rank=rank, world_size=world_size, device=place)
         # Leave together: a process that leaves while another still communicates may block forever.
         last = dist.barrier(async_op=True)
@@ -124,7 +124,8 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
             ) from error
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def should_compile(runtime: RuntimeConfig, device: torch.device) -> bool:

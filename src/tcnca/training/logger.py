@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from torch import Tensor
 
-from tcnca.config import NonNegativeFloat, NonNegativeInt, Range, check
+from tcnca.config import NonNegativeInt, Range, check
 from tcnca.errors import ConfigError
 from tcnca.files import disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
@@ -325,13 +325,13 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 _MAX_LINE = 2**16
 """Bytes of a line of the log. Ours have some hundred."""
-_Number = Annotated[float, Range(-1e300, 1e300)]
+_Number = Annotated[float, Range(-1e100, 1e100)]
 # Types of the values that are read again. NaN is stored as null.
 _FIELDS: dict[str, Any] = {
     "step": NonNegativeInt,
     **dict.fromkeys(("split", "metric"), str),
     **dict.fromkeys(("value", "loss", "lr"), _Number | None),
-    **dict.fromkeys(("seconds", "tokens", "tokens_per_second", "memory_gib"), NonNegativeFloat),
+    **dict.fromkeys(("seconds", "tokens", "tokens_per_second", "memory_gib"), Annotated[float, Range(0, 1e100)]),
 }
 
 
