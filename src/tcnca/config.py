@@ -151,8 +151,8 @@ class OwnKeys:
     """Marks a dictionary of changes to the configuration that it is a field of, to be made later."""
 
 
-_LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e30
-"""Largest sizes, numbers of steps, rates and times. Beyond them, libraries overflow without saying what is too large."""
+_LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e38
+"""Largest sizes, numbers of steps, rates, times. Beyond them, libraries overflow, and do not name what is too large."""
 PositiveInt = Annotated[int, Range(1, _LARGEST_INT)]
 NonNegativeInt = Annotated[int, Range(0, _LARGEST_INT)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]

@@ -32,7 +32,7 @@ def _end(end: End) -> None:
 def _break(place: Place, end: End) -> None:
     """Make this process fail at a place."""
     if place == "finish":
-        Trainer._result = lambda *_: _end(end)  # type: ignore[method-assign,assignment,return-value]
+        Trainer._result = lambda *_: _end(end)  # type: ignore[method-assign,assignment]
         return
     owner: Any = trainer if place == "evaluate" else Trainer
     name = METHODS.get(place, place)

@@ -38,7 +38,7 @@ class Result:
     """`timed`, `wrong`, `failed`, `out of memory` or `not available`."""
     reason: str = ""
     """Why it was not timed, or not as a graph."""
-    errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """Relative errors of output and gradients against float64."""
     times: dict[str, dict[str, Timing]] = dataclasses.field(default_factory=dict)
     """Times by phase and mode: `eager`, and on a GPU `graph` if it could be captured."""
@@ -131,10 +131,13 @@ def read_json(path: Path) -> Report:
 
 
 def _check_report(values: dict[str, Any]) -> Report:
-    # Results of older versions have more values.
-    known = [field.name for field in dataclasses.fields(Result)]
-    results = check("results", values.get("results"), list[dict[str, Any]])
-    results = [{name: result[name] for name in known if name in result} for result in results]
+    results = []
+    for result in check("results", values.get("results"), list[dict[str, Any]]):
+        # Results of older versions have more values.
+        known = {field.name: result[field.name] for field in dataclasses.fields(Result) if field.name in result}
+        # An error that is not a number is stored as null.
+        errors = check("errors", result.get("errors", {}), dict[str, float | None])
+        results.append({**known, "errors": {name: error for name, error in errors.items() if error is not None}})
     given = {name: value for name, value in values.items() if name != "ratios"}
     report: Report = check("", {**given, "results": results}, Report)
     for name in ("device", "name"):
@@ -340,7 +343,7 @@ def _result_table(sizes: Sizes, results: Sequence[Result]) -> Table:
         cells = [_format_timing(result.times.get(phase, {}).get(mode)) for phase in phases for mode in modes]
         cells.append(" / ".join(_format_roofline(result, phase) for phase in phases))
         cells += [format_number((result.peak_bytes or 0) / 1e6)] if memory else []
-        table.add_row(Text(result.label), *cells, f"{max(filter(None, result.errors.values()), default=0):.0e}")
+        table.add_row(Text(result.label), *cells, f"{max(result.errors.values(), default=0):.0e}")
     return table
 
 

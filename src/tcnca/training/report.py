@@ -124,8 +124,8 @@ def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> tuple[int, float] | None:
     """Return the step of the best validation and its value; the first of equal ones."""
-    found = [(line["step"], line.get("value")) for line in lines if line.get("split") == "validation"]
-    found = [(step, value) for step, value in found if value is not None]
+    scored = [line for line in lines if line.get("split") == "validation" and line.get("value") is not None]
+    found = [(line["step"], line["value"]) for line in scored]
     if not found:
         return None
     return max(found, key=lambda each: (each[1] if higher_is_better else -each[1], -each[0]))
