@@ -30,7 +30,7 @@ def sweep(
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Variants of the file to run. (default: all)")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the sweep. (default: sweeps/RECIPE-VARIANTS)")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; they share the GPUs or cores.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time; they share the GPUs or cores.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs if there are any)")] = None,
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h, instead of max_steps.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,
