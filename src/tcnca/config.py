@@ -156,6 +156,10 @@ _LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e38
 PositiveInt = Annotated[int, Range(1, _LARGEST_INT)]
 NonNegativeInt = Annotated[int, Range(0, _LARGEST_INT)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
+# Sizes of models, which also come from files: with these limits the bytes of every tensor fit 64 bits.
+LayerCount = Annotated[int, Range(1, 2**10)]
+Width = Annotated[int, Range(1, 2**24)]
+TokenCount = PositiveInt
 NonNegativeFloat = Annotated[float, Range(0, _LARGEST_FLOAT)]
 Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]

@@ -152,7 +152,7 @@ def test_errors_of_changes(change: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("num_layers=deep", r"^model\.num_layers: expected an integer >= 1, got 'deep'"),
+        ("num_layers=deep", r"^model\.num_layers: expected an integer in \[1, 1024\], got 'deep'"),
         ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ("model=tcnca-enwik", r"^model\.preset: did you mean tcnca-enwik8\?"),
         ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn"),
@@ -260,7 +260,7 @@ def test_files_that_would_hang_or_break_the_reader(tmp_path: Path, command: str,
         ("model.preset=[1]", "model.preset: expected one of"),
         (f"seed={2**64}", f"batch.seed: expected an integer in [0, {2**63 - 1}], got {2**64}"),
         (f"max_steps={10**400}", "schedule.max_steps: expected an integer <= 2147483647, got 1000"),
-        ("num_layers=1e308", "model.num_layers: expected an integer <= 2147483647, got 1e+308"),
+        ("num_layers=1e308", "model.num_layers: expected an integer in [1, 1024], got 1e+308"),
         ("lr=1e308", "optimizer.lr: expected a number <= 1e+38, got 1e+308"),
         ("lr=.nan", "optimizer.lr: expected a number >= 0, got nan"),
         ("max_steps=" + "9" * 5000, "max_steps: expected YAML ('9999"),
@@ -358,7 +358,7 @@ def test_command_lists_and_prints() -> None:
     assert "#   d_model: 64" in printed
     for arguments, message in (
         (["pathx-mega", "lerning_rat=1"], "lerning_rat: did you mean optimizer.lr?"),
-        (["pathx-mega", "num_layers=0"], "model.num_layers: expected an integer >= 1, got 0"),
+        (["pathx-mega", "num_layers=0"], "model.num_layers: expected an integer in [1, 1024], got 0"),
         (["pathx-maga"], "recipe: did you mean pathx-mega?"),
     ):
         wrong = runner.invoke(app, ["recipes", *arguments])

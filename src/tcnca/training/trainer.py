@@ -388,13 +388,15 @@ class Trainer:
             atomic_write(self.out / RECIPE, recipe.to_yaml())
         self.logger.preload()
         dist.barrier()
-        for note in recipe.notes():
+        for note in [*recipe.notes(), *self.task.notes()]:
             self.logger.print(f"warning: {note}")
         if self.budget is None and steps < _FEW_STEPS:
             self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
-        what = f"{self._parameters():,} parameters, {recipe.data.source}, on {dist.device.type}"
+        sizes = self.task.value_shape
+        shape = f" ({sizes[0]:,} time steps of {sizes[1]:,} features)" if sizes else ""
+        what = f"{self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
         self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.
