@@ -25,6 +25,9 @@ _MAX_HEADER = 10_000
 """Bytes of a header, as in NumPy."""
 _MAX_DIMENSIONS = 32
 _BLOCK = 2**24
+_MAX_RATIO = 50
+"""Size of a compressed array over that in the file, for arrays above `_MIN_UNPACKED` bytes."""
+_MIN_UNPACKED = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +124,12 @@ def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copies: int = 1) -> NDArray[Any]:
     """Read an array of an .npz."""
+    limit = max(_MIN_UNPACKED, _MAX_RATIO * member.compress_size)
+    if member.file_size > limit:
+        raise DataError(
+            f"{member.filename}: expected at most {limit:,} bytes when unpacked, got {member.file_size:,}; it may be a "
+            "decompression bomb, else save it without compression, with numpy.savez"
+        )
     with archive.open(member) as file:
         return read_array(file, member.file_size, copies)
 

@@ -17,7 +17,7 @@ from tcnca.config import check_choice
 from tcnca.data import Task
 from tcnca.data.schema import SPLITS
 from tcnca.errors import ConfigError
-from tcnca.files import atomic_write, to_json
+from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import SequenceModel, load
 from tcnca.training.checkpoint import CheckpointManager
 from tcnca.training.config import EvalConfig, Precision
@@ -138,6 +138,7 @@ def evaluate_run(
     check_choice("split", split, SPLITS)
     if not (run / RECIPE).is_file():
         raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
+    check_no_links(run)
     trained = load_recipe(str(run / RECIPE))
     recipe = trained.override(changes)
     for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):

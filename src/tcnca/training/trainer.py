@@ -18,7 +18,7 @@ from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
-from tcnca.files import LOCK, atomic_path, atomic_write, file_lock
+from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
@@ -316,6 +316,8 @@ class Trainer:
     def _check_out(self) -> None:
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
+        if self.resume:
+            check_no_links(self.out)
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
