@@ -1,0 +1,132 @@
+"""The damped EMA of whole sequences by matrix products over blocks of time: what `auto` runs without a kernel.
+
+Inside a block, outputs are the product of the inputs and a triangular Toeplitz matrix of the kernel. Across blocks,
+hidden states are carried: those at the ends of blocks follow the same recurrence, with the decay of a whole block, so
+this function calls itself for them.
+
+The form is strictly causal, unlike a Fourier transform, whose rounding spreads over the whole row:
+
+- An output has the same bits whatever later inputs are, infinity and NaN included.
+- From the first infinity or NaN on, all outputs of the channel are NaN.
+- The error of an output is a few roundings of `Σ |k[l]| · |x[t - l]|`, with `|k[l]|` summed over hidden states. A large
+  input has no effect on the error where it has decayed or has left a truncated kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca.ops.ema.naive import EMACoefficients
+
+Blocks = tuple[int | None, ...]
+
+# Fastest on a CPU: a longer block has more products, a shorter one more states to carry.
+BLOCK = 64
+SHORT_BLOCK = 32
+SHORT_TIME = 512
+CARRY_BLOCK = 16
+
+
+def ema_chunked(x: Tensor, coefficients: EMACoefficients, truncation: int | None = None) -> Tensor:
+    """Compute the EMA of `x` (`[batch, time, channels]`) block by block."""
+    precise = torch.promote_types(x.dtype, coefficients.decay.dtype)
+    drive, decay, readout = (part.to(precise) for part in coefficients)
+    # Powers by the logarithm, as in `decay_powers`. Sigmoids that round to 1 give a decay of 0.
+    log_decay, weight = torch.log(decay.clamp(min=torch.finfo(precise).tiny)), drive * readout
+    if _is_symbolic(x.shape[1]):
+        # One graph for all lengths has a fixed number of levels: these keep the last one short up to millions of tokens.
+        blocks: Blocks = (BLOCK, CARRY_BLOCK, CARRY_BLOCK, None)
+    else:
+        blocks = (BLOCK if x.shape[1] > SHORT_TIME else SHORT_BLOCK,)
+        truncation = None if truncation is None or truncation >= x.shape[1] else truncation
+    rows = x.to(precise).permute(2, 0, 1).contiguous()
+    y = _convolve(rows, log_decay[0], weight[0], truncation, blocks)
+    if decay.shape[0] == 2:
+        y = y + _convolve(rows.flip(-1), log_decay[1], weight[1], truncation, blocks).flip(-1)
+    return y.permute(1, 2, 0).to(x.dtype)
+
+
+def _is_symbolic(size: int) -> bool:
+    """Return whether a graph for all sizes is traced, in which nothing may depend on this one."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(size)
+
+
+def _split(time: int, blocks: Blocks) -> tuple[int, int, Blocks]:
+    """Return length and number of this level's blocks, and the lengths of blocks of the levels below."""
+    block, *rest = blocks
+    if block is None:
+        return time, 1, ()
+    if rest:
+        # Two blocks or more, and some padding in any case: a graph would treat one block or no padding specially.
+        return block, time // block + 2, tuple(rest)
+    return (time, 1, ()) if time <= block else (block, -(-time // block), (CARRY_BLOCK,))
+
+
+def _convolve(rows: Tensor, log_decay: Tensor, weight: Tensor, truncation: int | None, blocks: Blocks) -> Tensor:
+    """Convolve with the kernel `Σ_n weight · exp(log_decay · lag)` of each channel.
+
+    Args:
+        rows: `[channels, batch, time]`.
+        log_decay, weight: `[channels, d_state]`.
+        truncation: number of lags of the kernel, or None for all.
+        blocks: length of the blocks of this level and those below, see `_split`.
+    """
+    channels, batch, time = rows.shape
+    # 0, and NaN from the first infinity or NaN on. The zeros of a triangular matrix times these would be NaN.
+    poison = (rows.detach() * 0.0).cumsum(-1)
+    rows = rows.masked_fill(poison != 0.0, 0.0)
+    block, count, rest = _split(time, blocks)
+    rows = F.pad(rows, (0, count * block - time)).view(channels, batch * count, block)
+
+    # A truncated kernel ends in the block `quotient` blocks back or in the one before; all lags to blocks in between
+    # are part of it.
+    y = torch.bmm(rows, _toeplitz(log_decay, weight, 0, block, truncation))
+    quotient = None if truncation is None else truncation // block
+    if rest and (quotient is None or quotient > 1):
+        y = y + _from_earlier_blocks(rows, log_decay, weight, None if quotient is None else quotient - 1, rest, batch)
+    if truncation is not None and quotient is not None and rest:
+        for distance in (quotient, quotient + 1):
+            # The least lag between two blocks is from the first token of one to the last of the other.
+            if distance > 0 and (distance - 1) * block + 1 < truncation:
+                shifted = F.pad(rows.view(channels, batch, count, block), (0, 0, distance, 0))[:, :, :count]
+                y = torch.baddbmm(
+                    y, shifted.reshape(rows.shape), _toeplitz(log_decay, weight, distance, block, truncation)
+                )
+    return y.view(channels, batch, count * block)[..., :time] + poison
+
+
+def _from_earlier_blocks(
+    rows: Tensor, log_decay: Tensor, weight: Tensor, truncation: int | None, blocks: Blocks, batch: int
+) -> Tensor:
+    """Return what the hidden states before each block add to its outputs; `truncation` is in blocks."""
+    channels, _, block = rows.shape
+    powers = _powers(log_decay, 0, block + 1)
+    ends = torch.bmm(powers[..., :-1].flip(-1), rows.mT).view(log_decay.numel(), batch, -1)
+    ends = F.pad(ends, (1, 0))[..., :-1]
+    log_decay = log_decay.reshape(-1, 1)
+    before = _convolve(ends, log_decay * block, torch.ones_like(log_decay), truncation, blocks)
+    before = before.reshape(channels, -1, rows.shape[1])
+    return torch.bmm(before.mT, powers[..., 1:] * weight.unsqueeze(-1))
+
+
+def _toeplitz(log_decay: Tensor, weight: Tensor, distance: int, block: int, truncation: int | None) -> Tensor:
+    """Return the kernel from each token of a block to each token of the block `distance` blocks later.
+
+    As `[channels, from, to]`; zero where the lag is negative or beyond the truncation.
+    """
+    first, end = (distance - 1) * block + 1, (distance + 1) * block
+    start, stop = max(first, 0), end if truncation is None else min(end, truncation)
+    kernel = (_powers(log_decay, start, stop - start) * weight.unsqueeze(-1)).sum(1)
+    return F.pad(kernel, (start - first, end - stop)).unfold(-1, block, 1).flip(1)
+
+
+def _powers(log_decay: Tensor, start: int, length: int) -> Tensor:
+    """Return the decay to the powers from `start` on, as `[channels, d_state, length]`."""
+    exponents = torch.arange(start, start + length, device=log_decay.device, dtype=log_decay.dtype)
+    return torch.exp(log_decay.unsqueeze(-1) * exponents)
