@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import filelock
 
 from tcnca.config import check
-from tcnca.errors import ConfigError, DataError, TcncaError, TrainingError
+from tcnca.errors import ConfigError, DataError, DiskFullError, TcncaError, TrainingError
 
 LOCK = ".lock"
 """Lock file of a run directory or of a sweep."""
@@ -26,11 +28,14 @@ def disk_errors(folder: Path) -> Iterator[None]:
     """Convert an OSError into a DataError that says what to do."""
     try:
         yield
+    except BrokenPipeError:
+        # Not of the disk: the reader of the output has ended.
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"{folder}: the disk is full; free some space or choose another folder with --out, then run the same "
-                "command again (no incomplete files were left)"
+            raise DiskFullError(
+                f"{folder}: the disk is full; free some space or choose another folder with --out (no incomplete "
+                "files were left)"
             ) from error
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error
 
@@ -61,6 +66,17 @@ def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
         lock.release()
 
 
+def check_no_links(folder: Path) -> None:
+    """Raise a TrainingError if a folder contains links: a folder from elsewhere could name any file to be written."""
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            if path.is_symlink():
+                raise TrainingError(
+                    f"{path}: expected no links in a run directory, got one; replace it by what it names"
+                )
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`, and move it to `path` when the block ends without an error."""
@@ -68,6 +84,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         try:
+            # It may be left from a killed run, or be a link in a folder from elsewhere, whose target would be written.
+            temporary.unlink(missing_ok=True)
             yield temporary
             temporary.replace(path)
         except BaseException:
@@ -81,6 +99,12 @@ def atomic_write(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def check_regular(path: Path) -> None:
+    """Raise an OSError unless `path` is a regular file: opening a pipe would wait, and reading a device may not end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def read_json(path: Path, hint: Any = Any, *, error: type[TcncaError] = DataError, remedy: str = "") -> Any:
     """Read a JSON file, and check its content; raise an `error` that names the file and the remedy.
 
@@ -92,6 +116,7 @@ def read_json(path: Path, hint: Any = Any, *, error: type[TcncaError] = DataErro
     """
     advice = f"; {remedy}" if remedy else ""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             content = file.read(_MAX_JSON + 1)
         return parse_json(content, hint)

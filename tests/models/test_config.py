@@ -244,7 +244,7 @@ def test_override_of_a_part_and_of_its_fields_together() -> None:
         ({"mixer.kind": "lstm"}, r"^mixer\.kind: expected one of .*tcn.*, got 'lstm'"),
         ({"layers": 2, "num_layers": 3}, "^layers and num_layers: expected one of them"),
         ({"chunk_size": 0}, r"^attention\.chunk_size: expected an integer >= 1 or None, got 0"),
-        ({"num_layers": 0}, "^num_layers: expected an integer >= 1, got 0"),
+        ({"num_layers": 0}, r"^num_layers: expected an integer in \[1, 1024\], got 0"),
         ({"attention": None}, "^gated: expected False"),
     ],
 )

@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
-from tcnca.files import LOCK, atomic_path, atomic_write, file_lock
+from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
@@ -26,7 +27,7 @@ from tcnca.training.distributed import DistContext, dist_context, gradient_sync,
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.logger import Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
-from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, hardware, read_launches
+from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
@@ -72,7 +73,8 @@ class Trainer:
         self.recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         self.name = name or Path(recipe if isinstance(recipe, str) else out or self.recipe.data.source).stem
         self.out = Path(out or Path("runs") / self.name)
-        self.budget, self.resume, self.device, self.verbose = budget, resume, device, verbose
+        self.budget = check("budget", budget, Budget | None)
+        self.resume, self.device, self.verbose = resume, device, verbose
         self.command = command or command_line(["train", str(self.out / RECIPE)])
         self._check_out()
 
@@ -307,13 +309,15 @@ class Trainer:
     def _is_best(self, score: float) -> bool:
         """Return whether a validation is the best so far; all processes get the same answer."""
         best, sign = self.checkpoints.best_score(), 1 if self.task.higher_is_better else -1
-        return self.dist.any(not math.isnan(score) and (best is None or sign * score > sign * best))
+        return self.dist.any(math.isfinite(score) and (best is None or sign * score > sign * best))
 
     # The start of a run.
 
     def _check_out(self) -> None:
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
+        if self.resume:
+            check_no_links(self.out)
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
@@ -386,13 +390,15 @@ class Trainer:
             atomic_write(self.out / RECIPE, recipe.to_yaml())
         self.logger.preload()
         dist.barrier()
-        for note in recipe.notes():
+        for note in [*recipe.notes(), *self.task.notes()]:
             self.logger.print(f"warning: {note}")
         if self.budget is None and steps < _FEW_STEPS:
             self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
-        what = f"{self._parameters():,} parameters, {recipe.data.source}, on {dist.device.type}"
+        sizes = self.task.value_shape
+        shape = f" ({sizes[0]:,} time steps of {sizes[1]:,} features)" if sizes else ""
+        what = f"{self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
         self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.
@@ -446,7 +452,7 @@ class Trainer:
             seconds=self.state.seconds,
             stopped=stopped,
             scores=scores,
-            best=None if best is None else {"step": best[0], "value": best[1]},
+            best=None if best is None else report.Best(step=best[0], value=best[1]),
             tokens=round(sum(line.get("tokens", 0) for line in lines)),
             tokens_per_second=report.mean_speed(lines),
             memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
