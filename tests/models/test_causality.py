@@ -49,7 +49,9 @@ def test_outliers_infinity_and_nan_do_not_go_back_in_time(name: str, outlier: fl
         y = model(changed).logits
         assert torch.equal(y[0, :time], parallel[0, :time]), f"from {time} on"
         assert torch.equal(y[1], parallel[1]), "another row"
-        assert torch.equal(_streamed(model, changed)[0, :time], _streamed(model, x)[0, :time]), f"from {time} on, streamed"
+        assert torch.equal(_streamed(model, changed)[0, :time], _streamed(model, x)[0, :time]), (
+            f"from {time} on, streamed"
+        )
 
 
 def _streamed(model: SequenceModel, x: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def test_what_belongs_to_others_is_not_used(
             pytest.skip("only root can give a link away")
         os.lchown(tmp_path / "kernels", 12345, -1)
     else:
-        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
     with SHARED:
         run()
     assert compiled == ["a", "a"]
@@ -183,9 +184,7 @@ def test_without_a_folder_every_process_compiles(tmp_path: Path, compiled: list[
 
 @not_interpreted
 @pytest.mark.parametrize("shared", ["", ".", "key", "file"])
-def test_tritons_cache_is_used_if_it_is_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str
-) -> None:
+def test_tritons_cache_is_used_if_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
     pytest.importorskip("triton")
     launcher: Any = importlib.import_module("tcnca.ops.launcher")
     kernels: Any = importlib.import_module("tcnca.ops.ema.triton_kernels")

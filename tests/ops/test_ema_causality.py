@@ -1,4 +1,4 @@
-"""What the EMA promises about single large values, infinity and NaN: no backend but the FFT carries them back in time."""
+"""What the EMA promises about outliers, infinity and NaN: no backend but the FFT carries them back in time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(directions: int = 1, channels: int = 3, time: int = TIME) -> tuple[Tens
 
 
 def assert_locally_close(y: Tensor, x: Tensor, values: list[Tensor], truncation: int | None) -> None:
-    """Fail unless each error is less than 1e-5 of `Σ |k[l]| |x[t - l]|`, with the float32 coefficients taken as exact."""
+    """Fail unless errors are less than 1e-5 of `Σ |k[l]| |x[t - l]|`, for the coefficients as float32 has them."""
     drive, decay, readout = (part.double() for part in ema_coefficients(*values))
     exact = ema_recurrent(x.double(), EMACoefficients(drive, decay, readout), truncation)
     scale = ema_recurrent(x.double().abs(), EMACoefficients(drive.abs(), decay, readout.abs()), truncation)
@@ -153,7 +153,8 @@ def test_vmap_over_inputs_and_parameters(directions: int) -> None:
 
 def test_a_kernel_that_needs_a_gradient_gets_it() -> None:
     x, values = draw(time=40)
-    kernel = ema_kernel(*values, 40)
+    delta, alpha, beta, gamma = values
+    kernel = ema_kernel(delta, alpha, beta, gamma, 40)
     assert torch.equal(ema(x, *values, kernel=kernel)[0], ema(x, *values)[0])
     kernel.requires_grad_()
     (gradient,) = torch.autograd.grad(ema(x, *values, kernel=kernel)[0].sum(), kernel)

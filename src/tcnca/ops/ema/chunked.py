@@ -37,7 +37,7 @@ def ema_chunked(x: Tensor, coefficients: EMACoefficients, truncation: int | None
     # Powers by the logarithm, as in `decay_powers`. Sigmoids that round to 1 give a decay of 0.
     log_decay, weight = torch.log(decay.clamp(min=torch.finfo(precise).tiny)), drive * readout
     if _is_symbolic(x.shape[1]):
-        # One graph for all lengths has a fixed number of levels: these keep the last one short up to millions of tokens.
+        # One graph for all lengths has a fixed number of levels: enough to keep the last one short for a million tokens.
         blocks: Blocks = (BLOCK, CARRY_BLOCK, CARRY_BLOCK, None)
     else:
         blocks = (BLOCK if x.shape[1] > SHORT_TIME else SHORT_BLOCK,)
@@ -85,22 +85,26 @@ def _convolve(rows: Tensor, log_decay: Tensor, weight: Tensor, truncation: int |
         rows = F.pad(rows, (0, count * block - time))
     rows = rows.view(channels, batch, count, block)
 
-    # A truncated kernel ends in the block `quotient` blocks away or in the next; all lags to blocks in between are part
-    # of it.
-    quotient = None if truncation is None else truncation // block
     kernels = list(zip(log_decay, weight, strict=True))
     matrices = [_toeplitz(*kernel, 0, block, truncation) for kernel in kernels]
     y = torch.bmm(rows.flatten(1, 2), matrices[0] if len(kernels) == 1 else matrices[0] + matrices[1].mT)
+    whole = None if truncation is None else truncation // block - 1
     for kernel, future in zip(kernels, (False, True), strict=False):
-        if rest and (quotient is None or quotient > 1):
-            states, readout = _other_blocks(rows, *kernel, None if quotient is None else quotient - 1, rest, future)
-            y = torch.baddbmm(y, states, readout)
-        for distance in () if truncation is None or quotient is None or not rest else (quotient, quotient + 1):
-            # The least lag between two blocks is from the last token of one to the first of the other.
-            if distance > 0 and (distance - 1) * block + 1 < truncation:
-                matrix = _toeplitz(*kernel, distance, block, truncation)
-                y = torch.baddbmm(y, _shift(rows, distance, future).flatten(1, 2), matrix.mT if future else matrix)
+        if rest and (whole is None or whole > 0):
+            y = torch.baddbmm(y, *_other_blocks(rows, *kernel, whole, rest, future))
+        for distance in _last_blocks(truncation, block) if rest else ():
+            matrix = _toeplitz(*kernel, distance, block, truncation)
+            y = torch.baddbmm(y, _shift(rows, distance, future).flatten(1, 2), matrix.mT if future else matrix)
     return y.view(channels, batch, count * block)[..., :time] + poison
+
+
+def _last_blocks(truncation: int | None, block: int) -> list[int]:
+    """Return how many blocks away a truncated kernel ends: all lags to blocks in between are part of it."""
+    if truncation is None:
+        return []
+    quotient = truncation // block
+    # The least lag between two blocks is from the last token of one to the first of the other.
+    return [count for count in (quotient, quotient + 1) if count > 0 and (count - 1) * block + 1 < truncation]
 
 
 def _shift(rows: Tensor, distance: int, future: bool) -> Tensor:
