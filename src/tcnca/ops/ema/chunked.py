@@ -37,7 +37,7 @@ def ema_chunked(x: Tensor, coefficients: EMACoefficients, truncation: int | None
     # Powers by the logarithm, as in `decay_powers`. Sigmoids that round to 1 give a decay of 0.
     log_decay, weight = torch.log(decay.clamp(min=torch.finfo(precise).tiny)), drive * readout
     if _is_symbolic(x.shape[1]):
-        # One graph for all lengths has a fixed number of levels: enough to keep the last one short for a million tokens.
+        # One graph for all lengths has a fixed number of levels; a million tokens keep the last one short.
         blocks: Blocks = (BLOCK, CARRY_BLOCK, CARRY_BLOCK, None)
     else:
         blocks = (BLOCK if x.shape[1] > SHORT_TIME else SHORT_BLOCK,)
