@@ -148,6 +148,10 @@ class OwnKeys:
 
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
+# Sizes of models, which also come from files: with these limits the bytes of every tensor fit 64 bits.
+LayerCount = Annotated[int, Range(1, 2**10)]
+Width = Annotated[int, Range(1, 2**24)]
+TokenCount = Annotated[int, Range(1, 2**31 - 1)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]
@@ -289,6 +293,8 @@ def _plain(value: Any) -> Any:
 
 _LONG_LIST = 12
 """Most choices that are listed after a suggestion."""
+_LONG_NAME = 200
+"""Most characters that the path of a key has; a file can contain any."""
 
 
 class _UnfitError(Exception):
@@ -321,12 +327,14 @@ def check(name: str, value: Any, hint: Any) -> Any:
 def shown(value: Any) -> str:
     """Return a value as Python writes it, shortened: a file can contain values of any size."""
     try:
-        return _SHORT.repr(value)
+        text = _SHORT.repr(value)
+        return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}…"
     except ValueError:
         # Python refuses to write integers of thousands of digits.
         return f"a {type(value).__name__} that is too large to print"
 
 
+_LONG_TEXT = 1000
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
@@ -592,7 +600,7 @@ def _unknown(schema: _Schema, key: str) -> ConfigError:
 
 def closest(text: Any, known: Iterable[str]) -> str:
     """Return the known name that a misspelt one, or one with its words in another order, can mean; or nothing."""
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > _LONG_NAME:
         return ""
     names = list(known)
     reordered = [name for name in names if sorted(name.split("-")) == sorted(text.split("-"))]
@@ -616,8 +624,8 @@ def canonical(owner: type[Config] | KeysOf, changes: Mapping[str, Any]) -> dict[
 def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
     schema = _schema(owner)
     for name, value in changes.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"{above}{name}: expected a name for a key, got {name!r}")
+        if not isinstance(name, str) or len(name) > _LONG_NAME:
+            raise ConfigError(f"{above}{shown(name)}: expected a name for a key")
         key = f"{above}{name}"
         path = resolve(owner, key)
         inside = path in schema.sections or path in schema.open

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,12 @@ def atomic_write(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def check_regular(path: Path) -> None:
+    """Raise an OSError unless `path` is a regular file: opening a pipe would wait, and reading a device may not end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def read_json(path: Path, hint: Any = Any, *, error: type[TcncaError] = DataError, remedy: str = "") -> Any:
     """Read a JSON file, and check its content; raise an `error` that names the file and the remedy.
 
@@ -92,6 +99,7 @@ def read_json(path: Path, hint: Any = Any, *, error: type[TcncaError] = DataErro
     """
     advice = f"; {remedy}" if remedy else ""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             content = file.read(_MAX_JSON + 1)
         return parse_json(content, hint)

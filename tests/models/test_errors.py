@@ -184,6 +184,18 @@ def test_arguments_of_other_libraries_are_answered_with_ours(foreign: str, ours:
         small_model()(**{foreign: tokens()})
 
 
+def test_unknown_arguments_are_answered() -> None:
+    for fields, message in (
+        ({"labels": tokens()}, r"^labels: no such argument; use torch\.nn\.functional\.cross_entropy"),
+        ({"length": [7, 7]}, r"^length: no such argument; use lengths$"),
+        ({"zzz": 3}, r"^zzz: no such argument; use one of x, second, lengths, .*inplace$"),
+    ):
+        with pytest.raises(InputError, match=message):
+            small_model()(tokens(), **fields)
+    with pytest.raises(InputError, match=r"^repetition_penalty: no such argument; use one of model, prompt"):
+        generate(small_model(), tokens(), 3, repetition_penalty=2.0)  # type: ignore[call-arg]
+
+
 def test_chunk_size() -> None:
     model, x = small_model(), tokens()
     before, config = model(x).logits, model.config

@@ -39,12 +39,15 @@ PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "zipped"), [("extra state", True), ("arguments", False), ("weights", True)])
+@pytest.mark.parametrize(
+    ("place", "zipped"), [("extra state", True), ("arguments", True), ("arguments", False), ("weights", True)]
+)
 def test_malicious_pickle_is_refused_and_not_executed(tmp_path: Path, place: str, zipped: bool) -> None:
     marker, path = tmp_path / "marker", tmp_path / "malicious.pt"
     content = {"args": argparse.Namespace(**LM), "model": random_weights(LM), **PLACES[place](Malicious(marker))}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=r"malicious\.pt.*refused.*could run code"):
+    expected = r"refused.*could run code \(found: posix\.mkdir" if zipped else "before 1.6"
+    with pytest.raises(CheckpointError, match=rf"malicious\.pt.*{expected}"):
         load_mega_checkpoint(path)
     assert not marker.exists()
     # The file is harmful: read without care it creates the folder.
@@ -77,7 +80,11 @@ def test_numpy_scalars_in_the_logs_can_be_read(tmp_path: Path, old: bool) -> Non
         (LM, {"activation_fn": None}, "args.activation_fn: expected one of silu"),
         (LM, {"rel_pos_bias": "alibi"}, "args.rel_pos_bias: expected one of simple"),
         (LM, {"decoder_chunk_size": 0}, "args.decoder_chunk_size: expected a chunk size"),
-        (LM, {"truncation_length": "long"}, "args.truncation_length: expected a whole number, got 'long'"),
+        (
+            LM,
+            {"truncation_length": "long"},
+            "args.truncation_length: expected a whole number of up to 2147483647, got 'long'",
+        ),
         (LM, {"decoder_layers": 0}, "num_layers: "),
         (LM, {"decoder_embed_dim": "wide"}, "d_model: "),
         (LM, {"dropout": 2.0}, "dropout: "),
@@ -86,7 +93,11 @@ def test_numpy_scalars_in_the_logs_can_be_read(tmp_path: Path, old: bool) -> Non
         (LRA, {"sen_rep_type": "max"}, "args.sen_rep_type: expected one of mp"),
         (LRA, {"classifier_in_dim": 7}, "args.classifier_in_dim: expected 6 for one document"),
         (LRA, {"input_type": "image"}, "args.input_type: expected 'text', got 'image'"),
-        (LRA, {"encoder_embed_dim": None}, "args.encoder_embed_dim: expected a whole number, got None"),
+        (
+            LRA,
+            {"encoder_embed_dim": None},
+            "args.encoder_embed_dim: expected a whole number of up to 2147483647, got None",
+        ),
     ],
 )
 def test_argument_that_is_not_supported(
@@ -127,7 +138,7 @@ def test_missing_weight_and_weight_of_the_wrong_shape(tmp_path: Path, args: dict
         (LM, "decoder.layers.0.mega_layer.k_proj.weight", torch.zeros(2, 2), "mega_layer.k_proj.weight: expected"),
         (LM, "decoder.layers.7.mega_layer.gamma", torch.zeros(2, 2), "unknown ['layers.7.block.gamma']"),
         (LRA, "lm_head.weight", torch.zeros(2, 2), "lm_head.weight: expected a weight of MEGA"),
-        (LM, "decoder.layers.0.mega_layer.gamma", None, "mega_layer.gamma: expected a tensor, got None"),
+        (LM, "decoder.layers.0.mega_layer.gamma", None, "mega_layer.gamma: expected a tensor, got a NoneType"),
         (LM, "decoder.output_projection.weight", torch.zeros(9, 6), "output_projection.weight: expected the values of"),
     ],
     ids=["unknown", "layer", "other", "no-tensor", "tied"],
@@ -141,9 +152,9 @@ def test_weight_that_does_not_fit(tmp_path: Path, args: dict[str, Any], name: st
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ([1, 2], "args: expected a Namespace, got list"),
-        ({"args": dict(LM), "model": random_weights(LM)}, "args: expected a Namespace, got dict"),
-        ({"args": argparse.Namespace(**LM)}, "model: expected a dict, got NoneType"),
+        ([1, 2], "args: expected a Namespace, got a list"),
+        ({"args": dict(LM), "model": random_weights(LM)}, "args: expected a Namespace, got a dict"),
+        ({"args": argparse.Namespace(**LM)}, "model: expected a dict, got a NoneType"),
         ({"args": argparse.Namespace(**LM), "model": {"fc.weight": torch.zeros(2)}}, "got ['fc.weight']"),
         ({"args": argparse.Namespace(**LM), "model": {"encoder.layers.0.w": torch.zeros(2)}}, "encoder.layers.0.w"),
     ],
@@ -157,7 +168,7 @@ def test_file_that_is_no_checkpoint_of_mega(tmp_path: Path, content: Any, named:
 
 
 def test_missing_folder_and_truncated_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"absent\.pt: no such file"):
+    with pytest.raises(CheckpointError, match=r"absent\.pt: cannot be read \(No such file"):
         load_mega_checkpoint(tmp_path / "absent.pt")
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         load_mega_checkpoint(tmp_path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -211,18 +212,107 @@ def test_load_refuses_other_files_and_states(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"file\.safetensors: cannot be read as safetensors"):
         State.load(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(StateError, match=r"file\.safetensors: expected format 'tcnca-state-2', got None"):
+    with pytest.raises(StateError, match=r"file\.safetensors: expected format 'tcnca-state-3', got None"):
         State.load(path)
     state = tcn_state(1).detach()
     state.save(path)
     with pytest.raises(StateError, match=r"file\.safetensors: expected a EMAState, got a TCNState"):
         EMAState.load(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    unknown = metadata | {"structure": metadata["structure"].replace("TCNState", "UnknownState")}
-    save_file(state.tensors(), path, unknown)
-    with pytest.raises(StateError, match=r"expected a complete state, got a damaged one .*UnknownState"):
+
+
+STRUCTURE = '{"state": "TCNState", "fields": {"buffers": [true], "position": true}}'
+DAMAGES: dict[str, tuple[str, dict[str, Tensor], str]] = {
+    "no JSON": ("{", {}, "expected JSON"),
+    "deep": ("[" * 50_000 + "]" * 50_000, {}, "nested too deeply"),
+    "levels": ("[" * 40 + "]" * 40, {}, "expected at most 16 levels of states"),
+    "number": ("3", {}, "expected a part of a state, got 3"),
+    "list": ("[]", {}, "expected a State, got a tuple"),
+    "unknown class": (STRUCTURE.replace("TCNState", "OrderedDict"), {}, "expected one of .*got 'OrderedDict'"),
+    "module": (STRUCTURE.replace("TCNState", "os.system"), {}, "expected one of .*got 'os.system'"),
+    "base class": ('{"state": "State", "fields": {}}', {}, "expected one of .*got 'State'"),
+    "other class": (STRUCTURE.replace("TCNState", "EMAState"), {}, "expected the fields .* of a EMAState"),
+    "field": (STRUCTURE.replace("position", "_consumed"), {}, r"expected the fields \['buffers', 'position'\]"),
+    "more": (STRUCTURE.replace("}}", '}, "x": 1}'), {}, "expected a part of a state"),
+    "type": (STRUCTURE.replace("[true]", "true"), {"buffers": torch.zeros(3, 2, 2)}, "'buffers': expected tuple"),
+    "text": (STRUCTURE.replace("[true]", '["x"]'), {}, "'buffers': expected tuple"),
+    "missing part": (STRUCTURE.replace("true}", "null}"), {}, "'position': expected .*Tensor.*, got a NoneType"),
+    "missing tensor": (STRUCTURE.replace("[true]", "[true, true]"), {}, "'buffers.1': expected a tensor, got none"),
+    "more tensors": (STRUCTURE, {f"x{i}": torch.zeros(1) for i in range(2000)}, "expected no tensors besides"),
+    "batch": (STRUCTURE, {"buffers.0": torch.zeros(2, 2, 2)}, "position: expected a batch of 2, as before, got 3"),
+    "scalar": (STRUCTURE, {"position": torch.tensor(3)}, r"position: expected shape \[batch\], got \[\]"),
+    "negative": (STRUCTURE, {"position": torch.tensor([0, -1, 0])}, r"position: expected positions from 0 .*-1"),
+    "far": (STRUCTURE, {"position": torch.tensor([0, 2**62, 0])}, "position: expected positions from 0"),
+    "float position": (STRUCTURE, {"position": torch.zeros(3)}, "position: expected torch.int64, got torch.float32"),
+    "float8": (STRUCTURE, {"buffers.0": torch.zeros(3, 2, 2).to(torch.float8_e4m3fn)}, "buffers.0: expected .*float8"),
+    "complex": (STRUCTURE, {"buffers.0": torch.zeros(3, 2, 2, dtype=torch.complex64)}, "buffers.0: expected .*complex"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES, ids=lambda name: name.replace(" ", "-"))
+def test_load_refuses_altered_states(case: str, tmp_path: Path) -> None:
+    structure, changes, message = DAMAGES[case]
+    path = tmp_path / "state"
+    tensors = tcn_state(1).detach().tensors() | changes
+    save_file(tensors, path, {"format": "tcnca-state-3", "structure": structure})
+    with pytest.raises(StateError, match=rf"state: .*{message}") as caught:
         State.load(path)
-    save_file({"buffers.0": state.buffers[0]}, path, metadata)
-    with pytest.raises(StateError, match=r"expected a complete state, got a damaged one \(KeyError\('position'\)\)"):
-        State.load(path)
+    assert len(str(caught.value)) < 2000
+
+
+def test_load_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):
+        with pytest.raises(StateError, match="cannot be read as safetensors"):
+            State.load(path)
+    (tmp_path / "header").write_bytes((2**40).to_bytes(8, "little") + b"{")
+    with pytest.raises(StateError, match="a header of 1,099,511,627,776 bytes"):
+        State.load(tmp_path / "header")
+
+
+def mutations(content: bytes, count: int) -> Iterator[bytes]:
+    """Yield damaged copies of a file: each byte of its header changed, then bytes changed, removed or added."""
+    header = 8 + int.from_bytes(content[:8], "little")
+    generator = random.Random(0)
+    for place in range(min(header, count)):
+        yield content[:place] + bytes([content[place] ^ (1 << generator.randrange(8))]) + content[place + 1 :]
+    for _ in range(count):
+        damaged = bytearray(content)
+        for _ in range(generator.randint(1, 4)):
+            place = generator.randrange(min(header + 16, len(damaged)))
+            size = generator.choice([0, 1, 1, 1, 8])
+            damaged[place : place + size] = generator.randbytes(generator.choice([0, 1, 1, 3]))
+        yield bytes(damaged)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused_or_read(count: int, tmp_path: Path) -> None:
+    path, whole = tmp_path / "state", STATES["nested"]().detach()
+    whole.save(path)
+    refused = 0
+    for content in mutations(path.read_bytes(), count):
+        path.write_bytes(content)
+        try:
+            loaded = State.load(path)
+        except StateError:
+            refused += 1
+        else:
+            assert type(loaded) is type(whole)
+    assert refused > 0.7 * count
+
+
+@dataclasses.dataclass(frozen=True)
+class EmptyExampleState(State):
+    """No tensors."""
+
+    part: State | None
+    kind: str
+
+
+def test_state_without_tensors(tmp_path: Path) -> None:
+    state = EmptyExampleState(None, "nothing")
+    state.save(tmp_path / "state")
+    results = [state.reorder([1, 0]), state.repeat(3), state.clone(), state.detach(), state.to(torch.float64)]
+    for result in [*results, State.load(tmp_path / "state")]:
+        assert result == state
+    assert (state.batch_size, state.nbytes) == (0, 0)

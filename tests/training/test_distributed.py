@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
 from tcnca.data import Batch
-from tcnca.training import Recipe, load_recipe
+from tcnca.errors import DataError
+from tcnca.training import CheckpointManager, Recipe, dist_context, load_recipe, read_log
 from tests.training.tiny import (
     TinyTrainer,
     arguments,
@@ -143,6 +148,143 @@ def test_all_processes_evaluate_the_same_model(tmp_path: Path, parallel: str) ->
         shutil.rmtree(latest(folder))
     again = CliRunner().invoke(app, ["eval", str(folder), "--device", "cpu", "--split", "validation"])
     assert f"step-000000006, validation: bits per byte {validated[6]:.4f}" in again.output
+
+
+UNEVEN = ["max_steps=5", "log_every=3", "checkpoint.every=5", "eval.every=0"]
+
+
+def _copy(source: Path, target: Path, given: Recipe) -> None:
+    """Load a checkpoint and save it again."""
+    trainer = TinyTrainer(target.parent, given)
+    with dist_context("cpu") as trainer.dist:
+        trainer.setup()
+        state = trainer.checkpoints.load(source, trainer.model, trainer.optimizers)
+        CheckpointManager(target, 1, trainer.dist).save(trainer.model, trainer.optimizers, state)
+        del trainer.model, trainer.train_model, trainer.optimizers
+
+
+def optimizers(place: Path) -> dict[str, torch.Tensor]:
+    """Return the optimizers of a checkpoint, put together from the rows of all files."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for path in place.glob("optimizers-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            rows = json.loads(file.metadata()["rows"])
+            for name in file.keys():  # noqa: SIM118, not a dict
+                assert found.setdefault(name, {}).setdefault(rows.get(name, 0), file.get_tensor(name)).numel()
+    assert sum("exp_avg_sq" in name for name in found) > 9
+    return {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in found.items()}
+
+
+def test_a_checkpoint_is_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    _fit(tmp_path / "run", recipe(*UNEVEN), False)
+    source = first = latest(tmp_path / "run")
+    # Eight rows on three processes are not as many on each, and one row is on one process only.
+    for count, parallel in ((3, "fsdp"), (2, "fsdp"), (2, "ddp")):
+        target = tmp_path / f"{parallel} {count}"
+        changed = recipe(*UNEVEN, f"parallel={parallel}")
+        assert together(_copy, source, target, changed, count=count) == [0] * count
+        source = target / first.name
+        assert len(list(source.glob("optimizers-*"))) == (count if parallel == "fsdp" else 1)
+        assert_same(weights(tcnca.load(source)), weights(tcnca.load(first)))
+        assert_same(optimizers(source), optimizers(first))
+        if parallel == "fsdp":
+            # Each process writes its own part, and the main one some numbers more.
+            parts = [sum(map(torch.numel, load_file(path).values())) for path in source.glob("optimizers-*")]
+            assert max(parts) < 1.3 * sum(parts) / count
+
+
+KILLED = ["max_steps=11", "log_every=5", "checkpoint.every=4", "eval.every=6", "eval.batch_size=499"]
+CLOCKS = {"time", "seconds", "tokens_per_second", "data_wait", "memory_gib"}
+"""What a log has that is measured, and differs from run to run."""
+
+
+def _killed(folder: Path, given: Recipe, during: str) -> None:
+    """A run of which one process is killed by SIGKILL, during a step or while it saves the checkpoint of step 8."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    trainer = TinyTrainer(folder, given)
+
+    def kill(trainer: TinyTrainer) -> None:
+        if (during, trainer.state.step, trainer.dist.rank) == ("step", 7, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_while_saving(event: str, given: tuple[Any, ...]) -> None:
+        if event == "os.chmod" and "step-000000008" in str(given[0]) and during == str(given[0]).rpartition("/")[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.before_step = kill
+    sys.addaudithook(kill_while_saving)
+    trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "during"),
+    [
+        ("ddp", "step"),
+        ("fsdp", "optimizers-00001.safetensors"),
+        pytest.param("fsdp", "step", marks=pytest.mark.slow),
+        pytest.param("ddp", "optimizers-00000.safetensors", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, parallel: str, during: str) -> None:
+    """Weights, optimizers, log and best, bit for bit."""
+    whole, parts, given = tmp_path / "whole", tmp_path / "parts", recipe(*KILLED, f"parallel={parallel}")
+    train(2, whole, given)
+    codes = together(_killed, parts, given, during)
+    assert 0 not in codes
+    assert -signal.SIGKILL in codes
+    # The last line of the log is of step 5, so that the sums of step 6 are those of the checkpoint.
+    assert latest(parts).name == "step-000000006"
+    train(2, parts, given, resume=True)
+
+    found, expected = (
+        [{key: line[key] for key in line.keys() - CLOCKS} for line in read_log(run)] for run in (parts, whole)
+    )
+    assert found == expected
+    assert [line["step"] for line in expected if "loss" in line] == [5, 10, 11]
+    assert {"loss", "grad_norm", "tokens", "lr", "progress", "step"} == expected[0].keys()
+    assert scores(parts) == scores(whole)
+    best = [json.loads((run / "checkpoints" / "best.json").read_text()) for run in (parts, whole)]
+    assert best[0] == best[1]
+    for name in (latest(whole).name, best[0]["checkpoint"]):
+        one, other = parts / "checkpoints" / name, whole / "checkpoints" / name
+        assert_same(weights(tcnca.load(one)), weights(tcnca.load(other)))
+        assert_same(optimizers(one), optimizers(other))
+        for path in other.glob("*.safetensors"):
+            assert (one / path.name).read_bytes() == path.read_bytes()
+    assert_same(weights(tcnca.load(parts)), weights(tcnca.load(whole)))
+
+
+def _without_space(folder: Path, given: Recipe) -> None:
+    """A run of which one process cannot write a file of a checkpoint."""
+    trainer = TinyTrainer(folder, given)
+
+    def fill_disk(trainer: TinyTrainer) -> None:
+        if trainer.dist.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+
+    trainer.before_step = fill_disk
+    with pytest.raises(DataError, match=r"checkpoints: cannot be written \(File too large\)"):
+        trainer.fit()
+
+
+def test_all_processes_stop_if_one_cannot_write(tmp_path: Path) -> None:
+    assert together(_without_space, tmp_path, recipe("parallel=fsdp", "max_steps=2")) == [0, 0]
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_the_log_is_right_on_another_number_of_processes(tmp_path: Path) -> None:
+    """Also if a line has sums of steps before the run was resumed."""
+    changes = [*PLAIN, "log_every=5", "checkpoint.every=4", "eval.every=0"]
+    train(2, tmp_path / "two", recipe(*changes))
+    rewind(tmp_path / "two", tmp_path / "one", 8)
+    train(1, tmp_path / "one", recipe(*changes), resume=True)
+    expected, found = read_log(tmp_path / "two"), read_log(tmp_path / "one")
+    assert [line["step"] for line in found if "loss" in line] == [10, 12]
+    for line, other in zip([line for line in expected if line["step"] > 5 and "loss" in line], found, strict=False):
+        assert other["tokens"] == line["tokens"]
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(line[name], rel=1e-5)
 
 
 def _poisoned(folder: Path, changes: list[str]) -> None:

@@ -42,6 +42,7 @@ CHANGES = [
     "eval.batch_size=500",
 ]
 SAVED = ["max_steps=4", "checkpoint.every=2", "eval.every=2"]
+OPTIMIZERS = "optimizers-00000.safetensors"
 PARTS = 4
 """Tests that share all instants, to run in parallel."""
 
@@ -73,7 +74,7 @@ def writing(found: list[Operation]) -> list[int]:
     return [
         number
         for number, each in enumerate(found)
-        if each.writes or (each.event == "os.mkdir" and ".saving-" in each.path)
+        if each.writes or (each.event == "os.mkdir" and (".saving-" in each.path or ".partial" in each.path))
     ]
 
 
@@ -128,16 +129,18 @@ def test_all_that_a_run_writes_is_seen(whole: Whole) -> None:
     seen = {(each.event, each.path.replace(".saving-", "/").rpartition("/")[2]) for each in whole.rest}
     written = {path.lstrip(".") for event, path in seen if event == "open"}
     run = {"recipe.yaml", "provenance.json", "model.safetensors", "result.json", "report.md"}
-    assert run | {"__0_0.distcp", "metadata.tmp", "config.json", "state.json", "best.json"} <= written
+    assert run | {"config.json", "state.json", "best.json"} <= written
+    assert {("os.mkdir", ".step-000000003.partial"), ("os.chmod", OPTIMIZERS)} <= seen
     moved = {path for event, path in seen if event == "os.rename"}
     assert {".step-000000003.partial", ".step-000000004.partial", "step-000000002", ".best.json"} <= moved
-    assert {"state.json", "model.safetensors", "__0_0.distcp"} <= {path for event, path in seen if event == "os.remove"}
+    assert {"state.json", "model.safetensors", OPTIMIZERS} <= {path for event, path in seen if event == "os.remove"}
 
 
 @pytest.mark.parametrize(
     ("event", "name", "death"),
     [
-        ("open", "optimizers/__0_0.distcp", "within"),
+        ("os.mkdir", ".step-000000003.partial", "within"),
+        ("os.chmod", OPTIMIZERS, "before"),
         ("open", "state.json", "within"),
         ("os.rename", ".step-000000003.partial", "before"),
         ("os.rename", "checkpoints/.best.json", "before"),
@@ -203,7 +206,7 @@ def filling(whole: Whole) -> list[int]:
     return [number for number in writing(whole.rest) if "step-000000005" not in whole.rest[number].path]
 
 
-@pytest.mark.parametrize(("name", "death"), [("__0_0.distcp", "short"), ("state.json", "full"), (".saving-", "full")])
+@pytest.mark.parametrize(("name", "death"), [(".partial", "short"), ("state.json", "full"), (".saving-", "full")])
 def test_a_full_disk(tmp_path: Path, whole: Whole, name: str, death: Death) -> None:
     instant = next(number for number in filling(whole) if name in whole.rest[number].path)
     check_full_disk(tmp_path / "run", whole, instant, death)
@@ -244,8 +247,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.safetensors", "flipped"),
         ("model.safetensors", "truncated"),
         ("config.json", "replaced"),
-        ("optimizers/__0_0.distcp", "flipped"),
-        ("optimizers/.metadata", "emptied"),
+        (OPTIMIZERS, "flipped"),
+        (OPTIMIZERS, "emptied"),
         *(("state.json", damage) for damage in DAMAGES),
     ],
 )

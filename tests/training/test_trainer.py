@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -396,11 +397,11 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8") == "about: of another"
 
 
-def test_a_full_disk_behind_the_zip_writer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_behind_safetensors_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 128 vs 22")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tcnca.training.checkpoint.state_dict_saver.save", full)
+    monkeypatch.setattr("tcnca.training.checkpoint.save_file", full)
     with pytest.raises(DataError, match=r"checkpoints: the disk is full; free some space"):
         fit(tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, PositiveInt, Probability
+from tcnca.config import Config, Probability, TokenCount, Width
 from tcnca.errors import ConfigError, InputError
+from tcnca.layers.linear import WEIGHT_STD, init_normal
 from tcnca.ops import (
     AttentionActivation,
     AttentionState,
@@ -26,18 +27,18 @@ Position = Literal["none", "simple", "rotary", "rope"]
 class AttentionConfig(Config, kind="chunked"):
     """Attention of one head inside chunks."""
 
-    d_key: PositiveInt = 64
+    d_key: Width = 64
     """Width of queries and keys (the paper's z)."""
-    d_value: PositiveInt = 128
+    d_value: Width = 128
     """Width of values (the paper's v)."""
-    chunk_size: PositiveInt | None = 128
+    chunk_size: TokenCount | None = 128
     """Tokens in a chunk (the paper's C); None for attention over the whole sequence."""
     activation: AttentionActivation = "softmax"
     """Function that turns scores into weights."""
     position: Position = "simple"
     """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
     on queries and keys. `none`."""
-    max_length: PositiveInt | None = None
+    max_length: TokenCount | None = None
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
     dropout: Probability = 0.0
     """Dropout of attention weights."""
@@ -89,7 +90,7 @@ class ChunkedAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize the position parameters."""
         for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
+            init_normal(parameter, WEIGHT_STD)
 
     def set_chunk_size(self, chunk_size: int | None) -> None:
         """Change the chunk size; a simple bias must cover it."""

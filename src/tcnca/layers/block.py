@@ -7,15 +7,15 @@ as in TCNCA-simple, and without attention as in TCN-MLP and EMA-MLP.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, NonNegativeInt, PositiveInt, Probability
+from tcnca.config import Config, Probability, Range, Width
 from tcnca.errors import ConfigError
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
-from tcnca.layers.linear import WEIGHT_STD, Dropout, Linear
+from tcnca.layers.linear import WEIGHT_STD, Dropout, Linear, init_normal
 from tcnca.layers.mixer import MixerConfig
 from tcnca.layers.norm import NormKind, make_norm
 from tcnca.layers.tcn import TCNConfig
@@ -33,9 +33,9 @@ class LayerState(State):
 class LayerConfig(Config):
     """The structure of a layer."""
 
-    d_model: PositiveInt = 128
+    d_model: Width = 128
     """Channels of the sequence between layers (the paper's d)."""
-    d_ff: NonNegativeInt = 256
+    d_ff: Annotated[int, Range(0, 2**24)] = 256
     """Hidden width of the feed-forward net; 0 for none."""
     mixer: MixerConfig | None = TCNConfig()
     """What mixes over time before the attention."""
@@ -95,7 +95,7 @@ class GatedBlock(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize the transforms of queries and keys."""
-        nn.init.normal_(self.gamma, std=WEIGHT_STD)
+        init_normal(self.gamma, WEIGHT_STD)
         nn.init.zeros_(self.beta)
 
     def forward(
@@ -220,11 +220,11 @@ class Layer(nn.Module):
     def initial_state(self, batch: int) -> LayerState:
         """Return the state before the first token."""
         mixer, attention = self.block.mixer, self.block.attention
-        some = next(self.parameters())
-        return LayerState(
-            None if mixer is None else mixer.initial_state(batch),
-            None if attention is None else attention.initial_state(batch, some.device, some.dtype),
-        )
+        attention_state = None
+        if attention is not None:
+            some = next(self.parameters())
+            attention_state = attention.initial_state(batch, some.device, some.dtype)
+        return LayerState(None if mixer is None else mixer.initial_state(batch), attention_state)
 
     def macs(self, length: int) -> int:
         """Return the multiply-accumulate operations for one token of a sequence of `length`, on average."""

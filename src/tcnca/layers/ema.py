@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.config import PositiveInt
+from tcnca.config import TokenCount, Width
 from tcnca.errors import ConfigError
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions
 from tcnca.ops import EMABackend, EMAState, ema, initial_ema_state
@@ -19,9 +19,9 @@ EMAOutput = Literal["skip", "activation"]
 class EMAConfig(MixerConfig, kind="ema"):
     """MEGA's multi-dimensional damped EMA."""
 
-    d_state: PositiveInt = 16
+    d_state: Width = 16
     """Size of the hidden state of each channel (the paper's N)."""
-    truncation: PositiveInt | None = None
+    truncation: TokenCount | None = None
     """Length at which the kernel is cut off. The streaming state then holds as many past inputs."""
     backend: EMABackend = "auto"
     """Implementation: `fft`, `scan`, `recurrent`, or `triton` (kernels for NVIDIA GPUs); `auto` uses `triton` where it
@@ -68,6 +68,8 @@ class EMA(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the parameters as in MEGA, or with other decays (see `EMAConfig.spread`)."""
+        if self.delta.is_meta:
+            return
         nn.init.normal_(self.delta, std=0.2)
         nn.init.normal_(self.alpha, std=0.2)
         if self.config.spread:

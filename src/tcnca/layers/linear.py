@@ -13,12 +13,18 @@ from tcnca.ops import dropout
 WEIGHT_STD = 0.02
 
 
+def init_normal(parameter: Tensor, std: float) -> None:
+    """Initialize N(0, std²); nothing on the `meta` device, where PyTorch would import its compiler, for seconds."""
+    if not parameter.is_meta:
+        nn.init.normal_(parameter, std=std)
+
+
 class Linear(nn.Linear):
     """A linear map with weights initialized N(0, 0.02) and biases 0, as in MEGA."""
 
     def reset_parameters(self) -> None:
         """Initialize the weights."""
-        nn.init.normal_(self.weight, std=WEIGHT_STD)
+        init_normal(self.weight, WEIGHT_STD)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import PositiveInt, Probability, check_at_least
+from tcnca.config import LayerCount, Probability, TokenCount, Width, check, shown
 from tcnca.errors import ConfigError
 from tcnca.layers.ema import EMA, EMAConfig
 from tcnca.layers.linear import Dropout
@@ -28,6 +28,10 @@ GRADE = 0.3
 """Scale of a block relative to the previous one."""
 MIXED = 4
 """Exponentials in a mixture."""
+MAX_CONVOLUTIONS = 2**10
+"""Convolutions of one TCN."""
+MAX_RECEPTIVE_FIELD = 2**31 - 1
+"""Tokens. The streaming state holds as many values of each channel."""
 
 
 class TCNConfig(MixerConfig, kind="tcn"):
@@ -37,13 +41,13 @@ class TCNConfig(MixerConfig, kind="tcn"):
     `output="none"`, `init="decay"` and `norm="weight"`. See docs/tcn-block.md.
     """
 
-    kernel_size: PositiveInt = 17
+    kernel_size: Width = 17
     """Taps of every kernel (the paper's K)."""
-    dilation_factor: PositiveInt = 8
+    dilation_factor: TokenCount = 8
     """Growth of the dilation from block to block (the paper's f)."""
-    depth: PositiveInt = 4
+    depth: LayerCount = 4
     """Number of blocks (the paper's D)."""
-    convolutions: PositiveInt = 1
+    convolutions: LayerCount = 1
     """Convolutions in one block (the paper's B): 1 in the paper, 2 in the classic TCN."""
     activation: Activation = "silu"
     """Non-linearity, where `block` or `output` has one."""
@@ -78,6 +82,18 @@ class TCNConfig(MixerConfig, kind="tcn"):
             )
         if self.init == "series" and self.block == "residual":
             raise ConfigError("init: expected block 'linear' or 'chain' with 'series', got 'residual'")
+        if self.depth * self.convolutions > MAX_CONVOLUTIONS:
+            raise ConfigError(
+                f"depth, convolutions: expected a product of at most {MAX_CONVOLUTIONS}, got {self.depth} and "
+                f"{self.convolutions}"
+            )
+        # With kernels of one tap the dilation has no effect, but it must be a number that PyTorch can take.
+        field = max(self.receptive_field, self.dilation_factor ** (self.depth - 1))
+        if field > MAX_RECEPTIVE_FIELD:
+            raise ConfigError(
+                f"dilation_factor: expected a receptive field of at most {MAX_RECEPTIVE_FIELD} tokens, got "
+                f"{shown(field)}; reduce dilation_factor, depth or kernel_size"
+            )
 
     def build(self, d_model: int, causal: bool = True) -> TCN:
         """Return a new `TCN`."""
@@ -94,7 +110,7 @@ class TCNConfig(MixerConfig, kind="tcn"):
 
         This is the rule of the paper's runtime comparison. `fields` sets the others, for example `depth=4`.
         """
-        check_at_least("length", length, 1)
+        check("length", length, TokenCount)
         config = cls(dilation_factor=1, **fields)
         if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
             raise ConfigError(
@@ -137,6 +153,8 @@ class TCN(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the kernels (see `TCNConfig.init`)."""
+        if self.weight.is_meta:
+            return
         kernels = _initial_kernels(self.config, self.weight, self.causal)
         self.weight.copy_(kernels)
         if self.scale is not None:

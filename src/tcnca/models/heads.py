@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, PositiveInt, Probability
+from tcnca.config import Config, LayerCount, Probability, Width
 from tcnca.errors import ConfigError
 from tcnca.layers import Dropout
+from tcnca.layers.linear import init_normal
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Packing
 from tcnca.models.preprocessing import Preprocessing, Standardization
@@ -68,9 +69,9 @@ class PooledHeadConfig(HeadConfig):
 
     pooling: Pooling = "mean"
     """What represents a sequence: the mean of its features, the last or the first; `none` keeps every time."""
-    hidden: PositiveInt | None = None
+    hidden: Width | None = None
     """Width of a hidden layer; None for no hidden layer."""
-    hidden_layers: PositiveInt = 1
+    hidden_layers: LayerCount = 1
     """Number of hidden layers of that width."""
     activation: Activation = "gelu"
     """Non-linearity of the hidden layers."""
@@ -86,7 +87,7 @@ class PooledHeadConfig(HeadConfig):
 class ClassifierHeadConfig(PooledHeadConfig, kind="classifier"):
     """Logits of the classes, `[batch, num_classes]` (with pooling `none`, `[batch, time, num_classes]`)."""
 
-    num_classes: PositiveInt = 2
+    num_classes: Width = 2
     """Number of classes."""
 
     def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> PooledHead:
@@ -98,7 +99,7 @@ class ClassifierHeadConfig(PooledHeadConfig, kind="classifier"):
 class RegressionHeadConfig(PooledHeadConfig, kind="regression"):
     """Predicted values, `[batch, outputs]` (with pooling `none`, `[batch, time, outputs]`)."""
 
-    outputs: PositiveInt = 1
+    outputs: Width = 1
     """Number of values."""
 
     def build(self, d_model: int, input: InputConfig, preprocessing: Preprocessing) -> RegressionHead:
@@ -111,7 +112,7 @@ class PairHeadConfig(PooledHeadConfig, kind="pair"):
 
     documents: ClassVar[int] = 2
 
-    num_classes: PositiveInt = 2
+    num_classes: Width = 2
     """Number of classes."""
     combination: Combination = "concat"
     """`concat`: [second; first], as in MEGA. `features`: [u; v; u·v; u−v] for first u and second v."""
@@ -195,7 +196,7 @@ class LanguageModelHead(Head):
     def reset_parameters(self) -> None:
         """Initialize the matrix, N(0, 1 / d_model), unless it is the embedding's."""
         if self.weight is not None:
-            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+            init_normal(self.weight, self.weight.shape[1] ** -0.5)
 
     def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:
         """Return logits `[batch, time, vocab_size]`."""
@@ -216,7 +217,8 @@ class HeadLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Initialize the weights."""
-        nn.init.xavier_uniform_(self.weight, gain=self.scale)
+        if not self.weight.is_meta:
+            nn.init.xavier_uniform_(self.weight, gain=self.scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -8,9 +8,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, NonNegativeInt, PositiveInt
+from tcnca.config import Config, NonNegativeInt, Width
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_features, make_norm
+from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import check_tensor, check_values
 
@@ -29,7 +30,7 @@ class InputConfig(Config, abc.ABC):
 class TokenInputConfig(InputConfig, kind="tokens"):
     """Tokens `[batch, time]`, whole numbers below `vocab_size`."""
 
-    vocab_size: PositiveInt = 256
+    vocab_size: Width = 256
     """Number of tokens."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by √d_model."""
@@ -55,7 +56,7 @@ class TokenInputConfig(InputConfig, kind="tokens"):
 class ValueInputConfig(InputConfig, kind="values"):
     """Real-valued sequences `[batch, time, features]`, or `[batch, time]` if there is one feature."""
 
-    features: PositiveInt = 1
+    features: Width = 1
     """Values at each time."""
 
     def build(self, d_model: int, norm: str, preprocessing: Preprocessing) -> ValueEmbedding:
@@ -90,7 +91,7 @@ class TokenEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the embeddings, N(0, 1 / d_model); that of the padding is 0."""
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        init_normal(self.weight, self.weight.shape[1] ** -0.5)
         if self.pad_token_id is not None:
             nn.init.zeros_(self.weight[self.pad_token_id])
 
@@ -134,8 +135,8 @@ class ValueEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         """Initialize the vectors, N(0, 1 / features), and biases, N(0, 0.1)."""
-        nn.init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
-        nn.init.normal_(self.bias, std=0.1)
+        init_normal(self.weight, self.weight.shape[0] ** -0.5)
+        init_normal(self.bias, 0.1)
 
     def check_shape(self, name: str, x: Tensor) -> None:
         """Raise an InputError unless `x` is a tensor of real values in the dtype of the model."""

@@ -6,28 +6,29 @@ defaults of each architecture of MEGA's published code, to our configuration; th
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tcnca.config import shown
 from tcnca.errors import CheckpointError, TcncaError
 from tcnca.layers import AttentionConfig, EMAConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.model import ModelConfig, SequenceModel
-from tcnca.models.serialization import fill
+from tcnca.models.pickles import Call, TorchFile, describe
+from tcnca.models.preprocessing import Preprocessing
+from tcnca.models.serialization import build_on_meta, fill
 
 PAD_TOKEN_ID = 1
 """The padding symbol of every dictionary of MEGA."""
 
 Values = dict[str, Any]
-"""Arguments and their values; a function computes the value from other arguments."""
+"""Arguments and their defaults; a function computes the default from other arguments."""
 
 
 def _decoder(layers: int, width: int, hidden: int, **more: Any) -> Values:
@@ -58,7 +59,7 @@ def _speech(width: int) -> Values:
         width // 2,
         6,
         16000,
-        classifier_out_dim=lambda a: 2 * a.get("encoder_embed_dim"),
+        classifier_out_dim=lambda a: 2 * a.number("encoder_embed_dim", width),
         dropout=0.0,
         attention_dropout=0.0,
         attention_activation_fn="laplace",
@@ -79,7 +80,7 @@ ARCHITECTURES: dict[str, Values] = {
     "lra": {},
     "mega_lra_listop": _lra(80, 160, 64, 6, 2002, norm_type="scalenorm", sentence_class_num=10),
     "mega_lra_imdb": _lra(128, 256, 64, 4, 4002, norm_type="scalenorm"),
-    "mega_lra_aan": _lra(128, 256, 64, 6, 4002, classifier_in_dim=lambda a: 2 * a.get("encoder_embed_dim")),
+    "mega_lra_aan": _lra(128, 256, 64, 6, 4002, classifier_in_dim=lambda a: 2 * a.number("encoder_embed_dim", 128)),
     "mega_lra_cifar10": _lra(160, 320, 96, 8, 1024, norm_type="batchnorm", sentence_class_num=10, chunk_size=1024),
     "mega_lra_pf32": _lra(128, 256, 64, 6, 1024, norm_type="batchnorm", chunk_size=1024),
     "mega_lra_pf128": _lra(64, 128, 32, 4, 16384, norm_type="batchnorm", chunk_size=16384, truncation_length=4096),
@@ -110,39 +111,49 @@ _POSITIONS = {"simple": "simple", "rotary": "rotary"}
 _POOLINGS = {"mp": "mean", "cls": "first"}
 
 
+_LARGEST = 2**31 - 1
+
+
 class Arguments:
     """The arguments of a checkpoint, with the defaults of its architecture for missing ones."""
 
     def __init__(self, given: Mapping[str, Any], fallback: str) -> None:
-        architecture = given.get("arch") or fallback
-        if architecture not in ARCHITECTURES:
-            raise CheckpointError(f"args.arch: expected one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
-        self._values = {**ARCHITECTURES[architecture], **given}
+        self._given = given
+        self._defaults = {"arch": fallback}
+        architecture = self.get("arch") or fallback
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+            raise CheckpointError(f"args.arch: expected one of {', '.join(ARCHITECTURES)}, got {shown(architecture)}")
+        self._defaults = ARCHITECTURES[architecture]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument."""
-        value = self._values.get(name, default)
+        """Return an argument: None, a truth value, a number or a text."""
+        if name in self._given:
+            value = self._given[name]
+            if value is not None and type(value) not in (bool, int, float, str):
+                raise CheckpointError(f"args.{name}: expected a number or a text, got {describe(value)}")
+            return value
+        value = self._defaults.get(name, default)
         return value(self) if callable(value) else value
 
     def choice(self, name: str, table: dict[str, str], default: str) -> Any:
         """Return our name for the value of an argument."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in table:
-            raise CheckpointError(f"args.{name}: expected one of {', '.join(table)}, got {value!r}")
+            raise CheckpointError(f"args.{name}: expected one of {', '.join(table)}, got {shown(value)}")
         return table[value]
 
     def number(self, name: str, default: int) -> int:
         """Return a whole number."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"args.{name}: expected a whole number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LARGEST:
+            raise CheckpointError(f"args.{name}: expected a whole number of up to {_LARGEST}, got {shown(value)}")
         return value
 
     def require(self, name: str, expected: Any, why: str) -> None:
         """Raise an error if an argument has another value, which our models do not support."""
         value = self.get(name, expected)
         if value != expected:
-            raise CheckpointError(f"args.{name}: expected {expected!r}, got {value!r}; {why}")
+            raise CheckpointError(f"args.{name}: expected {expected!r}, got {shown(value)}; {why}")
 
     def chunk(self, name: str) -> int | None:
         """Return a chunk size; MEGA writes -1 for none."""
@@ -213,7 +224,7 @@ def classifier_config(a: Arguments, vocab_size: int | None, norm: str) -> ModelC
     inputs, hidden_layers = a.get("classifier_in_dim", width), a.number("classifier_layers", 1)
     if inputs not in (width, 2 * width):
         raise CheckpointError(
-            f"args.classifier_in_dim: expected {width} for one document or {2 * width} for two, got {inputs}"
+            f"args.classifier_in_dim: expected {width} for one document or {2 * width} for two, got {shown(inputs)}"
         )
     dropout, chunk_size = a.get("dropout", 0.1), a.chunk("chunk_size")
     positions = a.get("max_positions") or a.get("tokens_per_sample")
@@ -295,8 +306,9 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
         for a classifier, `model(first, second, lengths=…, lengths2=…).logits` for a pair. Without lengths, MEGA's
         padding symbol is masked.
     """
+    path = Path(path)
     try:
-        arguments, weights = _read(Path(path))
+        arguments, weights = _read(path)
         if any(name.startswith("encoder.encoder.") for name in weights):
             model = _classifier(arguments, weights)
         elif any(name.startswith("decoder.layers.") for name in weights):
@@ -304,7 +316,7 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
         else:
             raise CheckpointError(
                 f"model: expected weights of a language model (decoder.…) or a classifier (encoder.encoder.…), "
-                f"got {sorted(weights)[:3]}"
+                f"got {shown(sorted(weights)[:3])}"
             )
     except TcncaError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -312,36 +324,28 @@ def load_mega_checkpoint(path: str | Path, device: str | torch.device = "cpu") -
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with torch.serialization.safe_globals(_readable()):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError("no such file") from error
-    except Exception as error:  # arbitrary bytes can fail anywhere in the unpickler
-        # PyTorch's message would advise to trust the file.
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise CheckpointError(
-            "cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
-            f"because loading it could run code{f' (found: {found[1]})' if found else ''}"
-        ) from error
-    for name, kind in (("args", argparse.Namespace), ("model", dict)):
-        if not isinstance(content, dict) or not isinstance(content.get(name), kind):
-            got = type(content.get(name)).__name__ if isinstance(content, dict) else type(content).__name__
-            raise CheckpointError(f"{name}: expected a {kind.__name__}, got {got}")
-    weights = {}
-    for name, tensor in content["model"].items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name}: expected a tensor, got {tensor!r}")
-        if not _IGNORED.search(name):
+    """Return the arguments and the weights of a checkpoint."""
+    with TorchFile(path) as file:
+        content = file.content
+        args, model = (content.get("args"), content.get("model")) if isinstance(content, dict) else (content, content)
+        if not (isinstance(args, Call) and args.name == "argparse.Namespace" and isinstance(args.state, dict)):
+            raise CheckpointError(f"args: expected a Namespace, got {describe(args)}")
+        if not isinstance(model, dict):
+            raise CheckpointError(f"model: expected a dict, got {describe(model)}")
+        names = [*args.state, *model]
+        if not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"expected texts as names of arguments and weights, got {shown(names)}")
+        weights, size = {}, 0
+        for name, value in model.items():
+            if _IGNORED.search(name):
+                continue
+            tensor = file.tensor(shown(name)[1:-1], value)
+            size += tensor.nbytes
+            # Twice the file, since a matrix may be shared by input and output.
+            if size > 2 * path.stat().st_size:
+                raise CheckpointError(f"{name}: expected weights with values of their own, got shared ones")
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor
-    return vars(content["args"]), weights
-
-
-def _readable() -> list[Any]:
-    """Return the types that a checkpoint may contain: the namespace, and NumPy scalars in its logs."""
-    scalar = np.float64(0).__reduce__()[0]
-    numbers = [type(np.dtype(code)) for code in "?bhilqBHILQefd"]
-    return [argparse.Namespace, np.dtype, scalar, (scalar, "numpy.core.multiarray.scalar"), *numbers]
+    return args.state, weights
 
 
 def _language_model(given: dict[str, Any], weights: dict[str, Tensor]) -> SequenceModel:
@@ -372,8 +376,7 @@ def _rows(tensor: Tensor, name: str) -> int:
 
 
 def _filled(config: ModelConfig, weights: dict[str, Tensor]) -> SequenceModel:
-    with torch.device("meta"):
-        model = SequenceModel(config)
+    model = build_on_meta(config, Preprocessing(), weights, "model")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     directions = 1 if config.causal else 2
     for name, tensor in weights.items():
@@ -403,7 +406,7 @@ def _rename(name: str, prefix: str) -> str:
         if inner.startswith(theirs):
             rest = inner.removeprefix(theirs)
             return front + ours + ("weight" if rest == "scalar" else rest)
-    raise CheckpointError(f"{name}: expected a weight of MEGA, got an unknown one")
+    raise CheckpointError(f"{shown(name)[1:-1]}: expected a weight of MEGA, got an unknown one")
 
 
 def _norm_of(weights: dict[str, Tensor]) -> str:

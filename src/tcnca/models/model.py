@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import math
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
@@ -11,28 +14,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tcnca.config import PositiveInt
+from tcnca.config import LayerCount, closest, shown
 from tcnca.errors import InputError, StateError
 from tcnca.layers import Dropout, Layer, LayerConfig, LayerState, make_norm
 from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig, PoolState
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.preprocessing import Preprocessing
-from tcnca.ops import State, autocasts, length_mask, zero_padding
+from tcnca.ops import State, autocasts, check_values, length_mask, zero_padding
+from tcnca.ops.state import MAX_POSITION
+
+_LARGE_STATE = 2**30
+"""Bytes of a state above which they are compared with the memory of the device."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def suggest_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function to answer argument names of other libraries, the keys of `names`, with ours."""
+    """Decorate a function to answer unknown arguments; `names` are those of other libraries, with what to use."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
-                if name in names:
-                    raise InputError(f"{name}: no such argument; use {names[name]}")
+                if name not in known:
+                    answer = names.get(name) or closest(name, known) or f"one of {', '.join(known)}"
+                    raise InputError(f"{name}: no such argument; use {answer}")
             return function(*args, **kwargs)
 
         return call
@@ -53,7 +63,7 @@ class ModelConfig(LayerConfig):
     | EMA-MLP | EMAConfig | None | no |
     """
 
-    num_layers: PositiveInt = 4
+    num_layers: LayerCount = 4
     """Number of layers."""
     input: InputConfig = TokenInputConfig()
     """What the model reads."""
@@ -130,7 +140,7 @@ class SequenceModel(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = make_norm(config.norm, width, config.final_norm_affine) if config.prenorm else None
         self.head = config.head.build(width, config.input, self.preprocessing)
-        self._signature = self._describe()
+        self._describe()
 
     @property
     def streams(self) -> bool:
@@ -169,7 +179,7 @@ class SequenceModel(nn.Module):
             if layer.block.attention is not None:
                 layer.block.attention.set_chunk_size(chunk_size)
                 self.config = dataclasses.replace(self.config, attention=layer.block.attention.config)
-        self._signature = self._describe()
+        self._describe()
         return self
 
     def initial_state(self, batch: int) -> ModelState:
@@ -177,6 +187,7 @@ class SequenceModel(nn.Module):
         self._check_streams()
         if batch < 1:
             raise StateError(f"batch: expected at least 1, got {batch}")
+        self._check_state_size(batch)
         pool = self.head.initial_state(batch, self.embedding.weight)
         return ModelState(tuple(layer.initial_state(batch) for layer in self._layers()), pool, self._signature)
 
@@ -193,6 +204,8 @@ class SequenceModel(nn.Module):
             "past_key_values": "state",
             "cache_params": "state",
             "use_cache": "return_state",
+            "labels": "torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten()) on its logits",
+            "targets": "torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten()) on its logits",
         }
     )
     def forward(
@@ -251,7 +264,11 @@ class SequenceModel(nn.Module):
                 raise InputError(f"second: expected a batch of {pooled.shape[0]}, like x, got {features.shape[0]}")
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
         logits = self.head(pooled, packing, x.shape[1], self.embedding.weight)
-        return ModelOutput(logits, ModelState(states, pool, self._signature) if return_state else None)
+        new = ModelState(states, pool, self._signature) if return_state else None
+        if new is not None and not torch.compiler.is_compiling():
+            # Its parts need no check when it comes back; a copy, or what is read from a file, has another identity.
+            object.__setattr__(new, "_made_as", id(new))
+        return ModelOutput(logits, new)
 
     def _encode(
         self,
@@ -275,6 +292,8 @@ class SequenceModel(nn.Module):
         rows, valid = packing.rows(x), packing.lengths
         if state is not None:
             self._check_state(state, rows)
+        elif return_state and not torch.compiler.is_compiling():
+            self._check_state_size(rows.shape[0])
         if valid is not None:
             # Padding may hold anything, also NaN or tokens outside the vocabulary.
             mask = length_mask(valid, rows.shape[1])
@@ -301,14 +320,26 @@ class SequenceModel(nn.Module):
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
-    def _describe(self) -> str:
-        """Describe what two models must share for one to continue from a state of the other."""
+    def _describe(self) -> None:
+        """Set what two models must share for one to continue from a state of the other, and an example of a state."""
         config, block = self.config, self._layers()[0].block
         mixer = "no mixer" if block.mixer is None else block.mixer.signature
         attention = "no attention" if block.attention is None else block.attention.signature
         kind = "gated" if config.gated else "residual"
         layers = f"{config.num_layers} {kind} layers of d_model {config.d_model}"
-        return f"{layers}, {mixer}, {attention}, {self.head.signature}"
+        self._signature = f"{layers}, {mixer}, {attention}, {self.head.signature}"
+        self._example, self._state_bytes = None, 0
+        if self.streams:
+            # On the `meta` device a state of any size takes no memory.
+            with torch.device("meta") as meta:
+                mixer_state = None if config.mixer is None else config.mixer.build(config.d_model).initial_state(1)
+                like = torch.empty(1, config.d_model)
+            attention_state = None
+            if block.attention is not None:
+                attention_state = block.attention.initial_state(1, meta, like.dtype)
+            layer, pool = LayerState(mixer_state, attention_state), self.head.initial_state(1, like)
+            self._example = ModelState((layer,) * config.num_layers, pool, self._signature)
+            self._state_bytes = layer.nbytes * config.num_layers + (0 if pool is None else pool.nbytes)
 
     def _check_documents(self, second: Tensor | None, described: bool) -> None:
         """Raise an InputError unless there is a second document for a model of pairs, and for no other."""
@@ -331,6 +362,8 @@ class SequenceModel(nn.Module):
         state.check_not_consumed()
         if state.signature != self._signature:
             raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
+        if not torch.compiler.is_compiling() and getattr(state, "_made_as", None) != id(state):
+            self._check_parts(state, rows)
         parts = (state.layers[0], state.pool)
         tensor = next((tensor for part in parts if part is not None for tensor in part.tensors().values()), None)
         if tensor is None:
@@ -342,6 +375,48 @@ class SequenceModel(nn.Module):
         kept, dtype = _floating_dtype(state.layers[0]), self.embedding.weight.dtype
         if kept is not None and kept != dtype and not autocasts(rows.device):
             raise StateError(f"state: expected {dtype}, like the model, got {kept}; convert it with state.to({dtype})")
+
+    def _check_parts(self, state: ModelState, rows: Tensor) -> None:
+        """Raise a StateError unless all of a state fits, which can come from a file with the right signature."""
+        assert self._example is not None
+        if pytree.tree_structure(state) != pytree.tree_structure(self._example):
+            raise StateError("state: expected the parts that a state of this model has, got others")
+        found, expected = state.tensors(), self._example.tensors()
+        if found.keys() != expected.keys():
+            raise StateError(f"state: expected the tensors {shown(list(expected))}, got {shown(list(found))}")
+        batch = state.batch_size
+        for name, like in expected.items():
+            tensor = found[name]
+            # The cache of full attention, whose example is empty, has any size.
+            fits = [not size or size == got for size, got in zip(like.shape[1:], tensor.shape[1:], strict=False)]
+            if tensor.dim() != like.dim() or tensor.shape[0] != batch or not all(fits):
+                raise StateError(f"state.{name}: expected shape {[batch, *like.shape[1:]]}, got {list(tensor.shape)}")
+            if tensor.is_floating_point() != like.is_floating_point():
+                raise StateError(f"state.{name}: expected {like.dtype}, got {tensor.dtype}")
+            if tensor.device != found[next(iter(found))].device:
+                raise StateError(f"state.{name}: expected one device for all tensors, got {tensor.device}")
+            if not like.is_floating_point():
+                valid = (tensor >= 0) & (tensor < MAX_POSITION)
+                check_values(valid, f"state.{name}: expected values from 0 to 2^53", tensor, StateError)
+
+    def _check_state_size(self, batch: int) -> None:
+        """Raise a StateError if the state of `batch` sequences is larger than the memory of the device."""
+        size = batch * self._state_bytes
+        if size > _LARGE_STATE and size > (memory := _memory(self.embedding.weight.device)):
+            raise StateError(
+                f"state: expected at most {memory:,} bytes, the memory of the device, got a model and a batch of "
+                f"{batch} that need {size:,}; reduce the receptive field, the truncation or the chunk size, or call "
+                "the model with return_state=False"
+            )
+
+
+def _memory(device: torch.device) -> float:
+    """Return the bytes of memory of a device; infinity where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
 
 
 def summarize(config: ModelConfig, length: int) -> Summary:

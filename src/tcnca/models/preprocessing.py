@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, Range
+from tcnca.config import Config, Range, shown
 from tcnca.errors import ConfigError, InputError, VocabularyError
 
 
@@ -42,11 +42,13 @@ class Preprocessing(Config):
         for what in ("input", "target"):
             mean, std = getattr(self, f"{what}_mean"), getattr(self, f"{what}_std")
             if len(mean or ()) != len(std or ()):
-                raise ConfigError(f"{what}_mean, {what}_std: expected both, of the same length, got {mean} and {std}")
+                raise ConfigError(
+                    f"{what}_mean, {what}_std: expected both, of the same length, got {shown(mean)} and {shown(std)}"
+                )
             if min(std or (1,)) <= 0:
-                raise ConfigError(f"{what}_std: expected numbers above 0, got {std}")
+                raise ConfigError(f"{what}_std: expected numbers above 0, got {shown(std)}")
         if self.byte_map is not None and len(set(self.byte_map)) < len(self.byte_map):
-            raise ConfigError(f"byte_map: expected different numbers, got {self.byte_map}")
+            raise ConfigError(f"byte_map: expected different numbers, got {shown(self.byte_map)}")
         if self.byte_map is not None and self.symbols is not None:
             raise ConfigError("symbols: expected None together with byte_map, got both")
 

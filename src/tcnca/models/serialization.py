@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import tempfile
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from tcnca.config import check, shown
 from tcnca.errors import CheckpointError, ConfigError
+from tcnca.files import read_json
 from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
+from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 
 FORMAT = "tcnca-model-2"
 CONFIG_FILE = "config.json"
@@ -54,52 +59,68 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     The model takes raw inputs: it applies the preprocessing that it was trained with.
     """
     folder = Path(folder)
-    model = _read_config(folder / CONFIG_FILE)
+    config, preprocessing = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    weights, _ = read_tensors(path, CheckpointError)
     try:
-        weights = load_file(path, device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); is the file complete?") from error
-    fill(model, weights, str(path))
+        model = build_on_meta(config, preprocessing, weights, str(path))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    fill(model, weights, str(path), device)
     return model.eval()
 
 
-def fill(model: SequenceModel, weights: dict[str, torch.Tensor], where: str) -> None:
+def build_on_meta(
+    config: ModelConfig, preprocessing: Preprocessing, weights: Mapping[str, torch.Tensor], where: str
+) -> SequenceModel:
+    """Return a model without memory for its weights, if `weights` has their names; `where` is named in errors.
+
+    A file can ask for any number of layers, so one of them is compared with the weights before all are built.
+    """
+    found = {name.split(".", 2)[1] for name in weights if name.startswith("layers.")}
+    with torch.device("meta"):
+        first = SequenceModel(dataclasses.replace(config, num_layers=1), preprocessing)
+        expected = first.state_dict().keys()
+        if config.num_layers > len(found) and any(name.startswith("layers.") for name in expected):
+            raise CheckpointError(
+                f"{where}: num_layers: expected at most {len(found)}, the layers of the weights, got "
+                f"{config.num_layers}"
+            )
+        _check_names(expected, {name for name in weights if not re.match(r"layers\.(?!0\.)", name)}, where)
+        return SequenceModel(config, preprocessing)
+
+
+def fill(
+    model: SequenceModel, weights: Mapping[str, torch.Tensor], where: str, device: str | torch.device = "cpu"
+) -> None:
     """Set all weights of a model that was built on the `meta` device; `where` is named in errors."""
     expected = model.state_dict()
-    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing or unknown:
-        raise CheckpointError(f"{where}: expected the weights of the model, got missing {missing}, unknown {unknown}")
+    _check_names(expected.keys(), weights.keys(), where)
     for name, tensor in expected.items():
         got = weights[name]
         if tensor.shape != got.shape:
             raise CheckpointError(f"{where}: {name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
-        if tensor.is_floating_point() != got.is_floating_point():
-            kind = "floating-point" if tensor.is_floating_point() else "whole"
-            raise CheckpointError(f"{where}: {name}: expected {kind} numbers, got {got.dtype}")
+        if got.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else (tensor.dtype,)):
+            kind = "floating-point numbers of 16 bits or more" if tensor.is_floating_point() else str(tensor.dtype)
+            raise CheckpointError(f"{where}: {name}: expected {kind}, got {got.dtype}")
     # Copied: weights of a mapped file can have any alignment, with which matrix products round differently.
-    model.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}, assign=True)
+    model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in weights.items()}, assign=True)
 
 
-def _read_config(path: Path) -> SequenceModel:
-    """Return the model, without memory for its weights."""
+def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
+    missing, unknown = sorted(expected - names), sorted(names - expected)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{where}: expected the weights of the model, got missing {shown(missing)}, unknown {shown(unknown)}"
+        )
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
+    content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected a folder that tcnca.save wrote")
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path}: no such file; expected a folder that tcnca.save wrote") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        got = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {got!r}")
-    for name in ("model", "preprocessing"):
-        if not isinstance(content.get(name), dict):
-            raise CheckpointError(f"{path}: {name}: expected a configuration, got {content.get(name)!r}")
-    try:
-        config, facts = ModelConfig.from_dict(content["model"]), Preprocessing.from_dict(content["preprocessing"])
-        with torch.device("meta"):
-            return SequenceModel(config, facts)
+        if content.get("format") != FORMAT:
+            raise ConfigError(f"format: expected {FORMAT!r}, got {shown(content.get('format'))}")
+        values = [check(name, content.get(name), dict[str, Any]) for name in ("model", "preprocessing")]
+        return ModelConfig.from_dict(values[0]), Preprocessing.from_dict(values[1])
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error

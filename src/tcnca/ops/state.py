@@ -2,7 +2,7 @@
 
 A state is a frozen dataclass whose fields are tensors, other states, tuples of these, strings, or None. The first
 dimension of every tensor is the batch, which is enough to repeat and reorder sequences, move a state between devices
-and count its bytes without knowing what it is for.
+and count its bytes without knowing what it is for. A tensor called `position` holds the tokens seen so far.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import types
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,9 +22,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tcnca.errors import StateError
+from tcnca.config import shown
+from tcnca.errors import ConfigError, StateError, TcncaError
+from tcnca.files import check_regular, parse_json
 
-_FORMAT = "tcnca-state-2"
+_FORMAT = "tcnca-state-3"
+_MAX_HEADER = 2**24
+"""Bytes of the header of a safetensors file. A tensor takes about a hundred."""
+_MAX_DEPTH = 16
+"""Levels of states in states, in files."""
+MAX_POSITION = 2**53
+"""Tokens that a state can have seen."""
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that weights and states can have."""
+_CLASSES: dict[str, type[State]] = {}
+"""All classes of states, by name: what a file can contain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,7 @@ class State:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _CLASSES[cls.__name__] = cls
         # Set before the dataclass decorator would add one that prints every tensor.
         cls.__repr__ = State.__repr__  # type: ignore[method-assign]
         if cls.__module__.startswith("tcnca."):
@@ -135,6 +150,8 @@ class State:
         index = torch.as_tensor(index)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise StateError(f"index: expected one dimension of integers, got {list(index.shape)} of {index.dtype}")
+        if not self.tensors():
+            return self  # a state of a model without parts, for any number of sequences
         batch = self.batch_size
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < batch:
             raise StateError(f"index: expected values from 0 to {batch - 1}, the state's batch, got {index.tolist()}")
@@ -143,30 +160,125 @@ class State:
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file."""
         self.check_not_consumed()
-        structure = pytree.treespec_dumps(pytree.tree_structure(self))
-        names = [None if leaf is None else name for name, leaf in _leaves(self).items()]
-        metadata = {"format": _FORMAT, "structure": structure, "names": json.dumps(names)}
+        metadata = {"format": _FORMAT, "structure": json.dumps(_encode(self))}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
         """Read a state that `save` wrote."""
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"{path}: cannot be read as safetensors ({error})") from error
+        tensors, metadata = read_tensors(Path(path), StateError)
         if metadata.get("format") != _FORMAT:
-            raise StateError(f"{path}: expected format {_FORMAT!r}, got {metadata.get('format')!r}")
+            raise StateError(f"{path}: expected format {_FORMAT!r}, got {shown(metadata.get('format'))}")
         try:
-            leaves = [None if name is None else tensors[name] for name in json.loads(metadata["names"])]
-            state = pytree.tree_unflatten(leaves, pytree.treespec_loads(metadata["structure"]))
-        except (KeyError, TypeError, ValueError, NotImplementedError) as error:
-            raise StateError(f"{path}: expected a complete state, got a damaged one ({error!r})") from error
-        if not isinstance(state, cls):
-            raise StateError(f"{path}: expected a {cls.__name__}, got a {type(state).__name__}")
-        return state
+            state = _decode(parse_json(metadata.get("structure", "")), tensors, "", 0)
+            if not isinstance(state, cls):
+                raise StateError(f"expected a {cls.__name__}, got {_described(state)}")
+            if tensors:
+                raise StateError(f"expected no tensors besides those of the state, got {shown(sorted(tensors))}")
+            _check_tensors(state)
+        except (StateError, ConfigError) as error:
+            raise StateError(f"{path}: {error}") from error
+        # Copied: the file may change while it is mapped.
+        return state.map(lambda tensor: tensor.to(device, copy=True))
+
+
+def read_tensors(path: Path, error: type[TcncaError]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, mapped and not read, and its metadata; or raise an `error`."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER:
+            raise SafetensorError(f"a header of {size:,} bytes, more than {_MAX_HEADER:,}")
+        with safe_open(path, framework="pt") as content:
+            names = content.keys()
+            return {name: content.get_tensor(name) for name in names}, content.metadata() or {}
+    except OSError as reason:
+        raise error(f"{path}: cannot be read as safetensors ({reason.strerror or reason})") from reason
+    except Exception as reason:  # besides its own error, safetensors raises that of a dtype that PyTorch lacks
+        raise error(f"{path}: cannot be read as safetensors ({shown(str(reason))}); is the file complete?") from reason
+
+
+def _encode(value: Any) -> Any:
+    """Return the structure of a state for JSON: a tensor is `true`, since its name is where it stands."""
+    match value:
+        case State():
+            fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return {"state": type(value).__name__, "fields": fields}
+        case tuple():
+            return [_encode(each) for each in value]
+        case Tensor():
+            return True
+    return value
+
+
+def _decode(value: Any, tensors: dict[str, Tensor], name: str, depth: int) -> Any:
+    """Return what `_encode` encoded, with the tensors, which are removed from `tensors`."""
+    if depth > _MAX_DEPTH:
+        raise StateError(f"{shown(name)}: expected at most {_MAX_DEPTH} levels of states, got more")
+    match value:
+        case None | str():
+            return value
+        case True:
+            if name not in tensors:
+                raise StateError(f"{shown(name)}: expected a tensor, got none; the file is damaged")
+            return tensors.pop(name)
+        case list():
+            return tuple(_decode(each, tensors, _join(name, str(i)), depth + 1) for i, each in enumerate(value))
+        case {"state": str(kind), "fields": dict(fields), **rest} if not rest:
+            return _decode_state(kind, fields, tensors, name, depth)
+    raise StateError(f"{shown(name)}: expected a part of a state, got {shown(value)}; the file is damaged")
+
+
+def _decode_state(kind: str, fields: dict[str, Any], tensors: dict[str, Tensor], name: str, depth: int) -> State:
+    cls = _CLASSES.get(kind)
+    if cls is None:
+        raise StateError(f"{shown(name)}: expected one of {', '.join(_CLASSES)}, got {shown(kind)}")
+    expected = [field.name for field in dataclasses.fields(cls)]
+    if set(fields) != set(expected):
+        raise StateError(f"{shown(name)}: expected the fields {expected} of a {kind}, got {shown(list(fields))}")
+    hints, values = typing.get_type_hints(cls), {}
+    for field, value in fields.items():
+        place = _join(name, field)
+        values[field] = _decode(value, tensors, place, depth + 1)
+        if not _fits(values[field], hints[field]):
+            raise StateError(f"{shown(place)}: expected {hints[field]}, got {_described(values[field])}")
+    return cls(**values)
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _described(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of the type of a field of a state."""
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, members[0]) for each in value)
+    return isinstance(value, hint)
+
+
+def _check_tensors(state: State) -> None:
+    """Raise a StateError unless all tensors have one batch size and a dtype of states, and positions are in range."""
+    batch: int | None = None
+    for name, tensor in state.tensors().items():
+        position = name.rpartition(".")[2] == "position"
+        dtypes = (torch.int64,) if position else (*FLOAT_DTYPES, torch.int64)
+        if tensor.dtype not in dtypes:
+            raise StateError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        if tensor.dim() < 1 or (position and tensor.dim() > 1):
+            raise StateError(f"{name}: expected shape [batch{'' if position else ', …'}], got {list(tensor.shape)}")
+        batch = tensor.shape[0] if batch is None else batch
+        if tensor.shape[0] != batch:
+            raise StateError(f"{name}: expected a batch of {batch}, as before, got {tensor.shape[0]}")
+        if position and tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < MAX_POSITION:
+            raise StateError(f"{name}: expected positions from 0 to 2^53, got {shown(tensor.tolist())}")
 
 
 def _flatten(state: State) -> tuple[list[Any], list[Any]]:

@@ -53,6 +53,14 @@ class DistContext:
         """Return the maximum over all processes."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Return the values of all processes, by rank."""
+        if self.world_size == 1:
+            return values[None]
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(gathered, values)
+        return torch.stack(gathered)
+
     def any(self, condition: bool) -> bool:
         """Return whether the condition holds on any process, so that all processes act alike."""
         return bool(self.all_reduce_max(torch.tensor(float(condition))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib
 import io
@@ -12,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -46,6 +47,18 @@ class StepOutput(NamedTuple):
     """Whether the optimizer step was skipped because the loss or the gradient was not finite."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class MeterState:
+    """The sums of a process since the last line of the log. Sums that are not finite are saved as None."""
+
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    steps: int
+    skipped: int
+    seconds: float
+
+
 class Meter:
     """Accumulates training steps on the device. Only `read`, `state` and `first_nonfinite` wait for it."""
 
@@ -53,17 +66,17 @@ class Meter:
     grad_norm: Tensor
     started: float
 
-    def __init__(self, dist: DistContext, state: Mapping[str, float] | None = None) -> None:
-        """`state` is what `Meter.state` returned when the run was saved."""
+    def __init__(self, dist: DistContext, state: Sequence[MeterState] = ()) -> None:
+        """`state` is what `Meter.state` returned when the run was saved, on any number of processes."""
         self.dist = dist
         self._nonfinite = torch.full((), -1, dtype=torch.int64, device=dist.device)
         self._clear()
         if state:
-            # Loss and tokens are summed over processes: the main process takes over the saved sums.
-            share = float(dist.is_main)
-            self.loss, self.grad_norm = self.loss + state["loss"] * share, self.grad_norm + state["grad_norm"]
-            self.steps, self.skipped = int(state["steps"]), int(state["skipped"])
-            self.tokens, self.started = int(state["tokens"] * share), self.started - state["seconds"]
+            same = len(state) == dist.world_size
+            own = state[dist.rank] if same else _merged(state, dist)
+            self.loss, self.grad_norm = self.loss + _number(own.loss), self.grad_norm + _number(own.grad_norm)
+            self.steps, self.skipped, self.tokens = own.steps, own.skipped, own.tokens
+            self.started -= own.seconds
 
     def _clear(self) -> None:
         self.loss = torch.zeros((), device=self.dist.device)
@@ -95,17 +108,27 @@ class Meter:
         yield
         self.started += time.monotonic() - started
 
-    def state(self) -> dict[str, float]:
-        """Return the sums since the last `read`, to be saved with a checkpoint."""
+    def state(self) -> list[MeterState]:
+        """Return the sums of every process since the last `read`, to be saved with a checkpoint."""
         if not self.steps:
-            return {}
-        loss, tokens = self._sums()
-        sums = {"loss": loss, "grad_norm": float(self.grad_norm), "tokens": tokens}
-        return {**sums, "seconds": time.monotonic() - self.started, "steps": self.steps, "skipped": self.skipped}
+            return []
+        sums = torch.stack([self.loss.double(), self.grad_norm.double(), self._tokens()])
+        seconds = time.monotonic() - self.started
+        return [
+            MeterState(
+                loss=loss,
+                grad_norm=grad_norm,
+                tokens=int(tokens),
+                steps=self.steps,
+                skipped=self.skipped,
+                seconds=seconds,
+            )
+            for loss, grad_norm, tokens in self.dist.all_gather(sums).tolist()
+        ]
 
     def read(self) -> dict[str, float]:
         """Return the means since the last `read`, and start again."""
-        loss, tokens = self._sums()
+        loss, tokens = self.dist.all_reduce_sum(torch.stack([self.loss.double(), self._tokens()])).tolist()
         seconds = max(time.monotonic() - self.started, 1e-9)
         counted = self.steps - self.skipped
         values = {
@@ -120,10 +143,20 @@ class Meter:
         self._clear()
         return values
 
-    def _sums(self) -> tuple[float, float]:
-        tokens = torch.tensor(float(self.tokens), device=self.dist.device)
-        loss, total = self.dist.all_reduce_sum(torch.stack([self.loss.double(), tokens.double()])).tolist()
-        return loss, total
+    def _tokens(self) -> Tensor:
+        return torch.tensor(float(self.tokens), dtype=torch.float64, device=self.dist.device)
+
+
+def _number(saved: float | None) -> float:
+    return math.nan if saved is None else saved
+
+
+def _merged(state: Sequence[MeterState], dist: DistContext) -> MeterState:
+    """Return the sums of this process if another number of processes saved them: the main one takes over all."""
+    # The loss of a step is the mean over processes.
+    loss = sum(_number(each.loss) for each in state) / len(state) * dist.world_size
+    tokens = sum(each.tokens for each in state)
+    return dataclasses.replace(state[0], loss=loss * dist.is_main, tokens=tokens * dist.is_main)
 
 
 def _peak_memory(device: torch.device) -> dict[str, float]:

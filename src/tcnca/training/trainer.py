@@ -307,7 +307,7 @@ class Trainer:
     def _is_best(self, score: float) -> bool:
         """Return whether a validation is the best so far; all processes get the same answer."""
         best, sign = self.checkpoints.best_score(), 1 if self.task.higher_is_better else -1
-        return self.dist.any(not math.isnan(score) and (best is None or sign * score > sign * best))
+        return self.dist.any(math.isfinite(score) and (best is None or sign * score > sign * best))
 
     # The start of a run.
 
