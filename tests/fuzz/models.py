@@ -255,7 +255,7 @@ _MEGA: list[Attack] = [
 BASES: dict[str, Callable[[], None]] = {"models": _make_models, "states": _make_state, "mega": _make_mega}
 _SIZES = [attack for name in ("tcnca", "mega") for attack in _sizes_of_config(f"{name}/config.json")]
 SUBJECTS = {
-    "model": Subject(base="models", use=_load_models, attacks=_SIZES, independent=True, share=20),
+    "model": Subject(base="models", use=_load_models, attacks=_SIZES, independent=True, share=18),
     "state": Subject(base="states", use=_load_states, attacks=_STATES, targets=r"^\w+\.safetensors$", share=12),
     "mega": Subject(base="mega", use=_load_mega, attacks=_MEGA, independent=True, share=22),
 }

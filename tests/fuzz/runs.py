@@ -54,12 +54,10 @@ def _without_times(run: Path) -> None:
 
 
 def _resume() -> None:
-    provenance.commit = lambda *_: None  # it starts git
     tiny.TinyTrainer(Path(_RUN), load_recipe(f"{_RUN}/recipe.yaml"), resume=True).fit()
 
 
 def _finished() -> None:
-    provenance.commit = lambda *_: None
     trainer = tiny.TinyTrainer(Path(_RUN), load_recipe(f"{_RUN}/recipe.yaml"), resume=True)
     result = trainer.fit()
     report.score_rows(result)
@@ -158,7 +156,7 @@ _LOG: list[Attack] = [
 _CPU = ("--device", "cpu")
 BASES: dict[str, Callable[[], None]] = {"stopped": lambda: _train(stop_after=5), "finished": _train}
 SUBJECTS = {
-    "resume": Subject(base="stopped", use=_resume, attacks=_RESUME, targets=_PLAIN, share=22),
+    "resume": Subject(base="stopped", use=_resume, attacks=_RESUME, targets=_PLAIN, share=20),
     "finished": Subject(base="finished", use=_finished, attacks=_FINISHED, targets=r"run/[^/]*\.jsonl?$", share=9),
     "eval": Subject(base="finished", use=_evaluate, attacks=_EVAL, targets=_PLAIN, share=8),
     "log": Subject(base="finished", use=_read_logs, attacks=_LOG, targets=r"log\.jsonl$", share=8),
