@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,6 +63,17 @@ def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
         lock.release()
 
 
+def check_no_links(folder: Path) -> None:
+    """Raise a TrainingError if a folder contains links: a folder from elsewhere could name any file to be written."""
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            if path.is_symlink():
+                raise TrainingError(
+                    f"{path}: expected no links in a run directory, got one; replace it by what it names"
+                )
+
+
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`, and move it to `path` when the block ends without an error."""
@@ -69,6 +81,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         try:
+            # It may be left from a killed run, or be a link in a folder from elsewhere, whose target would be written.
+            temporary.unlink(missing_ok=True)
             yield temporary
             temporary.replace(path)
         except BaseException:

@@ -137,7 +137,8 @@ def write_dataset(folder: Path, splits: Mapping[str, Iterable[Columns]], **metad
 def small_dataset(folder: Path, label: int = 1) -> Dataset:
     """A data set with a plain and a ragged column."""
     tokens = Ragged.from_bytes([b"abc", b"", b"defgh"])
-    return write_dataset(folder, {"train": [{"tokens": tokens, "labels": np.arange(3) + label}]}, kind="classification")
+    columns: Columns = {"tokens": tokens, "labels": np.arange(3) + label}
+    return write_dataset(folder, {"train": [columns]}, kind="classification", class_names=list("abcde"))
 
 
 def siblings(folder: Path) -> list[str]:

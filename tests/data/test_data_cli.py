@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tcnca.cli import app
-from tcnca.data import list_datasets, prepare_dataset
+from tcnca.data import list_datasets, load_task, prepare_dataset
 from tcnca.data.schema import Ragged
 from tcnca.data.store import DatasetWriter
 
@@ -199,7 +200,8 @@ def pictures(tmp_path: Path) -> Path:
     pixels = np.zeros((5, 32, 32), np.uint8)
     pixels[np.arange(5), 8, 3 * np.arange(5)] = 255
     with DatasetWriter(tmp_path / "image") as writer:
-        writer.append("test", {"pixels": pixels, "labels": np.arange(5)})
+        for split in ("train", "test"):
+            writer.append(split, {"pixels": pixels, "labels": np.arange(5)})
         writer.commit({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
     return tmp_path
 
@@ -262,3 +264,55 @@ def test_error_lists_accepted_files(tmp_path: Path) -> None:
     for name, form in (("text", "aclImdb_v1.tar.gz"), ("image", "cifar-10-python.tar.gz")):
         result = run("prepare", name, "--from", tmp_path / "reviews.csv", "--out", tmp_path, code=1)
         assert f"{name} is read from {form}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"format": 2}',
+        '{"format": 2, "kind": "language", "splits": {"train": 1}, "files": []}',
+    ],
+    ids=["empty", "list", "deep", "bare", "odd"],
+)
+def test_one_odd_manifest_does_not_hide_the_others(tmp_path: Path, manifest: str) -> None:
+    for name in ("mine", "enwik8", "recall-7-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(manifest)
+    prepare_dataset("recall", tmp_path, size=40)
+    found = states(tmp_path)
+    assert found["recall-64-10"] == "yes, another size"
+    assert found["mine"] == found["enwik8"] == found["recall-7-3"] == "damaged"
+    lines = run("list", "--data", tmp_path).stdout.splitlines()
+    assert len([line for line in lines if "damaged: " in line]) == 3
+    assert any(f"{tmp_path / 'mine' / 'manifest.json'}: " in line for line in lines)
+
+
+def test_list_prints_no_control_characters(tmp_path: Path, sources: Path) -> None:
+    folder = prepare_dataset("book", tmp_path, origin=sources / "book.txt").folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "origin": "[red]\x1b[2J\a"}))
+    output = run("list", "--data", tmp_path).stdout
+    assert "\x1b" not in output
+    assert "[red]\ufffd[2J\ufffd" in output
+
+
+def test_steps_and_features_are_shown(tmp_path: Path, sources: Path) -> None:
+    output = run("prepare", "signals", "--from", sources / "signals.npz", "--out", tmp_path).stdout
+    assert "9 time steps of 2 features\n" in output
+    assert "warning" not in output
+    values = np.random.default_rng(0).normal(size=(40, 3, 500))
+    np.savez(sources / "first.npz", values=values, labels=np.arange(40) % 4)
+    output = run("prepare", "first", "--from", sources / "first.npz", "--out", tmp_path).stdout
+    assert "3 time steps of 500 features\nwarning: values: 500 features in only 3 time steps; arrays are " in output
+    assert load_task("first", tmp_path).notes()
+    assert not load_task("signals", tmp_path).notes()
+
+
+def test_pipe_as_source_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    for name in ("mine", "text", "enwik8"):
+        error = run("prepare", name, "--from", tmp_path / "pipe.csv", "--out", tmp_path, code=1).stderr
+        assert "pipe.csv: expected a file or a folder, got a pipe or a device; save the data to a file" in error

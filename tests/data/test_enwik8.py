@@ -19,7 +19,7 @@ DATA = bytes(np.random.default_rng(0).integers(32, 127, 2000, dtype=np.uint8))
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the tiny text be the published one."""
     monkeypatch.setattr(enwik8, "SIZE", len(DATA))
-    monkeypatch.setattr(enwik8, "MD5", hashlib.md5(DATA).hexdigest())
+    monkeypatch.setattr(enwik8, "SHA256", hashlib.sha256(DATA).hexdigest())
 
 
 @pytest.mark.usefixtures("published")
@@ -51,7 +51,7 @@ def test_partial_download_is_ignored(tmp_path: Path) -> None:
         (b"", "expected 2,000 bytes, got 0"),
         (DATA[:-1], "expected 2,000 bytes, got 1,999"),
         (DATA + b"!", "expected 2,000 bytes, got 2,001"),
-        (DATA[:-1] + b"\x00", "expected the md5 checksum [0-9a-f]{32}, got [0-9a-f]{32}"),
+        (DATA[:-1] + b"\x00", "expected the sha256 checksum [0-9a-f]{64}, got [0-9a-f]{64}"),
     ],
     ids=["empty", "short", "long", "changed"],
 )

@@ -326,16 +326,23 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "pickle"])
+@pytest.mark.parametrize("damage", [*DAMAGES, "pickle", "bomb", "none", "rows"])
 def test_damaged_shard(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "shards"
     generated(plan(), folder)
     path = folder / "000001.npz"
     if damage == "pickle":
         np.savez(path, fingerprints=np.array([print], object))
+    elif damage == "bomb":
+        np.savez_compressed(path, tokens=np.zeros((100, 10**5), np.uint8), labels=np.zeros(100, np.int64))
+    elif damage == "none":
+        np.savez(path)
+    elif damage == "rows":
+        with np.load(path) as shard:
+            np.savez(path, **{**shard, "labels": shard["labels"][:-1]})
     else:
         path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(DataError, match=r"000001.npz: is damaged \(.*\); remove it and run the same command again"):
+    with pytest.raises(DataError, match=r"000001.npz: cannot be read \(.*\); remove it and run the same command again"):
         generated(plan(), folder)
     path.unlink()
     assert generated(plan(), folder) == expected(plan())

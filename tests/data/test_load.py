@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tcnca.data import CustomOptions, Dataset, Task, load_task, prepare_dataset
+from tcnca.data import CustomOptions, Dataset, Task, load_task, npy, prepare_dataset
 from tcnca.data.load import STREAM_EVAL_SIZE, load_examples
 from tcnca.data.schema import Columns, Ragged
 from tcnca.data.store import DatasetWriter
@@ -194,3 +195,35 @@ def test_examples_of_a_data_set_that_is_not_prepared(tmp_path: Path) -> None:
     assert len(data.columns("test")["labels"]) == 5
     with pytest.raises(DataError, match="text: is not prepared"):
         load_examples("text", tmp_path, "train", 5)
+
+
+def test_custom_options_of_a_prepared_data_set_are_refused(tmp_path: Path) -> None:
+    path = write_custom(tmp_path, "pairs.csv")
+    own = CustomOptions(text="text", second="text2")
+    prepare_dataset("mine", tmp_path / "sets", origin=path, custom=own)
+    for source in ("mine", tmp_path / "sets" / "mine"):
+        with pytest.raises(ConfigError, match=r"custom: expected no options, .*mine is already prepared, got text="):
+            load_task(source, tmp_path / "sets", custom=own)
+    assert load_task("mine", tmp_path / "sets", custom=CustomOptions()).kind == "pairs"
+
+
+@pytest.mark.parametrize("name", ["enwik8", "nothing", "recall-" + "9" * 5000])
+def test_manifest_that_names_another_data_set(tmp_path: Path, name: str) -> None:
+    manifest = published_text(tmp_path, 10) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"dataset": "text"', f'"dataset": "{name}"'))
+    with pytest.raises(DataError, match=r"text: expected .*; prepare the data set again with --force"):
+        load_task("text", tmp_path)
+
+
+def test_file_that_does_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npy, "available_memory", lambda: 10**9)
+    path = write_custom(tmp_path, "book.txt")
+    os.truncate(path, 10**9)
+    with pytest.raises(DataError, match=r"book\.txt: .*needs about 2\.0 GB .*prepare it with `tcnca data prepare`"):
+        load_task(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "nul\0"])
+def test_impossible_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"expected a prepared data set|cannot be read"):
+        load_task(name, tmp_path)

@@ -13,14 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcnca.data.schema import Column, Columns, Ragged, concatenate
-from tcnca.data.store import (
-    MANIFEST,
-    Dataset,
-    DatasetWriter,
-    check_space,
-    read_manifest,
-)
+from tcnca.data.manifest import MANIFEST, read_manifest
+from tcnca.data.schema import Column, Columns, Kind, Ragged, concatenate, take
+from tcnca.data.store import Dataset, DatasetWriter, check_space
 from tcnca.errors import DataError
 from tests.data.helpers import siblings, small_dataset, write_dataset
 
@@ -50,33 +45,41 @@ def mapped(array: NDArray[Any]) -> bool:
     return base is not None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "row"),
-    [("uint8", ()), ("int64", (1,)), ("float32", (2, 3)), ("bool", (4, 1, 2)), (">i4", (3,)), ("float64", (0,))],
-)
-def test_round_trip_of_arrays(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
-    values = random(dtype, 11, *row)
-    parts: list[Columns] = [{"values": values[:4]}, {"values": values[4:4]}, {"values": values[4:]}]
-    found = write_dataset(tmp_path / "set", {"train": parts}).columns("train")["values"]
-    assert_equal(found, values)
+COLUMNS: dict[str, tuple[Kind, Columns]] = {
+    "bytes": ("language", {"bytes": random("uint8", 11)}),
+    "tokens": ("classification", {"tokens": random("uint8", 11, 5), "labels": random("int64", 11) % 3}),
+    "pixels": ("classification", {"pixels": random("uint8", 11, 4, 3), "labels": random("int64", 11) % 3}),
+    "values": ("classification", {"values": random("float32", 11, 4, 3), "labels": random("int64", 11) % 3}),
+    "targets": ("regression", {"values": random("float32", 11, 4, 3), "targets": random("float32", 11, 2)}),
+}
 
 
-@pytest.mark.parametrize(("dtype", "row"), [("uint8", ()), ("float32", (2, 3)), ("uint8", (0,))])
-def test_round_trip_of_sequences(tmp_path: Path, dtype: str, row: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", COLUMNS)
+def test_round_trip_of_arrays(tmp_path: Path, name: str) -> None:
+    kind, columns = COLUMNS[name]
+    parts = [take(columns, np.arange(*ends)) for ends in ((0, 4), (4, 4), (4, 11))]
+    data = write_dataset(tmp_path / "set", {"train": parts}, kind=kind, class_names=list("abc"))
+    assert_equal(data.columns("train")[name], columns[name])
+
+
+@pytest.mark.parametrize(("name", "dtype", "row"), [("tokens", "uint8", ()), ("values", "float32", (3,))])
+def test_round_trip_of_sequences(tmp_path: Path, name: str, dtype: str, row: tuple[int, ...]) -> None:
     sequences = [random(dtype, length, *row) for length in (3, 0, 5, 1, 0)]
     parts: list[Columns] = [
-        {"values": Ragged.from_arrays(some)} for some in (sequences[:2], sequences[1:2], sequences[2:])
+        {name: Ragged.from_arrays(some), "labels": np.zeros(len(some), np.int64)}
+        for some in (sequences[:2], sequences[1:2], sequences[2:])
     ]
-    found = write_dataset(tmp_path / "set", {"train": parts}).columns("train")["values"]
-    assert_equal(found, concatenate(parts)["values"])
+    data = write_dataset(tmp_path / "set", {"train": parts}, kind="classification", class_names=["a"])
+    assert_equal(data.columns("train")[name], concatenate(parts)[name])
 
 
 def test_round_trip_of_empty_splits_and_sequences(tmp_path: Path) -> None:
-    empty: dict[str, Column] = {"tokens": Ragged.from_arrays([], np.uint8), "values": np.zeros((0, 2, 3), np.float32)}
-    hollow: dict[str, Column] = {"tokens": Ragged.from_bytes([b"", b""]), "values": np.zeros((2, 2, 3), np.float32)}
-    data = write_dataset(tmp_path / "set", {"train": [hollow], "test": [empty]})
+    empty: dict[str, Column] = {"tokens": Ragged.from_arrays([], np.uint8), "labels": np.zeros(0, np.int64)}
+    hollow: dict[str, Column] = {"tokens": Ragged.from_bytes([b"", b""]), "labels": np.zeros(2, np.int64)}
+    splits = {"train": [hollow], "test": [empty]}
+    data = write_dataset(tmp_path / "set", splits, kind="classification", class_names=["a"])
     for split, columns in (("train", hollow), ("test", empty)):
-        assert list(data.columns(split)) == ["tokens", "values"]
+        assert list(data.columns(split)) == ["tokens", "labels"]
         for name, column in columns.items():
             assert_equal(data.columns(split)[name], column)
     assert data.example("train", 1)["tokens"].shape == (0,)
@@ -98,12 +101,12 @@ def test_data_set_appears_on_commit(tmp_path: Path) -> None:
     (folder.parent / ".set.partial").mkdir(parents=True)
     (folder.parent / ".set.partial" / "train.labels.npy").touch()
     with DatasetWriter(folder) as writer:
-        writer.append("train", {"labels": np.arange(3)})
+        writer.append("train", {"bytes": np.arange(3, dtype=np.uint8)})
         assert not folder.exists()
         with pytest.raises(DataError, match=r"set: no prepared data set here; create one with `tcnca data prepare`"):
             Dataset.open(folder)
-        writer.commit({})
-    assert Dataset.open(folder).example("train", 2) == {"labels": 2}
+        writer.commit({"kind": "language"})
+    assert Dataset.open(folder).example("train", 2) == {"bytes": 2}
     assert siblings(folder) == []
 
 
@@ -129,21 +132,22 @@ def test_replacement(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     small_dataset(folder)
     with DatasetWriter(folder) as writer:
-        writer.append("test", {"targets": np.arange(3) + 100})
+        writer.append("train", {"bytes": np.arange(3, dtype=np.uint8)})
         assert Dataset.open(folder).example("train", 0)["labels"] == 1
-        writer.commit({})
-    assert list(Dataset.open(folder).splits) == ["test"]
-    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "test.targets.npy"]
+        writer.commit({"kind": "language"})
+    assert list(Dataset.open(folder).columns("train")) == ["bytes"]
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "train.bytes.npy"]
     assert siblings(folder) == []
 
 
 def test_pickle_holds_the_path_only(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "set", {"train": [{"values": np.arange(100_000)}]})
+    stream = np.arange(100_000).astype(np.uint8)
+    data = write_dataset(tmp_path / "set", {"train": [{"bytes": stream}]}, kind="language")
     sent = pickle.dumps(data)
     assert len(sent) < 1000
     again = pickle.loads(sent)
-    assert mapped(again.columns("train")["values"])
-    np.testing.assert_array_equal(again.columns("train")["values"], np.arange(100_000))
+    assert mapped(again.columns("train")["bytes"])
+    np.testing.assert_array_equal(again.columns("train")["bytes"], stream)
 
 
 @pytest.mark.parametrize("name", ["train.labels.npy", "train.tokens.offsets.npy"])
@@ -173,20 +177,79 @@ def test_column_file_with_a_damaged_header_is_refused(tmp_path: Path, place: int
 def test_damaged_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
     small_dataset(tmp_path / "set")
     (tmp_path / "set" / MANIFEST).write_bytes(text)
-    with pytest.raises(DataError, match=r"manifest.json: cannot be read \(.*; prepare the data set again with --force"):
+    with pytest.raises(DataError, match=r"manifest.json: expected JSON.*; prepare the data set again with --force"):
         Dataset.open(tmp_path / "set")
 
 
-@pytest.mark.parametrize("change", [{"splits": None}, {"splits": []}, {"files": None}, {"files": {}}], ids=str)
-def test_incomplete_manifest_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+LABELS = "train.labels.npy"
+OFFSETS = "train.tokens.offsets.npy"
+CHANGES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "no splits": (("splits",), None),
+    "list of splits": (("splits",), []),
+    "empty splits": (("splits",), {}),
+    "no columns": (("splits", "train"), []),
+    "parent folder": (("splits",), {"../other/train": ["labels"]}),
+    "parent folder in a column": (("splits", "train"), ["../../other/labels"]),
+    "absolute path": (("splits", "train"), ["/etc/passwd"]),
+    "other split": (("splits", "other"), ["labels"]),
+    "no files": (("files",), {}),
+    "size as text": (("files", LABELS, "bytes"), "1"),
+    "negative size": (("files", LABELS, "bytes"), -1),
+    "negative shape": (("files", LABELS, "shape"), [-3]),
+    "overflowing shape": (("files", LABELS, "shape"), [2**62, 2**62]),
+    "object dtype": (("files", LABELS, "dtype"), "object"),
+    "no such kind": (("kind",), "odd"),
+    "other kind": (("kind",), "language"),
+    "list as kind": (("kind",), []),
+    "classes as number": (("class_names",), 7),
+    "too few classes": (("class_names",), ["a"]),
+    "symbols as numbers": (("symbols",), [1, 2]),
+    "mean without std": (("mean",), 1.0),
+    "request": (("request",), [1]),
+    "data set": (("dataset",), 7),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_manifest_that_does_not_describe_the_data_is_refused(tmp_path: Path, name: str) -> None:
     small_dataset(tmp_path / "set")
     path = tmp_path / "set" / MANIFEST
-    path.write_text(json.dumps({**read_manifest(path.parent), **change}), encoding="utf-8")
-    with pytest.raises(DataError, match=r"manifest.json: .*prepare the data set again with --force"):
+    manifest = place = read_manifest(path.parent)
+    (*outer, last), value = CHANGES[name]
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(DataError, match=r"set/.*: .*expected .*prepare the data set again with --force"):
         Dataset.open(tmp_path / "set")
 
 
-@pytest.mark.parametrize("found", ["{}", "[]", '{"format": 1}', '{"format": "2"}'])
+@pytest.mark.parametrize("name", [OFFSETS, LABELS])
+@pytest.mark.parametrize(
+    "values",
+    [[0, 5, 2, 8], [0, 3, 3, 2**40], [0, -3, 3, 8], [1, 3, 3, 8], [0, 8], [[0, 3], [3, 8]], [], [0.0, 3.0, 3.0, 8.0]],
+    ids=str,
+)
+def test_offsets_and_labels_that_do_not_fit_are_refused(tmp_path: Path, name: str, values: list[Any]) -> None:
+    small_dataset(tmp_path / "set")
+    path, array = tmp_path / "set" / MANIFEST, np.array(values)
+    np.save(tmp_path / "set" / name, array)
+    manifest = read_manifest(path.parent)
+    size = (tmp_path / "set" / name).stat().st_size
+    manifest["files"][name] |= {"bytes": size, "dtype": str(array.dtype), "shape": array.shape}
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(DataError, match=r"expected .*; prepare the data set again with --force"):
+        Dataset.open(tmp_path / "set")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_pipe_as_manifest_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(DataError, match="no prepared data set here"):
+        Dataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("found", ["{}", '{"format": 1}', '{"format": "2"}'])
 def test_manifest_of_another_format_is_refused(tmp_path: Path, found: str) -> None:
     (tmp_path / MANIFEST).write_text(found, encoding="utf-8")
     with pytest.raises(DataError, match=r"manifest.json: expected format 2, got .*; prepare"):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import CheckpointError
+from tcnca.errors import CheckpointError, TrainingError
 from tcnca.training import CheckpointManager, DistContext, OptimizerConfig, TrainState, build_optimizers, evaluate_run
 from tests.training.tiny import arguments, assert_same, fit, latest, weights
 
@@ -402,3 +402,19 @@ def test_files_have_the_permissions_of_others(place: Path) -> None:
     assert len({(place / name).stat().st_mode for name in (STATE, SHARD, "model.safetensors")}) == 1
     with safe_open(place / SHARD, framework="pt") as file:
         assert set(file.metadata()) == {"rows"}
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "tensorboard", ".recipe.yaml", ".lock", "checkpoints/best.json"])
+def test_links_in_a_run_directory_are_not_written_to(tmp_path: Path, run: Path, name: str) -> None:
+    copy, target = tmp_path / "run", tmp_path / "target"
+    shutil.copytree(run, copy)
+    target.write_text("mine")
+    link = copy / name
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    for use in (lambda: fit(copy, *CHANGES, resume=True), lambda: evaluate_run(copy, verbose=False)):
+        with pytest.raises(TrainingError, match="expected no links"):
+            use()
+    assert target.read_text() == "mine"

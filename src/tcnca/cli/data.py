@@ -115,6 +115,9 @@ def list_command(
     for row in rows:
         sizes = " / ".join(f"{row['sizes'][split]:,}" if split in row["sizes"] else "–" for split in SPLITS)
         state = _COLORS.get(row["prepared"].split(",")[0], "{}").format(row["prepared"])
+        if row["problem"]:
+            console.print(f"[bold]{escape(row['name']):<16}[/] {state}: {escape(row['problem'])}", soft_wrap=True)
+            continue
         disk = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
         console.print(f"[bold]{escape(row['name']):<16}[/]{sizes:>36}{disk:>12}   {state}", soft_wrap=True)
         # Print the description once for data sets that differ only in their sizes.
@@ -132,18 +135,24 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     """Describe the data sets of the registry and all others that are prepared."""
     from tcnca.data import get_dataset, list_datasets
     from tcnca.data.datasets import is_dataset
-    from tcnca.data.store import MANIFEST
+    from tcnca.data.manifest import MANIFEST
+    from tcnca.data.show import plain_text
 
     prepared = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
     rows = []
     for name in dict.fromkeys([*(spec.name for spec in list_datasets()), *prepared]):
         row: dict[str, Any] = {"name": name, "description": "your own", "sizes": {}, "bytes": 0, "source": ""}
-        if is_dataset(name):
-            spec = get_dataset(name)
-            row |= {"description": spec.description, "sizes": dict(spec.sizes), "bytes": spec.disk_bytes}
-            row["source"] = spec.source
-        row["prepared"] = "begun" if (folder / f".{name}.shards").exists() else "no"
-        rows.append(row | (_describe_prepared(folder / name) if name in prepared else {}))
+        row |= {"prepared": "begun" if (folder / f".{name}.shards").exists() else "no", "problem": ""}
+        # One data set that cannot be read must not hide the others.
+        try:
+            if is_dataset(name):
+                spec = get_dataset(name)
+                row |= {"description": spec.description, "sizes": dict(spec.sizes), "bytes": spec.disk_bytes}
+                row["source"] = spec.source
+            row |= _describe_prepared(folder / name) if name in prepared else {}
+        except TcncaError as error:
+            row |= {"prepared": "damaged", "problem": str(error)}
+        rows.append({key: plain_text(value) if isinstance(value, str) else value for key, value in row.items()})
     return rows
 
 
@@ -152,21 +161,18 @@ def _describe_prepared(folder: Path) -> dict[str, Any]:
     from tcnca.data import Dataset
     from tcnca.data.schema import num_examples
 
-    try:
-        data = Dataset.open(folder)
-    except TcncaError:
-        return {"prepared": "damaged"}
+    data = Dataset.open(folder)
     manifest = data.manifest
     row = {
         "sizes": {split: num_examples(columns) for split, columns in data.splits.items()},
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "prepared": "yes",
     }
-    if "dataset" not in manifest:
-        return {**row, "description": f"your own: {manifest['kind']}", "source": manifest["origin"]}
-    if manifest["request"].get("size") is not None:
+    if manifest.get("dataset") is None:
+        return {**row, "description": f"your own: {manifest['kind']}", "source": manifest.get("origin", "")}
+    if manifest.get("request", {}).get("size") is not None:
         return {**row, "prepared": "yes, another size"}
-    return row if manifest["verified"] else {**row, "prepared": "yes, unverified"}
+    return row if manifest.get("verified") else {**row, "prepared": "yes, unverified"}
 
 
 @app.command()
@@ -206,18 +212,21 @@ def show(
 
 def _print_summary(console: Console, data: Dataset) -> None:
     from tcnca.data import summarize_data
+    from tcnca.data.schema import shape_warning, value_shape
+    from tcnca.data.show import plain_text
 
     manifest = data.manifest
-    if "dataset" not in manifest:
-        title = f"{data.name}: {manifest['kind']}, from {manifest['origin']}"
+    title = manifest.get("title", data.name)
+    if manifest.get("dataset") is None:
+        title = f"{data.name}: {manifest['kind']}, from {manifest.get('origin', '')}"
     elif "generator" in manifest:
-        title = f"{manifest['title']}: generated"
-    elif manifest["part"]:
-        title = f"{manifest['title']}: a part of the published data set"
+        title = f"{title}: generated"
+    elif manifest.get("part"):
+        title = f"{title}: a part of the published data set"
     else:
-        title = f"{manifest['title']}: {'the published data set, verified' if manifest['verified'] else 'not verified'}"
+        title = f"{title}: {'the published data set, verified' if manifest.get('verified') else 'not verified'}"
     language = manifest["kind"] == "language"
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=escape(plain_text(title)), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("split", no_wrap=True)
     for column in ("bytes", "symbols") if language else ("examples", "shortest", "mean", "longest", "symbols"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -227,8 +236,14 @@ def _print_summary(console: Console, data: Dataset) -> None:
         symbols = "–" if summary.symbols is None else str(summary.symbols)
         table.add_row(split, f"{summary.examples:,}", *(() if language else lengths), symbols)
     console.print(table)
+    train = data.columns("train")
+    if (shape := value_shape(train)) is not None:
+        typer.echo("{:,} time steps of {:,} features".format(*shape))
+    if warning := shape_warning(train):
+        typer.echo(f"warning: {warning}")
     for split, summary in summaries.items():
         classes = [f"{name} {count:,}" for name, count in summary.class_counts.items()]
         if classes:
             more = f" and {len(classes) - _MAX_CLASSES} more" if len(classes) > _MAX_CLASSES else ""
-            console.print(f"{split}: {', '.join(classes[:_MAX_CLASSES])}{more}", markup=False)
+            listed = plain_text(", ".join(classes[:_MAX_CLASSES]))
+            console.print(f"{split}: {listed}{more}", markup=False)

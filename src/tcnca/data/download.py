@@ -1,4 +1,4 @@
-"""Download published files. An interrupted download is resumed by the next call, which pooch cannot do."""
+"""Download published files over HTTPS. An interrupted download is resumed by the next call, which pooch cannot do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import requests
 import urllib3
 
-from tcnca.data.archives import checksum_file
+from tcnca.data.archives import checksum_file, read_checksum
 from tcnca.data.datasets.spec import Download
 from tcnca.errors import DataError
 
@@ -22,6 +22,8 @@ RETRIES = 4
 PAUSE = 1.0
 TIMEOUT = (15.0, 60.0)
 CHUNK = 1 << 18
+ALLOWED = "https://"
+"""Addresses start with this, and so do those to which they redirect."""
 BY_HAND = "download it yourself and give it with --from"
 
 # Ranges and checksums refer to the bytes as stored, so refuse compression in transit.
@@ -38,15 +40,15 @@ def download_file(download: Download, folder: Path, progress: Progress = lambda 
     stated = checksum_file(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        expected = download.checksum or (stated.read_text(encoding="utf-8") if stated.is_file() else None)
-        if target.is_file() and (expected is None or _checksum(target, expected) == expected):
+        expected = download.checksum or read_checksum(target)
+        if target.is_file() and (expected is None or _checksum(target) == expected):
             return target
         expected = download.checksum or _host_checksum(download.url)
         if expected is None:
             # Without a checksum, a part could be continued with the bytes of another version of the file.
             part.unlink(missing_ok=True)
         _receive_all(download, part, progress)
-        found = expected and _checksum(part, expected)
+        found = expected and _checksum(part)
         if found != expected:
             part.unlink()
             raise DataError(
@@ -56,6 +58,8 @@ def download_file(download: Download, folder: Path, progress: Progress = lambda 
         if expected and not download.checksum:
             stated.write_text(expected, encoding="utf-8")
         return part.replace(target)
+    except requests.exceptions.InvalidSchema as error:
+        raise DataError(f"{download.url}: expected addresses with {ALLOWED} only ({error}); {BY_HAND}") from error
     except requests.RequestException as error:
         raise DataError(f"{download.url}: cannot be reached ({error}); check the network, or {BY_HAND}") from error
     except OSError as error:
@@ -67,16 +71,23 @@ def download_file(download: Download, folder: Path, progress: Progress = lambda 
         raise DataError(f"{folder}: cannot be written ({error}); choose another folder") from error
 
 
-def _checksum(path: Path, like: str) -> str:
-    """Compute a checksum with the algorithm of another one."""
-    algorithm = like.partition(":")[0]
+def _checksum(path: Path) -> str:
     with path.open("rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _session() -> requests.Session:
+    """Return a session that opens only addresses which start with `ALLOWED`."""
+    session = requests.Session()
+    session.adapters.clear()
+    session.mount(ALLOWED, requests.adapters.HTTPAdapter())
+    return session
 
 
 def _host_checksum(url: str) -> str | None:
     """Return the sha256 that the host states: Hugging Face does, in the header of the redirect to a large file."""
-    response = requests.head(url, allow_redirects=False, headers=_HEADERS, timeout=TIMEOUT)
+    with _session() as session:
+        response = session.head(url, allow_redirects=False, headers=_HEADERS, timeout=TIMEOUT)
     found = re.fullmatch('"?([0-9a-f]{64})"?', response.headers.get("X-Linked-Etag", "")) if response.ok else None
     return f"sha256:{found[1]}" if found else None
 
@@ -112,7 +123,7 @@ def _receive(download: Download, part: Path, progress: Progress) -> None:
     """Request the bytes that are missing in `part` once, and append them."""
     start = _size(part)
     headers = _HEADERS | ({"Range": f"bytes={start}-"} if start else {})
-    with requests.get(download.url, headers=headers, stream=True, timeout=TIMEOUT) as response:
+    with _session() as session, session.get(download.url, headers=headers, stream=True, timeout=TIMEOUT) as response:
         if response.status_code == 416:  # nothing is missing, or the part is longer than the file
             return
         if response.status_code >= 500:
@@ -122,10 +133,15 @@ def _receive(download: Download, part: Path, progress: Progress) -> None:
         # A server that does not support ranges sends the whole file.
         start = start if response.status_code == 206 else 0
         length = response.headers.get("Content-Length", "")
-        total = start + int(length) if length.isdigit() else download.size
+        total = start + int(length) if re.fullmatch("[0-9]{1,18}", length) else download.size
+        if total is None or total > (download.size or total):
+            expected = "a stated size" if download.size is None else f"{download.size:,} bytes"
+            raise DataError(f"{download.url}: expected {expected}, got {total or 'none'}; {BY_HAND}")
         with part.open("ab" if start else "wb") as file:
             progress(start, total)
             for chunk in response.raw.stream(CHUNK, decode_content=False):
-                file.write(chunk)
                 start += len(chunk)
+                if start > total:
+                    raise DataError(f"{download.url}: expected {total:,} bytes, got more; {BY_HAND}")
+                file.write(chunk)
                 progress(start, total)

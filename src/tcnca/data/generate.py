@@ -30,8 +30,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.data.npy import array_errors, list_arrays, read_member
 from tcnca.data.rng import CounterRNG
-from tcnca.data.schema import SPLITS, Column, Columns, Ragged, concatenate, take
+from tcnca.data.schema import SPLITS, Column, Columns, Ragged, check_offsets, concatenate, take
 from tcnca.errors import DataError
 from tcnca.files import atomic_path, disk_errors
 
@@ -145,9 +146,9 @@ def generate(
     while (more := _missing_shards(plan, hashes)) > 0:
         wanted += more
         _generate_shards(plan, folder, wanted, workers, progress)
-        hashes += [fingerprints(_read_shard(folder, number)) for number in range(len(hashes), wanted)]
+        hashes += [fingerprints(_read_shard(plan, folder, number)) for number in range(len(hashes), wanted)]
     for number, splits in enumerate(_select(plan, hashes)):
-        columns = _read_shard(folder, number)
+        columns = _read_shard(plan, folder, number)
         for split, indices in splits.items():
             yield split, take(columns, indices)
 
@@ -172,11 +173,16 @@ def _prepare_folder(plan: Plan, folder: Path) -> None:
     generator = {"generator": repr(plan.generator), "version": plan.generator.version}
     settings = json.dumps({**generator, "seed": plan.seed, "shard_size": plan.shard_size})
     path = folder / SETTINGS
-    if not (path.is_file() and path.read_bytes() == settings.encode()):
+    if not (path.is_file() and _read_start(path, len(settings) + 1) == settings.encode()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         path.write_text(settings, encoding="utf-8")
     _remove_partial(folder)
+
+
+def _read_start(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
 
 
 def _missing_shards(plan: Plan, hashes: list[NDArray[np.uint64]]) -> int:
@@ -306,16 +312,17 @@ def _write_shard(plan: Plan, folder: Path, number: int) -> None:
         np.savez(partial, allow_pickle=False, **arrays)
 
 
-def _read_shard(folder: Path, number: int) -> Columns:
+def _read_shard(plan: Plan, folder: Path, number: int) -> Columns:
     path = _path(folder, number)
-    try:
-        # NumPy does not close a damaged file that it opened itself.
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = dict(file)
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: is damaged ({error}); remove it and run the same command again") from error
-    return {
-        name: Ragged(values, arrays[name + _OFFSETS]) if name + _OFFSETS in arrays else values
-        for name, values in arrays.items()
-        if not name.endswith(_OFFSETS)
-    }
+    with array_errors(path, "remove it and run the same command again"):
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
+                raise DataError("expected arrays that are not compressed")
+            arrays = {name: read_member(archive, member) for name, member in list_arrays(archive).items()}
+        columns: dict[str, Column] = {name: values for name, values in arrays.items() if not name.endswith(_OFFSETS)}
+        for name, values in arrays.items():
+            if name + _OFFSETS in arrays:
+                columns[name] = Ragged(values, check_offsets(arrays[name + _OFFSETS], values))
+        if not columns or any(len(column) != plan.shard_size for column in columns.values()):
+            raise DataError(f"expected {plan.shard_size:,} examples")
+    return columns

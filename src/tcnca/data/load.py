@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from tcnca.config import check_choice
+from tcnca.config import check_choice, shown
+from tcnca.data.archives import check_source
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.custom.options import draw_splits, input_digests
+from tcnca.data.custom.streams import list_files, read_errors
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import Plan, generate_in_memory
+from tcnca.data.manifest import AGAIN, MANIFEST
+from tcnca.data.npy import array_errors, check_memory
 from tcnca.data.prepare import data_folder
 from tcnca.data.schema import SPLITS, Columns, Content, Kind, concatenate, take
-from tcnca.data.store import MANIFEST, Dataset, checksum
+from tcnca.data.store import Dataset, checksum
 from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, PairTask, RegressionTask, Task
 from tcnca.errors import ConfigError, DataError
 
@@ -57,12 +61,16 @@ def load_task(
             set is not prepared, `STREAM_EVAL_SIZE` examples each are generated for validation and test.
         val_fraction: fraction of the training split to use for validation if the data set has no validation split.
         seed: seed of the validation split, or of the examples generated for validation and test.
-        custom: how to read your own files.
+        custom: how to read your own files; refused for a data set that is already prepared.
         kind: the expected kind of task, for example `language`; other data sets are refused.
         options: options of the task, for example `max_length=1000` to truncate sequences, or `carry_state=False` for
             EnWik8.
     """
     folder = data_folder() if folder is None else Path(folder)
+    defaults = CustomOptions().to_dict()
+    given = ", ".join(
+        f"{name}={value!r}" for name, value in (custom.to_dict() if custom else {}).items() if value != defaults[name]
+    )
     if stream and val_fraction:
         raise ConfigError(f"val_fraction: expected 0 for a stream, got {val_fraction}; remove it")
     if stream:
@@ -74,6 +82,11 @@ def load_task(
             # Say that arrays are needed, not that a table has no column of texts.
             custom = dataclasses.replace(custom or CustomOptions(), kind=kind)
         data = _open(source, folder, custom)
+    if given and data.folder is not None:
+        raise ConfigError(
+            f"custom: expected no options, since {source} is already prepared, got {given}; remove them, or prepare it "
+            "again with them"
+        )
     if kind is not None and data.manifest["kind"] != kind:
         raise ConfigError(f"{source}: expected data of kind {kind}, got {data.manifest['kind']}")
     if val_fraction:
@@ -126,16 +139,24 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
     path = Path(source)
     if not str(source):
         raise DataError("source: expected the name of a data set, or a file or folder, got an empty text")
-    for place in (folder / canonical_name(path.name) if str(source) == path.name else path, path):
-        if (place / MANIFEST).is_file():
-            return Dataset.open(place)
+    # The system refuses some paths, for example long ones.
+    with read_errors(path):
+        exists = path.exists()
+        places = (folder / canonical_name(path.name) if str(source) == path.name else path, path)
+        prepared = next((place for place in places if (place / MANIFEST).is_file()), None)
+    if prepared is not None:
+        return Dataset.open(prepared)
     if is_dataset(str(source)):
         raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
-    if not path.exists():
+    if not exists:
         raise DataError(
             f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`; "
             "there is none of this name"
         )
+    check_source(path)
+    # Twice its size: the parts, and all of them joined.
+    with array_errors(path, "prepare it with `tcnca data prepare`, and give its name instead of the file"):
+        check_memory(2 * sum(file.stat().st_size for file in list_files(path)))
     return _in_memory(path.name, read_custom(path, custom or CustomOptions()))
 
 
@@ -167,8 +188,14 @@ def _manifest(spec: DatasetSpec) -> dict[str, Any]:
 
 
 def _build_task(data: Dataset, options: Mapping[str, Any]) -> Task:
-    name = data.manifest.get("dataset")
-    build = _TASKS[data.manifest["kind"]] if name is None else get_dataset(name).task
+    name, kind = data.manifest.get("dataset"), data.manifest["kind"]
+    if name is not None and not is_dataset(name):
+        raise DataError(f"{data.name}: expected a data set of `tcnca data list`, got {shown(name)}; {AGAIN}")
+    build = _TASKS[kind] if name is None else get_dataset(name).task
+    # A partial has no kind, but its function has.
+    needed = getattr(getattr(build, "func", build), "kind", kind)
+    if needed != kind:
+        raise DataError(f"{data.name}: expected data of kind {needed}, as {name} is, got {kind}; {AGAIN}")
     expected = [parameter for parameter in inspect.signature(build).parameters if parameter != "data"]
     for option in options:
         check_choice(option, option, expected)

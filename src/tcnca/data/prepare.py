@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tcnca.config import check_at_least
+from tcnca.data.archives import check_source
 from tcnca.data.custom import CustomOptions, read_custom
+from tcnca.data.custom.streams import list_files, read_errors
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import generate
+from tcnca.data.manifest import MANIFEST
 from tcnca.data.schema import Columns, Content, head, num_examples
-from tcnca.data.store import MANIFEST, Dataset, DatasetWriter, check_space
+from tcnca.data.store import Dataset, DatasetWriter, check_space
 from tcnca.errors import ConfigError, DataError
 from tcnca.files import file_lock
 
@@ -91,7 +94,7 @@ def prepare_dataset(
     with file_lock(lock, lambda: progress(f"waiting for another process that prepares {job.name}", 0, None)):
         if not force and (found := job.find()) is not None:
             return found
-        if not (job.folder / MANIFEST).exists() and job.folder.exists():
+        if not (job.folder / MANIFEST).is_file() and job.folder.exists():
             raise DataError(
                 f"{job.folder}: exists and is not a prepared data set; choose another name or another folder with --out"
             )
@@ -146,7 +149,7 @@ class _Job:
 
     def find(self) -> Prepared | None:
         """Return the data set if it is prepared; raise a DataError if it differs from the requested one."""
-        if not (self.folder / MANIFEST).exists():
+        if not (self.folder / MANIFEST).is_file():
             return None
         data = Dataset.open(self.folder)
         self._check_same(data.manifest)
@@ -188,8 +191,12 @@ class _Job:
                 get_dataset(self.name)
             except ConfigError as error:
                 raise ConfigError(f"{error}; or give --from FILE to prepare your own data under this name") from None
-        if self.origin is not None and not self.origin.exists():
-            raise DataError(f"{self.origin}: no such file or folder; check the path")
+        if self.origin is not None:
+            with read_errors(self.origin):
+                exists = self.origin.exists()
+            if not exists:
+                raise DataError(f"{self.origin}: no such file or folder; check the path")
+            check_source(self.origin)
 
     def run(self) -> None:
         """Prepare the data set."""
@@ -203,6 +210,7 @@ class _Job:
     def _read_custom(self) -> None:
         assert self.origin is not None
         self.progress(f"reading {self.origin.name}", 0, None)
+        check_space(self.folder, sum(file.stat().st_size for file in list_files(self.origin)))
         content = read_custom(self.origin, self.custom)
         self._store(content, content.splits.items(), {"title": self.name})
 

@@ -9,8 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.errors import DataError
+
 Kind = Literal["language", "classification", "pairs", "regression", "forecast"]
 SPLITS = ("train", "validation", "test")
+_MANY_FEATURES = 64
+"""So many features, and four times as many as time steps, are unusual."""
+BLOCK = 2**20
+"""Offsets or labels that are checked at once: there may be more of them than fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +62,18 @@ class Ragged:
         return Ragged.from_lengths(np.concatenate(pieces), self.lengths[indices])
 
 
+def check_offsets(offsets: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the offsets of a Ragged if they begin at 0, never decrease, and end at the number of values."""
+    fits = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and values.ndim > 0
+    fits = fits and bool(offsets[0] == 0 and offsets[-1] == len(values))
+    for begin in range(0, len(offsets) if fits else 0, BLOCK):
+        block = offsets[begin : begin + BLOCK + 1]
+        fits = fits and bool((block[:-1] <= block[1:]).all())
+    if not fits:
+        raise DataError("expected offsets that increase from 0 to the number of values, got others")
+    return offsets
+
+
 Column = NDArray[Any] | Ragged
 Columns = Mapping[str, Column]
 
@@ -95,6 +113,28 @@ def concatenate(parts: Sequence[Columns]) -> dict[str, Column]:
 def num_examples(columns: Columns) -> int:
     """Return the number of examples."""
     return len(next(iter(columns.values())))
+
+
+def value_shape(columns: Columns) -> tuple[int, int] | None:
+    """Return the time steps of the longest real-valued sequence and its features; None if there are no such ones."""
+    match columns.get("values"):
+        case None:
+            return None
+        case Ragged() as ragged:
+            return int(ragged.lengths.max(initial=0)), ragged.values.shape[-1]
+        case values:
+            return values.shape[1], values.shape[2]
+
+
+def shape_warning(columns: Columns) -> str:
+    """Return a warning if the time steps and the features of the sequences seem to be exchanged, else nothing."""
+    steps, features = value_shape(columns) or (0, 0)
+    if features < max(_MANY_FEATURES, _MANY_FEATURES // 16 * steps):
+        return ""
+    return (
+        f"values: {features:,} features in only {steps:,} time steps; arrays are [examples, time, features], transpose "
+        "yours if they are [examples, features, time]"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.schema import Column, Columns, Ragged, num_examples
+from tcnca.data.schema import BLOCK, Column, Columns, Ragged, num_examples
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
 
@@ -19,6 +19,7 @@ _SHADES = " ░▒▓█"
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_TEXT = 1000
 _TAIL = 40
+_MAX_FEATURES = 32
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -34,7 +35,7 @@ class RenderedExample:
 def render_example(data: Dataset, split: str, index: int, width: int = 80, full: bool = False) -> RenderedExample:
     """Render example `index` of a split for a terminal of `width` characters; truncate long texts unless `full`."""
     example = data.example(split, index)
-    title = _plain(f"{data.name}, {split} {index:,}{_label(data, example)}")
+    title = plain_text(f"{data.name}, {split} {index:,}{_label(data, example)}")
     limit = None if full else _MAX_TEXT
     if "bytes" in example:
         stream = data.columns(split)["bytes"]
@@ -70,11 +71,11 @@ def _tokens(data: Dataset, tokens: NDArray[np.uint8], limit: int | None) -> str:
 
 def _text(tokens: NDArray[np.uint8], symbols: Sequence[str] | None) -> str:
     if symbols is not None:
-        return " ".join(symbols[token] for token in tokens)
-    return _plain(tokens.tobytes().decode("utf-8", errors="replace"))
+        return " ".join(symbols[token] if token < len(symbols) else "?" for token in tokens)
+    return plain_text(tokens.tobytes().decode("utf-8", errors="replace"))
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Replace control characters."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
@@ -97,13 +98,15 @@ def render_pixels(pixels: NDArray[np.uint8], width: int) -> str:
 def _bars(values: NDArray[np.float32], width: int) -> str:
     """Render each feature as a row of bars from its minimum to its maximum."""
     lines = []
-    for feature in range(values.shape[1]):
+    for feature in range(min(values.shape[1], _MAX_FEATURES)):
         series = values[:, feature]
         pieces = np.array_split(series, min(max(width - 24, 1), len(series)))
         means = np.array([piece.mean() for piece in pieces])
         span = float(means.max() - means.min()) or 1.0
         heights = ((means - means.min()) / span * (len(_BARS) - 1)).round().astype(int)
         lines.append(f"{series.min():>10.4g} {''.join(_BARS[height] for height in heights)} {series.max():<10.4g}")
+    if values.shape[1] > _MAX_FEATURES:
+        lines.append(f"and {values.shape[1] - _MAX_FEATURES:,} more features")
     return "\n".join(lines)
 
 
@@ -184,5 +187,7 @@ def _symbols(columns: Columns) -> int | None:
     occurs = np.zeros(256, np.int64)
     for column in tokens:
         values = column.values if isinstance(column, Ragged) else column.reshape(-1)
-        occurs += np.bincount(values, minlength=256)
+        # In blocks, since NumPy converts tokens to int64 to count them.
+        for begin in range(0, len(values), BLOCK):
+            occurs += np.bincount(values[begin : begin + BLOCK], minlength=256)
     return int((occurs > 0).sum())

@@ -1,7 +1,8 @@
 """Data sets on disk: .npy files that are memory-mapped, and a manifest.
 
 A data set is written to a temporary folder and moved into place when it is complete, so a folder with a manifest is
-always complete.
+always complete. A data set may come from a shared folder, so nothing that its files say is believed: `Dataset.open`
+checks all of it, except the values of the inputs.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.schema import Column, Columns, Ragged, num_examples
-from tcnca.errors import DataError
+from tcnca.config import shown
+from tcnca.data.manifest import AGAIN, FORMAT, MANIFEST, Manifest, check_columns, check_manifest, read_manifest
+from tcnca.data.npy import array_errors, map_array
+from tcnca.data.schema import Column, Columns, Ragged, check_offsets, num_examples
+from tcnca.errors import ConfigError, DataError
 from tcnca.files import disk_errors
 from tcnca.version import __version__
-
-FORMAT = 2
-MANIFEST = "manifest.json"
 
 
 class Dataset:
@@ -46,16 +47,16 @@ class Dataset:
 
     @classmethod
     def open(cls, folder: Path) -> Dataset:
-        """Memory-map the data set in `folder`."""
+        """Memory-map the data set in `folder`; raise a DataError unless it is what its manifest says."""
         manifest = read_manifest(folder)
-        splits: dict[str, dict[str, Column]] = {}
         try:
-            for split, columns in manifest["splits"].items():
-                splits[split] = {name: _column(folder, manifest["files"], f"{split}.{name}") for name in columns}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{folder / MANIFEST}: does not describe the data ({error!r}); prepare the data set again with --force"
-            ) from error
+            found = check_manifest(manifest)
+            splits: dict[str, Columns] = {
+                split: _map_split(folder, found, split, names) for split, names in found.splits.items()
+            }
+            check_columns(found, splits)
+        except ConfigError as error:
+            raise DataError(f"{folder / MANIFEST}: {error}; {AGAIN}") from error
         return cls(folder.name, manifest, splits, folder.absolute())
 
     @property
@@ -88,43 +89,37 @@ def checksum(column: Column) -> dict[str, str]:
     return {"values_sha256": digest.hexdigest()}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of the data set in `folder`; raise a DataError if there is none or its format differs."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{folder}: no prepared data set here; create one with `tcnca data prepare`") from None
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); prepare the data set again with --force") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise DataError(f"{path}: expected format {FORMAT}, got {found!r}; prepare the data set again with --force")
-    return manifest
+def _map_split(folder: Path, manifest: Manifest, split: str, names: Iterable[str]) -> dict[str, Column]:
+    """Memory-map the columns of a split, and check that they have equally many examples."""
+    columns: dict[str, Column] = {}
+    for name in names:
+        values, offsets = _map(folder, manifest, f"{split}.{name}.npy"), f"{split}.{name}.offsets.npy"
+        columns[name] = values
+        if offsets in manifest.files:
+            mapped = _map(folder, manifest, offsets)
+            with array_errors(folder / offsets, AGAIN):
+                columns[name] = Ragged(values, check_offsets(mapped, values))
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise ConfigError(f"splits.{split}: expected columns of equally many examples, got {shown(lengths)}")
+    return columns
 
 
-def _column(folder: Path, files: Mapping[str, Any], name: str) -> Column:
-    values, offsets = _map(folder, files, f"{name}.npy"), f"{name}.offsets.npy"
-    return Ragged(values, _map(folder, files, offsets)) if offsets in files else values
-
-
-def _map(folder: Path, files: Mapping[str, Any], name: str) -> NDArray[Any]:
-    path = folder / name
-    entry = files[name]
-    expected = entry["bytes"]
+def _map(folder: Path, manifest: Manifest, name: str) -> NDArray[Any]:
+    if name not in manifest.files:
+        raise ConfigError(f"files: expected {name}, got none")
+    path, entry = folder / name, manifest.files[name]
     found = path.stat().st_size if path.is_file() else None
-    if found != expected:
+    if found != entry.bytes:
         state = "no file" if found is None else f"{found:,} bytes"
-        raise DataError(f"{path}: expected {expected:,} bytes, got {state}; prepare the data set again with --force")
-    try:
-        # An empty array cannot be memory-mapped.
-        values = np.asarray(np.load(path, mmap_mode=None if 0 in entry["shape"] else "r"))
-        damaged = values.dtype != np.dtype(entry["dtype"]) or list(values.shape) != entry["shape"]
-    except Exception:
-        # NumPy parses the header as Python, so the errors of a damaged header differ between versions.
-        damaged = True
-    if damaged:
-        raise DataError(f"{path}: the header is damaged; prepare the data set again with --force")
+        raise DataError(f"{path}: expected {entry.bytes:,} bytes, got {state}; {AGAIN}")
+    with array_errors(path, AGAIN):
+        values = map_array(path)
+    if (str(values.dtype), list(values.shape)) != (entry.dtype, entry.shape) or not values.ndim:
+        raise DataError(
+            f"{path}: expected {shown(entry.dtype)} of shape {shown(entry.shape)}, got {values.dtype} of shape "
+            f"{list(values.shape)}; {AGAIN}"
+        )
     return values
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tcnca.data import Task
 from tcnca.errors import ConfigError
-from tcnca.files import atomic_write, to_json
+from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import SequenceModel, load
 from tcnca.training.checkpoint import CheckpointManager
 from tcnca.training.config import EvalConfig, Precision
@@ -135,6 +135,7 @@ def evaluate_run(
     """
     if not (run / RECIPE).is_file():
         raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
+    check_no_links(run)
     trained = load_recipe(str(run / RECIPE))
     recipe = trained.override(changes)
     for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):

@@ -17,7 +17,7 @@ from torch import nn
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
-from tcnca.files import LOCK, atomic_path, atomic_write, file_lock
+from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
@@ -314,6 +314,8 @@ class Trainer:
     def _check_out(self) -> None:
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
+        if self.resume:
+            check_no_links(self.out)
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
@@ -386,13 +388,15 @@ class Trainer:
             atomic_write(self.out / RECIPE, recipe.to_yaml())
         self.logger.preload()
         dist.barrier()
-        for note in recipe.notes():
+        for note in [*recipe.notes(), *self.task.notes()]:
             self.logger.print(f"warning: {note}")
         if self.budget is None and steps < _FEW_STEPS:
             self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
-        what = f"{self._parameters():,} parameters, {recipe.data.source}, on {dist.device.type}"
+        sizes = self.task.value_shape
+        shape = f" ({sizes[0]:,} time steps of {sizes[1]:,} features)" if sizes else ""
+        what = f"{self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
         self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.

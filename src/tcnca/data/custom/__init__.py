@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tcnca.data.archives import compression
+from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES, read_arrays
 from tcnca.data.custom.options import CustomOptions, with_recipe_keys
 from tcnca.data.custom.streams import list_files, read_bytes, split_files, unassigned_file
@@ -43,6 +43,7 @@ def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
 
 
 def _read(origin: Path, options: CustomOptions) -> Content:
+    check_source(origin)
     files = list_files(origin)
     if not files:
         raise DataError(f"{origin}: expected visible files, got none; add data")

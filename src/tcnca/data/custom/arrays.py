@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import zipfile
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.config import shown
 from tcnca.data.custom.options import (
     SPLIT_NAMES,
     TABLE_OPTIONS,
@@ -27,6 +26,7 @@ from tcnca.data.custom.options import (
     refuse_options,
     unknown_name,
 )
+from tcnca.data.npy import array_errors, list_arrays, read_array, read_member
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError
 
@@ -35,6 +35,9 @@ ARRAY_SUFFIXES = (".npy", ".npz")
 
 _VALUE_NAMES = ("values", "x", "X", "data", "sequences", "inputs")
 _REAL = "fiub"
+_SAVE = "save it again with np.save or np.savez, as arrays of numbers or strings, not of objects"
+# Values, their splits, and the deviations from their mean in double precision are in memory at the same time.
+_COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,13 @@ class Arrays:
         if name not in self.names:
             raise unknown_name(name, "array", list(self.names), self.path)
         stored = self.names[name]
-        with _load(self.path, f", array {stored!r}") as loaded:
-            array = loaded if self.path.suffix.lower() == ".npy" else loaded[stored]
-            return NamedArray(self.path, stored, np.asarray(array))
+        with array_errors(f"{self.path}, array {shown(stored)}", _SAVE), self.path.open("rb") as file:
+            if self.path.suffix.lower() == ".npy":
+                array = read_array(file, self.path.stat().st_size, _COPIES)
+            else:
+                with zipfile.ZipFile(file) as archive:
+                    array = read_member(archive, list_arrays(archive)[stored], _COPIES)
+        return NamedArray(self.path, stored, array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,7 @@ class NamedArray:
     array: NDArray[Any]
 
     def __str__(self) -> str:
-        return f"{self.path}: array {self.name!r}"
+        return f"{self.path}: array {shown(self.name)}"
 
     @property
     def form(self) -> str:
@@ -72,7 +79,7 @@ class NamedArray:
 
     def place(self, *index: int) -> str:
         """Return the location of an element."""
-        return f"{self.path}: {self.name}[{', '.join(str(i) for i in index)}]"
+        return f"{self.path}: {shown(self.name)[1:-1]}[{', '.join(str(i) for i in index)}]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,22 +96,6 @@ class Selection:
     def is_series(self) -> bool:
         """Whether the values are one long series."""
         return self.values.path.suffix.lower() == ".npy" and self.values.array.ndim in (1, 2)
-
-
-@contextlib.contextmanager
-def _load(path: Path, which: str = "") -> Iterator[Any]:
-    """Load a file of NumPy; convert errors into a DataError that names the file."""
-    try:
-        # NumPy does not close a damaged file that it opened itself.
-        with path.open("rb") as file:
-            yield np.load(file, allow_pickle=False)
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(
-            f"{path}{which}: cannot be read ({error}); save it again with np.save or np.savez, as arrays of numbers or "
-            "strings, not of objects"
-        ) from error
 
 
 def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
@@ -141,10 +132,8 @@ def _list_arrays(path: Path) -> Arrays:
     """List the arrays of an .npz; an .npy holds only values."""
     if path.suffix.lower() == ".npy":
         return Arrays(path, {"values": "values"})
-    with _load(path) as loaded:
-        if isinstance(loaded, np.ndarray):
-            raise ValueError("its content is an .npy")
-        return Arrays(path, {name: name for name in loaded.files})
+    with array_errors(path, _SAVE), zipfile.ZipFile(path) as archive:
+        return Arrays(path, {name: name for name in list_arrays(archive)})
 
 
 def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
@@ -305,7 +294,7 @@ def _lengths(lengths: NamedArray, values: NamedArray) -> NDArray[np.int64]:
 def _finite(named: NamedArray, inside: NDArray[np.bool_] | None = None) -> NDArray[np.float32]:
     """Return the array as float32; values that are not `inside` are padding and are not checked."""
     with np.errstate(over="ignore"):
-        real = named.array.astype(np.float32)
+        real = named.array.astype(np.float32, copy=False)
     wrong = ~np.isfinite(real)
     if inside is not None:
         wrong &= inside.reshape(*inside.shape, *(1,) * (wrong.ndim - 2))
@@ -334,7 +323,8 @@ def _labels(labels: NamedArray) -> list[str]:
         )
     if array.dtype.kind == "S":
         return [label.decode("utf-8", "backslashreplace") for label in array.tolist()]
-    return [str(label).lower() if array.dtype.kind == "b" else str(label) for label in array.tolist()]
+    with array_errors(labels, "save it again"):  # strings may have impossible characters
+        return [str(label).lower() if array.dtype.kind == "b" else str(label) for label in array.tolist()]
 
 
 def _targets(targets: NamedArray) -> NDArray[np.float32]:

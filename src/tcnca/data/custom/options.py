@@ -24,7 +24,7 @@ from typing import TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import Config, closest
+from tcnca.config import Config, closest, shown
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Kind, take
 from tcnca.errors import ConfigError, DataError
@@ -49,6 +49,8 @@ _MIN_EXAMPLES = 3
 # Each element of a stream is predicted from those before it, so a single one is not enough.
 _MIN_STREAM = 2
 _MAX_CLASSES = 100
+_MAX_NAMES = 20
+"""Names that a message lists."""
 # At most 18 digits, so that parsing is always cheap.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -111,8 +113,9 @@ def refuse_options(options: CustomOptions, names: Collection[str], path: Path, f
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in quotes, separated by commas; long ones, of a table without a header, are shortened."""
-    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names)
+    """Return names in quotes, separated by commas; long ones, of a table without a header, and long lists are cut."""
+    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names[:_MAX_NAMES])
+    return listed if len(names) <= _MAX_NAMES else f"{listed} and {len(names) - _MAX_NAMES:,} more"
 
 
 def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
@@ -128,10 +131,16 @@ def find_classes(labels: Sequence[str], path: Path) -> list[str]:
     if len(distinct) > max(_MAX_CLASSES, len(labels) / 2) and all(_NUMBER.fullmatch(label) for label in distinct):
         raise DataError(
             f"{path}: expected classes, got {len(distinct):,} different numbers in {len(labels):,} examples, for "
-            f"example {min(distinct)}; for a regression save arrays `values` and `targets` as .npz"
+            f"example {shown(min(distinct))[1:-1]}; for a regression save arrays `values` and `targets` as .npz"
         )
     if len(distinct) < 2:
-        raise DataError(f"{path}: expected at least two classes, got only {min(distinct)!r}; add examples of another")
+        raise DataError(
+            f"{path}: expected at least two classes, got only {shown(min(distinct))}; add examples of another"
+        )
+    for label in distinct:
+        # It could not be printed.
+        if any("\ud800" <= character <= "\udfff" for character in label):
+            raise DataError(f"{path}: expected labels of valid Unicode, got {shown(label)}; correct it")
     if all(_INTEGER.fullmatch(label) for label in distinct):
         return sorted(distinct, key=lambda label: (int(label), label))
     return sorted(distinct)
@@ -143,7 +152,7 @@ def encode_labels(labels: Sequence[str], classes: Sequence[str], place: Callable
     for position, label in enumerate(labels):
         if label not in indices:
             raise DataError(
-                f"{place(position)}: expected a label of the training split, got {label!r}; correct it, or add "
+                f"{place(position)}: expected a label of the training split, got {shown(label)}; correct it, or add "
                 "examples of it to training"
             )
     return np.fromiter((indices[label] for label in labels), np.int64, len(labels))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import dataclasses
-import io
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcnca.config import shown
+from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.options import (
     ARRAY_OPTIONS,
     SPLIT_NAMES,
@@ -24,8 +28,10 @@ from tcnca.data.custom.options import (
     unknown_name,
 )
 from tcnca.data.custom.streams import read_errors
+from tcnca.data.npy import array_errors, check_memory
 from tcnca.data.schema import Column, Content, Ragged
-from tcnca.errors import DataError
+from tcnca.errors import ConfigError, DataError
+from tcnca.files import parse_json
 
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv", *JSON_LINES)
@@ -44,8 +50,8 @@ _PAIR_NAMES = (
     ("query", "document"),
     ("question", "answer"),
 )
-# A field can hold a whole document; this is the largest limit that csv accepts on every machine.
-_MAX_FIELD = 2**31 - 1
+# Texts, labels and their splits are in memory at the same time.
+_COPIES = 3
 _QUOTED = re.compile(r'"[^"]*("|$)')
 
 
@@ -78,6 +84,8 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
     if options.split is not None and len(files) > 1:
         raise DataError(f"{origin}: the files already are splits, so --split {options.split!r} has no use; remove it")
     missing_splits(files, options, origin)
+    with array_errors(origin, "split it, or give --kind language to model its bytes"):
+        check_memory(_COPIES * sum(path.stat().st_size for paths in files.values() for path in paths))
     roles, found = None, {split: _Examples() for split in files if options.split is None}
     for split, paths in files.items():
         for path in paths:
@@ -107,32 +115,67 @@ def read_rows(path: Path) -> Iterator[Row]:
     The fields of a .tsv are separated by tabs. Those of a .csv are separated by commas, or by semicolons if its header
     has semicolons and no comma outside quotes, as spreadsheets write it where the comma is the decimal separator.
     """
-    with read_errors(path):
-        raw = path.read_bytes()
-    try:
-        text = raw.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}, line {line}: expected UTF-8, got byte 0x{raw[error.start]:02x} at offset {error.start}; convert "
-            "the file, for example with `iconv -f latin-1 -t utf-8`, or give --kind language to model its bytes"
-        ) from error
-    return _json_rows(path, text) if path.suffix.lower() in JSON_LINES else _csv_rows(path, text)
+    lines = _lines(path)
+    return _json_rows(path, lines) if path.suffix.lower() in JSON_LINES else _csv_rows(path, lines)
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[Row]:
-    header_line = io.StringIO(text.lstrip("\r\n"), newline="").readline()
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file with their ends."""
+    number = 0
+    with read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE:
+                    raise DataError(
+                        f"{path}, line {number}: expected fewer than {MAX_LINE:,} characters, got more; cut the text "
+                        "into several examples, or give --kind language to model the bytes of the file"
+                    )
+                yield line
+        except UnicodeDecodeError as error:
+            raise _encoding_error(path) from error
+
+
+def _encoding_error(path: Path) -> DataError:
+    """Return the error of a file that is not UTF-8, with the place of its first wrong byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, line = 0, 1
+    with path.open("rb") as file:
+        while True:
+            block = file.read(2**20)
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                # What was decoded begins with the bytes that were left of the block before.
+                offset += error.start - (len(error.object) - len(block))
+                line += error.object.count(b"\n", 0, error.start)
+                found = f"byte 0x{error.object[error.start]:02x} at offset {offset}"
+                return DataError(
+                    f"{path}, line {line}: expected UTF-8, got {found}; convert the file, for example with `iconv -f "
+                    "latin-1 -t utf-8`, or give --kind language to model its bytes"
+                )
+            if not block:
+                return DataError(f"{path}: changed while it was read; run the command again")
+            offset, line = offset + len(block), line + block.count(b"\n")
+
+
+def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+    blank = []
+    while not (first := next(lines, "end")).strip("\r\n"):
+        blank.append(first)
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(path, header_line), strict=True)
+    lines = itertools.chain(blank, [first] if first != "end" else [], lines)
+    reader = csv.reader(lines, delimiter=_delimiter(path, first), strict=True)
     header: list[str] = []
     line = 1
-    limit = csv.field_size_limit(_MAX_FIELD)
+    limit = csv.field_size_limit(MAX_LINE)
     try:
         for fields in reader:
             if fields and not header:
                 header = fields
-                if twice := next((name for name in header if header.count(name) > 1), None):
-                    raise DataError(f"{path}, line {line}: expected different column names, got {twice!r} twice")
+                if len(set(header)) < len(header):
+                    twice = Counter(header).most_common(1)[0][0]
+                    raise DataError(f"{path}, line {line}: expected different column names, got {shown(twice)} twice")
             elif fields:
                 if len(fields) != len(header):
                     raise DataError(
@@ -156,13 +199,13 @@ def _delimiter(path: Path, header: str) -> str:
     return ";" if ";" in bare and "," not in bare else ","
 
 
-def _json_rows(path: Path, text: str) -> Iterator[Row]:
-    for line, part in enumerate(io.StringIO(text, newline=""), 1):
+def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+    for line, part in enumerate(lines, 1):
         if not part.strip():
             continue
         try:
-            row = json.loads(part)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(part)
+        except ConfigError as error:
             raise DataError(f"{path}, line {line}: expected one JSON object per line, got no JSON ({error})") from error
         if not isinstance(row, dict):
             raise DataError(
@@ -183,7 +226,7 @@ def find_roles(columns: Sequence[str], options: CustomOptions, path: Path) -> Ro
     roles = Roles(text=text, second=second, label=label, split=options.split)
     names = [name for name in dataclasses.astuple(roles) if name is not None]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise DataError(f"{path}: column {twice!r} has two roles; choose another column for one of them")
+        raise DataError(f"{path}: column {shown(twice)} has two roles; choose another column for one of them")
     return roles
 
 
@@ -232,31 +275,33 @@ def _find_column(
 
 def _field(row: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in row:
-        raise DataError(f"{place}: expected a field {name!r}, got {list_names(list(row))}; add it")
+        raise DataError(f"{place}: expected a field {shown(name)}, got {list_names(list(row))}; add it")
     return row[name]
 
 
 def _text(row: Mapping[str, Any], name: str, place: str) -> bytes:
     value = _field(row, name, place)
     if not isinstance(value, str):
-        raise DataError(f"{place}, column {name!r}: expected text, got {json.dumps(value)[:40]}; put it in quotes")
+        raise DataError(f"{place}, column {shown(name)}: expected text, got {shown(value)}; put it in quotes")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}, column {name!r}: expected valid Unicode, got the unpaired surrogate {value[error.start]!a}; "
-            "remove it"
+            f"{place}, column {shown(name)}: expected valid Unicode, got the unpaired surrogate "
+            f"{value[error.start]!a}; remove it"
         ) from error
 
 
 def _label(row: Mapping[str, Any], name: str, place: str) -> str:
     value = _field(row, name, place)
     if isinstance(value, dict | list):
-        raise DataError(f"{place}, column {name!r}: expected one name or number, got {json.dumps(value)[:40]}")
+        raise DataError(f"{place}, column {shown(name)}: expected one name or number, got {shown(value)}")
     # Surrounding spaces are typing errors, not another class.
     label = value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
     if not label:
-        raise DataError(f"{place}, column {name!r}: expected a label, got an empty field; add it, or remove the row")
+        raise DataError(
+            f"{place}, column {shown(name)}: expected a label, got an empty field; add it, or remove the row"
+        )
     return label
 
 
@@ -264,14 +309,14 @@ def _split(row: Mapping[str, Any], name: str, place: str) -> str:
     value = _field(row, name, place)
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in SPLIT_NAMES:
-        raise DataError(f"{place}, column {name!r}: expected one of {', '.join(SPLIT_NAMES)}, got {value!r}")
+        raise DataError(f"{place}, column {shown(name)}: expected one of {', '.join(SPLIT_NAMES)}, got {shown(value)}")
     return SPLIT_NAMES[word]
 
 
 def _check_texts(origin: Path, roles: Roles, found: Mapping[str, _Examples]) -> None:
     for option, column, name in (("text", roles.text, "texts"), ("second", roles.second, "seconds")):
         if column is not None and not any(any(getattr(examples, name)) for examples in found.values()):
-            raise DataError(f"{origin}: expected text in column {column!r}, got none; choose it with --{option}")
+            raise DataError(f"{origin}: expected text in column {shown(column)}, got none; choose it with --{option}")
 
 
 def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options: CustomOptions) -> Content:

@@ -41,7 +41,8 @@ _SPECS = (
     ACL_CITATIONS,
 )
 _BY_NAME = {spec.name: spec for spec in _SPECS}
-_RECALL = re.compile(r"recall(?:-(\d+))?(?:-(\d+))?")
+# At most seven digits, so that any name of a folder is parsed at once.
+_RECALL = re.compile(r"recall(?:-([0-9]{1,7}))?(?:-([0-9]{1,7}))?")
 
 
 def list_datasets() -> tuple[DatasetSpec, ...]:

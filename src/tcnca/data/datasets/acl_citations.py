@@ -19,6 +19,8 @@ from tcnca.errors import DataError
 PAPERS, EDGES = "acl_papers_fulltext.tsv", "acl_citation_edges.tsv"
 
 _NAME = "acl-citations"
+_MAX_LINES = 200_000
+"""Papers and citations are read into memory, so there may not be any number of them."""
 
 Pair = tuple[int, int]
 
@@ -64,6 +66,7 @@ def _read_papers(path: Path) -> dict[bytes, bytes]:
             if name in papers:
                 raise DataError(f"{where}: {name.decode(errors='replace')!r} occurs twice; remove one of the lines")
             papers[name] = text[:MAX_LENGTH]
+            _check_count(len(papers), where)
     return papers
 
 
@@ -79,7 +82,13 @@ def _read_edges(path: Path, places: dict[bytes, int]) -> list[Pair]:
             citing, cited = (places[name] for name in names)
             if citing != cited:
                 edges.setdefault(frozenset((citing, cited)), (citing, cited))
+                _check_count(len(edges), where)
     return sorted(edges.values())
+
+
+def _check_count(count: int, where: str) -> None:
+    if count > _MAX_LINES:
+        raise DataError(f"{where}: expected at most {_MAX_LINES:,} papers and citations, got more; remove some")
 
 
 def _columns(origin: Path, split: str, members: NDArray[np.int64], edges: list[Pair], texts: list[bytes]) -> Columns:

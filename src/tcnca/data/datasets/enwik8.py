@@ -14,8 +14,10 @@ from tcnca.data.tasks import LanguageTask
 from tcnca.errors import DataError
 
 SIZE = 100_000_000
-MD5 = "a1fa5ffddb56f4953e226637dabbb36a"
+SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
 
+_MAX_SIZE = 2 * SIZE
+"""The file is read into memory, so another one may not have any size."""
 _MIN_SIZE = 20
 """With fewer bytes a split would be empty."""
 
@@ -28,12 +30,12 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
             f"{origin}: expected a file enwik8, enwik8.zip, enwik8.gz or enwik8.xz, got none; give the file"
         )
     with open_decompressed(path) as reader:
-        data = read_all(reader, path)
-    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        data = read_all(reader, path, _MAX_SIZE)
+    found = hashlib.sha256(data).hexdigest()
     if not unverified and len(data) != SIZE:
         raise DataError(f"{path}: expected {SIZE:,} bytes, got {len(data):,}; {RETRY}")
-    if not unverified and found != MD5:
-        raise DataError(f"{path}: expected the md5 checksum {MD5}, got {found}; {RETRY}")
+    if not unverified and found != SHA256:
+        raise DataError(f"{path}: expected the sha256 checksum {SHA256}, got {found}; {RETRY}")
     if len(data) < _MIN_SIZE:
         raise DataError(f"{path}: expected at least {_MIN_SIZE} bytes for three splits, got {len(data)}; add more text")
     stream = np.frombuffer(data, np.uint8)
@@ -42,7 +44,7 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         kind="language",
         splits={split: [{"bytes": part}] for split, part in zip(SPLITS, parts, strict=True)},
         origin=path.resolve().name,
-        verified=found == MD5,
+        verified=found == SHA256,
         metadata={"symbols": np.unique(stream).tolist()},
     )
 
@@ -59,7 +61,7 @@ ENWIK8 = DatasetSpec(
     accepted_files="the file enwik8, plain or compressed (.gz, .xz, .zip), or a folder that has it",
     downloads=(
         Download(
-            url="http://mattmahoney.net/dc/enwik8.zip",
+            url="https://mattmahoney.net/dc/enwik8.zip",
             filename="enwik8.zip",
             checksum="sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
             size=36_445_475,

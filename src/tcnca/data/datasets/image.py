@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,14 @@ from tcnca.data.archives import (
     read_all,
 )
 from tcnca.data.datasets.spec import DatasetSpec, Download
+from tcnca.data.npy import array_errors, list_arrays, read_member
 from tcnca.data.schema import Content
 from tcnca.data.tasks import ClassificationTask
 from tcnca.errors import DataError
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 COUNTS = {"train": 50_000, "test": 10_000}
-# Published md5 sums of the pickled files.
-MD5 = {
-    "data_batch_1": "c99cafc152244af753f735de768cd75f",
-    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-    "data_batch_4": "634d18415352ddfa80567beed471001a",
-    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-    "test_batch": "40351d587109b95175f43aff81a1287e",
-}
+BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 # sha256 of the grayscale pixels and of the labels as bytes, in the published order.
 DIGESTS = {
     "train_images": "f346c5f19e1cde45025299d0b5224a35d90eebcae6b08126508785ecb7953bcb",
@@ -50,6 +42,10 @@ _ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")
 _SIDE = 32
 _PIXELS = _SIDE * _SIDE
 _RECORD = 1 + 3 * _PIXELS
+_MAX_BATCH = 2**25
+"""Bytes of a batch, which is read into memory; the published ones have 31 million."""
+_MAX_ARRAYS = 2**28
+"""Bytes of an npz that is compressed again, and of each of its arrays."""
 
 Arrays = dict[str, NDArray[np.uint8]]
 
@@ -89,7 +85,7 @@ def _find(origin: Path) -> Path:
     if origin.is_file():
         return origin
     for folder in _FOLDERS:
-        if any((origin / folder / f"{name}{suffix}").is_file() for name in MD5 for suffix in ("", ".bin")):
+        if any((origin / folder / f"{name}{suffix}").is_file() for name in BATCHES for suffix in ("", ".bin")):
             return origin / folder
     for name in _ARCHIVES:
         if (origin / name).is_file():
@@ -116,7 +112,7 @@ def _open_arrays(path: Path) -> zipfile.ZipFile | None:
                 start = reader.read(4)
                 if start != b"PK\x03\x04":
                     return None
-                file = io.BytesIO(start + reader.read())
+                file = io.BytesIO(start + read_all(reader, path, _MAX_ARRAYS))
         archive = zipfile.ZipFile(file)
         return archive if any(name.endswith(".npy") for name in archive.namelist()) else None
 
@@ -124,15 +120,16 @@ def _open_arrays(path: Path) -> zipfile.ZipFile | None:
 def _read_arrays(path: Path, archive: zipfile.ZipFile) -> Arrays:
     """Read the arrays of an npz and convert the images to grayscale."""
     arrays: Arrays = {}
+    with array_errors(path, "save it again with np.savez"):
+        members = list_arrays(archive)
     for name in DIGESTS:
-        if f"{name}.npy" not in archive.namelist():
+        if name not in members:
             raise DataError(f"{path}: expected the arrays {', '.join(DIGESTS)}, got no {name}; add it")
         where = f"{path}: {name}"
-        with archive_errors(where), archive.open(f"{name}.npy") as member:
-            try:
-                array = np.lib.format.read_array(member, allow_pickle=False)
-            except ValueError as error:
-                raise DataError(f"{where}: is not a plain array ({error}); save it as uint8") from error
+        if members[name].file_size > _MAX_ARRAYS:
+            raise DataError(f"{where}: expected at most {_MAX_ARRAYS:,} bytes, got {members[name].file_size:,}")
+        with array_errors(where, "save it as uint8"):
+            array = read_member(archive, members[name])
         if name.endswith("labels"):
             if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise DataError(f"{where}: expected integers of shape [images], got {array.dtype} {array.shape}")
@@ -148,7 +145,7 @@ def _read_arrays(path: Path, archive: zipfile.ZipFile) -> Arrays:
 
 
 def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
-    array = np.asarray(labels)
+    array = np.asarray(labels, np.int64)
     wrong = np.flatnonzero((array < 0) | (array >= len(CLASS_NAMES)))
     if len(wrong):
         raise DataError(f"{where}: expected labels 0 to 9, got {array[wrong[0]]} for image {wrong[0]:,}; {RETRY}")
@@ -160,14 +157,14 @@ def _read_batches(path: Path) -> Arrays:
     batches: dict[str, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = {}
     for name, reader in iter_members(path):
         batch, dot, suffix = name.rpartition("/")[2].partition(".")
-        if batch in MD5 and dot + suffix in ("", ".bin"):
+        if batch in BATCHES and dot + suffix in ("", ".bin"):
             where = f"{path}: {name}"
-            data = read_all(reader, where)
-            batches[batch] = _binary(data, where) if suffix else _pickled(data, batch, where)
-    missing = [batch for batch in MD5 if batch not in batches]
+            data = read_all(reader, where, _MAX_BATCH)
+            batches[batch] = _binary(data, where) if suffix else _pickled(data, where)
+    missing = [batch for batch in BATCHES if batch not in batches]
     if missing:
         raise DataError(f"{path}: is incomplete, {', '.join(missing)} not found; download it again")
-    train, test = [batches[batch] for batch in MD5 if batch != "test_batch"], batches["test_batch"]
+    train, test = [batches[batch] for batch in BATCHES if batch != "test_batch"], batches["test_batch"]
     return {
         "train_images": np.concatenate([images for images, _ in train]),
         "train_labels": np.concatenate([labels for _, labels in train]),
@@ -186,16 +183,61 @@ def _binary(data: bytes, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint
     return _planes(records[:, 1:]), _labels(records[:, 0], where)
 
 
-def _pickled(data: bytes, batch: str, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    # A pickle can execute code, so only the published ones are loaded, even with --unverified.
-    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    if found != MD5[batch]:
-        raise DataError(f"{where}: expected the md5 checksum {MD5[batch]}, got {found}; download it again")
-    with warnings.catch_warnings():
-        # Python 2 pickled 0 and 1 where NumPy now expects booleans.
-        warnings.simplefilter("ignore")
-        content = pickle.loads(data, encoding="bytes")
-    return _planes(content[b"data"]), _labels(content[b"labels"], where)
+class _Array:
+    """The state of a pickled array: a version, its shape, its dtype, whether it is in Fortran order, and its bytes."""
+
+    __slots__ = ("state",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Global:
+    """A function or class that a batch names. Calling it, which is all that a pickle can do, executes nothing of it."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> _Array:
+        return _Array()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError(f"changes {self.name}")
+
+
+class _BatchUnpickler(pickle._Unpickler):
+    """Reads what a batch consists of: dictionaries, lists, bytes, numbers and arrays.
+
+    The variant in Python, since the one in C allocates as much memory as a file asks for.
+    """
+
+    def find_class(self, module: str, name: str) -> _Global:
+        """Refuse all but the parts of an array."""
+        if (module, name) not in _GLOBALS:
+            raise pickle.UnpicklingError(f"names {module}.{name}"[:100])
+        return _Global(name)
+
+
+_GLOBALS = (("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"))
+
+
+def _pickled(data: bytes, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    try:
+        content = _BatchUnpickler(io.BytesIO(data), encoding="bytes").load()
+        array, labels = content[b"data"], content[b"labels"]
+        _, (count, width), _, fortran_order, pixels = array.state
+        fits = width == 3 * _PIXELS and not fortran_order and type(pixels) is bytes and len(pixels) == count * width
+        fits = fits and type(labels) is list and all(type(label) is int and abs(label) < 2**31 for label in labels)
+    except Exception as error:
+        # The bytes of a pickle are a program, which can fail in any way.
+        raise DataError(
+            f"{where}: expected a batch of CIFAR-10, got another pickle ({str(error)[:200]}); download it again"
+        ) from error
+    if not fits:
+        raise DataError(f"{where}: expected uint8 of shape [images, 3072] and labels, got others; download it again")
+    return _planes(np.frombuffer(pixels, np.uint8)), _labels(labels, where)
 
 
 def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -235,7 +277,7 @@ IMAGE = DatasetSpec(
         Download(
             url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
             filename="cifar-10-python.tar.gz",
-            checksum="md5:c58f30108f718f92721af3b95e74349a",
+            checksum="sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
             size=170_498_071,
         ),
     ),

@@ -14,11 +14,11 @@ import numpy as np
 
 from tcnca.data.archives import (
     RETRY,
-    checksum_file,
     find_file,
     iter_members,
     open_decompressed,
     parse_binary_label,
+    read_checksum,
     read_tsv,
 )
 from tcnca.data.datasets.spec import DatasetSpec, Download
@@ -83,9 +83,9 @@ def _find(origin: Path) -> dict[str, Path]:
 
 def _matches_host(path: Path) -> bool:
     """Return whether a file has the checksum that its host stated for the download."""
-    if not checksum_file(path).is_file():
+    stated = read_checksum(path)
+    if stated is None:
         return False
-    stated = checksum_file(path).read_text(encoding="utf-8")
     with path.open("rb") as file:
         found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     if found != stated:
@@ -97,13 +97,17 @@ def _read_pairs(path: Path, split: str, expected: int | None) -> Iterator[Column
     """Yield the pairs of a split in parts."""
     found = 0
     with _open(path, FILES[split]) as (reader, name):
-        rows = read_tsv(reader, name, 5)
+        # Cut each line before the next one is read: a part of whole lines might not fit into memory.
+        rows = (
+            (parse_binary_label(label, where), first[:MAX_LENGTH], second[:MAX_LENGTH])
+            for where, (label, _, _, first, second) in read_tsv(reader, name, 5)
+        )
         while part := list(itertools.islice(rows, _PART)):
             found += len(part)
             yield {
-                "first": Ragged.from_bytes(first[:MAX_LENGTH] for _, (_, _, _, first, _) in part),
-                "second": Ragged.from_bytes(second[:MAX_LENGTH] for _, (_, _, _, _, second) in part),
-                "labels": np.array([parse_binary_label(row[0], where) for where, row in part], np.int64),
+                "first": Ragged.from_bytes(first for _, first, _ in part),
+                "second": Ragged.from_bytes(second for _, _, second in part),
+                "labels": np.array([label for label, _, _ in part], np.int64),
             }
     if expected is not None and found != expected:
         raise DataError(f"{name}: expected {expected:,} pairs, got {found:,}; {RETRY}")

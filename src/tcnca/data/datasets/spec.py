@@ -20,9 +20,13 @@ class Download:
     url: str
     filename: str
     checksum: str | None
-    """`sha256:...` or `md5:...`; None if none was published, to use the one that the host states."""
+    """`sha256:...`; None if none was published, to use the one that the host states."""
     size: int | None
     """Number of bytes, if known."""
+
+    def __post_init__(self) -> None:
+        if self.checksum is not None and not self.checksum.startswith("sha256:"):
+            raise ConfigError(f"checksum: expected sha256:..., got {self.checksum!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

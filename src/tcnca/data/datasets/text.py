@@ -31,6 +31,9 @@ DIGESTS = {
     "test": "5a189b02b1226af78699c996af3035ae9bad804aa86f8fae65cbe2e8b3d94543",
 }
 
+_MAX_REVIEW = 2**20
+_MAX_BYTES = 2**28
+"""The reviews are read into memory, so their sizes, with a thousand bytes for each of them, are limited."""
 _ARCHIVE = "aclImdb_v1.tar.gz"
 _FOLDER = "aclImdb"
 _CLASSES = {"neg": 0, "pos": 1}
@@ -45,7 +48,11 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
     with `\\n` as line ending. There is no validation split.
     """
     reviews: dict[str, list[tuple[int, bytes]]] = {"train": [], "test": []}
+    left = _MAX_BYTES
     for split, label, text in _reviews(origin):
+        left -= len(text) + 1000
+        if left < 0:
+            raise DataError(f"{origin}: expected {2 * COUNT:,} reviews, got far more; prepare them under another name")
         reviews[split].append((label, text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")))
     splits: dict[str, list[Columns]] = {}
     verified = True
@@ -71,7 +78,7 @@ def _reviews(origin: Path) -> Iterator[tuple[str, int, bytes]]:
     path = next((path for name in (_FOLDER, _ARCHIVE) if (path := origin / name).exists()), origin)
     for name, reader in iter_members(path):
         if match := _MEMBER.fullmatch(name):
-            yield match[1], _CLASSES[match[2]], read_all(reader, f"{path}: {name}")
+            yield match[1], _CLASSES[match[2]], read_all(reader, f"{path}: {name}", _MAX_REVIEW)
 
 
 def _from_tables(folder: Path) -> Iterator[tuple[str, int, bytes]]:
@@ -124,7 +131,7 @@ TEXT = DatasetSpec(
         Download(
             url=f"https://ai.stanford.edu/~amaas/data/sentiment/{_ARCHIVE}",
             filename=_ARCHIVE,
-            checksum="md5:7c2ac02c03563afcf9b574c7e56c153a",
+            checksum="sha256:c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
             size=84_125_825,
         ),
     ),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.data.batch import IGNORE, Batch
-from tcnca.data.schema import Kind, num_examples
+from tcnca.data.schema import Kind, num_examples, shape_warning, value_shape
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
 from tcnca.models.heads import HeadConfig
@@ -78,6 +78,16 @@ class Task(abc.ABC):
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes; empty if the task has no classes."""
         return tuple(self.data.manifest.get("class_names", ()))
+
+    @property
+    def value_shape(self) -> tuple[int, int] | None:
+        """Time steps of the longest real-valued training sequence, and its features; None for tokens and pixels."""
+        return value_shape(self.data.columns("train"))
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about the data before training."""
+        warning = shape_warning(self.data.columns("train"))
+        return [warning] if warning else []
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Return the number of steps that see as much as the training split holds; 0 for an endless stream."""

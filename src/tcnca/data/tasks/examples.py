@@ -16,12 +16,13 @@ from torch import Tensor
 from tcnca.config import check_at_least
 from tcnca.data.batch import IGNORE, Batch, optional_tensor, pad_sequences
 from tcnca.data.generate import Stream
+from tcnca.data.manifest import AGAIN
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, bucketed_indices, rank_range, shuffled_indices, training_rank_range
 from tcnca.data.schema import Columns, Kind, Ragged, num_examples
 from tcnca.data.store import Dataset
 from tcnca.data.tasks.base import SquaredErrorMixin, Task, class_loss, class_metric_sums
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, DataError
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig, RegressionHeadConfig
 from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.preprocessing import Preprocessing
@@ -175,6 +176,8 @@ class RecallTask(ExampleTask):
 
     def __init__(self, data: Dataset, *, stream: Stream | None = None) -> None:
         super().__init__(data, stream=stream)
+        if self._column != "tokens":
+            raise DataError(f"{data.name}: expected tokens, got {self._column}; {AGAIN}")
 
     @property
     def head(self) -> LanguageModelHeadConfig:

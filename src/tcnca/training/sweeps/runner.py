@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tcnca.files import LOCK, disk_errors, file_lock
+from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
 from tcnca.training.signals import catch_signals
@@ -38,6 +38,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
     """
     columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    check_no_links(sweep.folder)
     with disk_errors(sweep.folder), file_lock(sweep.folder / LOCK), catch_signals() as caught, progress:
         rows = {row.point.folder: row for row in read_rows(sweep)}
         waiting = [row.point for row in rows.values() if row.state != "done"]
