@@ -115,10 +115,11 @@ class Watch:
 def run_case(name: str, seed: int, base: Path, folder: Path) -> Report:
     """Make a case in `folder` and use it, in this process."""
     from tcnca.training import provenance
+    from tests.fuzz import misbehavior
     from tests.fuzz.subjects import SUBJECTS
 
     provenance.commit = lambda *_: None  # it starts git
-    subject, case = SUBJECTS[name], folder / "case"
+    subject, case = {**SUBJECTS, **misbehavior.SUBJECTS}[name], folder / "case"
     bait = _bait(folder / OUTSIDE)
     shutil.copytree(base / subject.base, case, symlinks=True)
     os.chdir(case)

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.misbehavior import MISBEHAVIOR
 from tests.fuzz.sandbox import Report
 from tests.fuzz.subjects import SUBJECTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and Linux's limits of memory")
 
 CHOSEN = os.environ.get("TCNCA_FUZZ", "")
-TIMES = 20
+TIMES = 15
 """The slow test has so many times more cases."""
 SHOWN = 10
 """Failures that are printed in full."""
@@ -85,6 +86,15 @@ def check(server: Server, subject: str, seeds: range) -> None:
     ]
     others = [f"{report.subject}:{report.seed} {report.outcome}" for report in failed[SHOWN:]]
     assert not failed, f"{len(failed)} of {len(seeds)} cases failed\n\n" + "\n\n".join([*texts, *others])
+
+
+_HANGS = pytest.param("hangs", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [_HANGS if name == "hangs" else name for name in MISBEHAVIOR])
+def test_the_sandbox_notices(server: Server, name: str) -> None:
+    outcome = server.run(name, 0).outcome
+    assert outcome.startswith(MISBEHAVIOR[name][1]), outcome
 
 
 @pytest.mark.skipif(bool(CHOSEN), reason="TCNCA_FUZZ chooses other cases")
