@@ -152,15 +152,19 @@ def damage_bytes(rng: Rng, data: bytes, others: Sequence[bytes] = ()) -> tuple[s
 # Formats.
 
 
+_LARGE = 2**20
+"""Bytes of a file that is a bomb already."""
+
+
 def damage_content(rng: Rng, path: Path) -> str:
     """Damage what a file says, with its format intact; its bytes if the format is unknown."""
     damage = _FORMATS.get(path.suffix)
-    if damage is None or not path.is_file():
+    if damage is None or not path.is_file() or path.stat().st_size > _LARGE:
         return ""
     try:
         return damage(rng, path)
-    except (ValueError, KeyError, IndexError, RecursionError, TypeError, zipfile.BadZipFile, struct.error):
-        return ""  # it was damaged before
+    except Exception:
+        return ""  # it was damaged before, so that parsers fail in any way
 
 
 def _damage_json(rng: Rng, path: Path) -> str:
@@ -181,7 +185,10 @@ def _damage_yaml(rng: Rng, path: Path) -> str:
     if rng.random() < 0.3:
         path.write_bytes(rng.choice(payloads.YAML_TEXTS).encode(errors="surrogatepass"))
         return "a text of YAML"
-    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if "&" in text:
+        return ""  # a bomb already
+    value = yaml.safe_load(text)
     path.write_text(to_yaml(damage_value(rng, value)), encoding="utf-8", errors="surrogatepass")
     return "change a value"
 
@@ -379,6 +386,8 @@ def files_in(folder: Path) -> list[Path]:
 
 def damage(rng: Rng, path: Path, others: Sequence[Path] = ()) -> str:
     """Damage a file in a way that is drawn, and say how."""
+    if path.is_symlink():
+        return f"{path}: is a link already"
     kind = rng.choice(["content", "content", "content", "bytes", "bytes", "file"])
     done = ""
     if kind == "content":

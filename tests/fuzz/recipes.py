@@ -111,7 +111,7 @@ _CHANGES: list[Attack] = [
 BASES: dict[str, Callable[[], None]] = {"recipes": _make_recipe, "bench": _make_bench}
 SUBJECTS = {
     "recipe": Subject(base="recipes", use=_use_recipe, attacks=_RECIPES, targets=r"recipe\.yaml$", share=18),
-    "changes": Subject(base="recipes", use=_use_changes, attacks=_CHANGES, targets=r"changes\.json$", share=8),
+    "changes": Subject(base="recipes", use=_use_changes, attacks=_CHANGES, targets="^$", share=8),
     "variants": Subject(base="recipes", use=_use_variants, targets=r"variants\.yaml$", share=4),
     "bench": Subject(base="bench", use=command("bench", "show", "report.json"), share=3),
     "cli-recipes": Subject(

@@ -40,10 +40,7 @@ def _without_times(run: Path) -> None:
     for path in files_in(run):
         if path.suffix in (".json", ".jsonl") and path.name != "config.json":
             text = path.read_text(encoding="utf-8")
-            text = re.sub(
-                r'("(?:\w*seconds\w*|memory_gib|value|score|loss|\w*norm)": )-?\d[\d.e+-]*', r"\g<1>0.125", text
-            )
-            path.write_text(text, encoding="utf-8")
+            path.write_text(re.sub(r"(?<=: )-?\d+(\.\d+(e[-+]?\d+)?|e[-+]?\d+)", "0.125", text), encoding="utf-8")
     path = run / provenance.PROVENANCE
     launches = json.loads(path.read_bytes())
     for launch in launches["launches"]:

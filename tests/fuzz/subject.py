@@ -50,11 +50,11 @@ class Subject:
 
     def _damage(self, seed: int, base: Path, case: Path) -> str:
         rng = Rng(f"{self.base} {self.targets} {seed}")
-        if self.attacks and (seed < len(self.attacks) or rng.random() < 0.15):
+        files = [path for path in files_in(base) if re.search(self.targets, path.relative_to(base).as_posix())]
+        if self.attacks and (seed < len(self.attacks) or not files or rng.random() < 0.15):
             done = self.attacks[seed if seed < len(self.attacks) else rng.randrange(len(self.attacks))](rng)
             sign(base, case)
             return done
-        files = [path for path in files_in(base) if re.search(self.targets, path.relative_to(base).as_posix())]
         chosen = [rng.choice(files) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
         done = "; ".join(damage(rng, path.relative_to(base), files) for path in chosen)
         if rng.random() < 0.7:
