@@ -25,8 +25,9 @@ _MAX_HEADER = 10_000
 """Bytes of a header, as in NumPy."""
 _MAX_DIMENSIONS = 32
 _BLOCK = 2**24
-_MAX_RATIO = 50
-"""Size of a compressed array over that in the file, for arrays above `_MIN_UNPACKED` bytes."""
+_MAX_RATIO = 400
+"""Size of a compressed array over that in the file, for arrays above `_MIN_UNPACKED` bytes. Zeros have 1,000, one-hot
+vectors of 256 values 300."""
 _MIN_UNPACKED = 2**28
 
 
