@@ -172,7 +172,9 @@ def test_pickle_is_not_executed(tmp_path: Path, unverified: bool, protocol: int)
     pickle.loads(evil)
     assert trace.exists()
     trace.unlink()
-    with pytest.raises(DataError, match=r"data_batch_1: expected a batch of CIFAR-10, got another pickle \(cannot be read"):
+    with pytest.raises(
+        DataError, match=r"data_batch_1: expected a batch of CIFAR-10, got another pickle \(cannot be read"
+    ):
         image.read(write(tmp_path / "evil", dict.fromkeys(NAMES, evil)), unverified=unverified)
     assert not trace.exists()
 

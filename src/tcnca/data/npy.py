@@ -128,8 +128,8 @@ def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copies: int =
     limit = max(_MIN_UNPACKED, _MAX_RATIO * member.compress_size)
     if member.file_size > limit:
         raise DataError(
-            f"{member.filename}: expected at most {limit:,} bytes when unpacked, got {member.file_size:,}; it may be a "
-            "decompression bomb, else save it without compression, with numpy.savez"
+            f"expected at most {limit:,} bytes when unpacked, got {member.file_size:,}, as in a decompression bomb; if "
+            "it is not one, save it with np.savez, which does not compress"
         )
     with archive.open(member) as file:
         return read_array(file, member.file_size, copies)

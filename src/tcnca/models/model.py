@@ -321,7 +321,7 @@ class SequenceModel(nn.Module):
         return cast(list[Layer], list(self.layers))
 
     def _describe(self) -> None:
-        """Set what two models must share for one to continue from a state of the other, and what a state has."""
+        """Set what two models must share for one to continue from a state of the other, and an example of a state."""
         config, block = self.config, self._layers()[0].block
         mixer = "no mixer" if block.mixer is None else block.mixer.signature
         attention = "no attention" if block.attention is None else block.attention.signature
@@ -338,10 +338,8 @@ class SequenceModel(nn.Module):
             if block.attention is not None:
                 attention_state = block.attention.initial_state(1, meta, like.dtype)
             layer, pool = LayerState(mixer_state, attention_state), self.head.initial_state(1, like)
-            example = ModelState((layer,) * config.num_layers, pool, self._signature)
-            leaves, structure = pytree.tree_flatten(example)
-            self._state_parts = structure, [leaf is not None for leaf in leaves]
-            self._state_tensors = example.tensors()
+            self._example = ModelState((layer,) * config.num_layers, pool, self._signature)
+            self._example_tensors = self._example.tensors()
             self._state_bytes = layer.nbytes * config.num_layers + (0 if pool is None else pool.nbytes)
 
     def _check_documents(self, second: Tensor | None, described: bool) -> None:
@@ -382,10 +380,11 @@ class SequenceModel(nn.Module):
     def _check_parts(self, state: ModelState) -> None:
         """Raise a StateError unless all of a state fits, which can come from a file with the right signature."""
         leaves, structure = pytree.tree_flatten(state)
-        if (structure, [leaf is not None for leaf in leaves]) != self._state_parts:
+        expected_leaves, expected = pytree.tree_flatten(self._example)
+        if structure != expected or [leaf is None for leaf in leaves] != [leaf is None for leaf in expected_leaves]:
             raise StateError("state: expected the parts that a state of this model has, got others")
         tensors = [leaf for leaf in leaves if leaf is not None]
-        for (name, like), tensor in zip(self._state_tensors.items(), tensors, strict=True):
+        for (name, like), tensor in zip(self._example_tensors.items(), tensors, strict=True):
             shape = (tensors[0].shape[0], *like.shape[1:])
             # The cache of full attention, whose example is empty, has any size.
             fits = [not size or size == got for size, got in zip(shape, tensor.shape, strict=False)]
