@@ -111,23 +111,24 @@ def test_each_evaluation_has_its_own_file(done: tuple[Path, str]) -> None:
     assert found["eval-validation-eval.batch_size=100.json"] == {**facts, **result["scores"]["validation"]}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_says_how_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, str], number: signal.Signals
 ) -> None:
     step = Trainer._step
 
     def interrupted(self: Trainer, *more: Any) -> Any:
         if self.state.step == 4:
             # Twice, as by someone in a hurry.
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
         return step(self, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_step", interrupted)
         stopped = invoked(*arguments(tmp_path / "a run"))
-    assert stopped.exit_code == 130
-    assert "stopped by SIGINT after step 5; continue with" in stopped.output
+    assert stopped.exit_code == 128 + number
+    assert f"stopped by {number.name} after step 5; continue with" in stopped.output
     assert (tmp_path / "a run" / "curves.png").is_file()
     assert read_result(tmp_path / "a run") is None
     name, *again = shlex.split(stopped.output.strip().splitlines()[-1])

@@ -61,6 +61,11 @@ def _end(error: BaseException, text: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def exit_code(name: str) -> int:
+    """Return the exit code of a process that a signal has stopped; that of Ctrl-C if another process had the signal."""
+    return 128 + getattr(signal, name, signal.SIGINT)
+
+
 @contextlib.contextmanager
 def continue_with(advice: str) -> Iterator[None]:
     """Add advice to the message if a signal, the disk or the end of another process stops the block."""
