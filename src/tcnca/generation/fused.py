@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnca.generation import step
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
-from tcnca.ops import AttentionState, EMAState, TCNState, rotary_bias
+from tcnca.ops import TCNState, rotary_bias
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream
 from tcnca.ops.ema.naive import ema_coefficients
@@ -34,45 +35,14 @@ PANEL = 16
 
 def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
     """Return what the kernels cannot run, or None if they can run the model."""
-    config, device = model.config, model.embedding.weight.device
-    attention, dtype = config.attention, model.embedding.weight.dtype
-    if not isinstance(model.embedding, TokenEmbedding) or not isinstance(model.head, LanguageModelHead):
-        return "head: expected a language model"
-    if model.embedding.norm is not None:
-        return "input.norm: expected False"
-    if not config.prenorm:
-        return "prenorm: expected True"
-    if dtype not in KERNEL_DTYPES or any(weight.dtype != dtype for weight in model.parameters()):
-        return "dtype: expected one floating dtype"
-    if max(config.d_model, config.d_ff, attention.d_value if attention else 0) > MAX_WIDTH:
+    weight, config = model.embedding.weight, model.config
+    if weight.dtype not in KERNEL_DTYPES:
+        return f"dtype: expected float32, bfloat16 or float16, got {weight.dtype}"
+    if max(config.d_model, config.d_ff, config.attention.d_value if config.attention else 0) > MAX_WIDTH:
         return f"d_model: expected widths of at most {MAX_WIDTH}"
-    if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):
-        return "attention: expected the softmax in chunks"
-    for layer in model.layers:
-        mixer = layer.block.mixer
-        if isinstance(mixer, TCN):
-            if mixer.config.convolutions != 1 or len(mixer.norms):
-                return "mixer: expected blocks of one convolution without norms of activations"
-        elif not isinstance(mixer, EMA) or mixer.config.truncation is not None:
-            return "mixer: expected a TCN, or an EMA without truncation"
-    if any(tensor.dtype != dtype for tensor in _typed(state)):
-        return f"state: expected {dtype}"
-    if not INTERPRETED and (
-        device.type != "cuda" or not kernels_enabled() or not should_use("triton", device, "a step")
-    ):
+    if not INTERPRETED and not (weight.is_cuda and kernels_enabled() and should_use("triton", weight.device, "a step")):
         return "device: expected an NVIDIA GPU and Triton"
-    return None
-
-
-def _typed(state: ModelState) -> list[Tensor]:
-    """Return the tensors of a state that have the dtype of the model."""
-    found: list[Tensor] = []
-    for layer in state.layers:
-        if layer.attention is not None:
-            found += [layer.attention.keys, layer.attention.values]
-        if isinstance(layer.mixer, TCNState):
-            found += layer.mixer.buffers
-    return found
+    return step.unsupported_reason(model, state)
 
 
 class FusedStep:
@@ -96,7 +66,7 @@ class FusedStep:
         self.programmatic = programmatic and not INTERPRETED
         self.token = torch.zeros(self.batch, dtype=torch.long, device=self.device)
         self._launches: list[tuple[Launch, list[Tensor]]] = []
-        self._positions = _positions(state)
+        self._positions = step.positions(state)
         self._build(state)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -115,21 +85,11 @@ class FusedStep:
 
     def state(self) -> ModelState:
         """Return the state after the last token, as a copy."""
-        template = self.model.initial_state(self.batch)
-        layers = []
-        for layer, parts in zip(template.layers, self._parts, strict=True):
-            mixer: Any = layer.mixer
-            if isinstance(mixer, TCNState):
-                sizes = [buffer.shape[1] for buffer in mixer.buffers]
-                mixer = TCNState(tuple(part.clone() for part in parts["ring"].split(sizes, 1)), self._positions.clone())
-            elif isinstance(mixer, EMAState):
-                mixer = EMAState(parts["hidden"].clone(), None, self._positions.clone())
-            attention = layer.attention
-            if attention is not None:
-                values = parts["values"].transpose(1, 2).flatten(2).contiguous()
-                attention = AttentionState(parts["keys"].clone(), values, self._positions.clone())
-            layers.append(type(layer)(mixer, attention))
-        return ModelState(tuple(layers), None, template.signature)
+        layers = [dict(parts) for parts in self._parts]
+        for parts in layers:
+            if "values" in parts:
+                parts["values"] = parts["values"].transpose(1, 2).flatten(2)
+        return step.pack(self.model, layers, self._positions)
 
     def _run(self) -> None:
         stream = 0 if INTERPRETED else current_stream(self.device.index or 0)
@@ -174,7 +134,8 @@ class FusedStep:
         from tcnca.ops.decoding import kernels
 
         model, config, batch = self.model, self.model.config, self.batch
-        assert isinstance(model.embedding, TokenEmbedding) and isinstance(model.head, LanguageModelHead)
+        assert isinstance(model.embedding, TokenEmbedding)
+        assert isinstance(model.head, LanguageModelHead)
         width = config.d_model
         self.x, self.spare, self.normed, self.mixed = (self._empty(width) for _ in range(4))
         self.hidden = self._empty(max(config.d_ff, 1))
@@ -192,10 +153,10 @@ class FusedStep:
             WIDTH=width,
             COLUMNS=_power(width),
         )
-        self._parts: list[dict[str, Tensor]] = []
-        for layer, part in zip(model.layers, state.layers, strict=True):
+        self._parts = step.unpack(state)
+        for layer, parts in zip(model.layers, self._parts, strict=True):
             assert isinstance(layer, Layer)
-            self._parts.append(self._add_layer(kernels, layer, part))
+            self._add_layer(kernels, layer, parts)
         head = table if model.head.weight is None else model.head.weight
         self.logits = torch.empty(batch, head.shape[0], device=self.device, dtype=self.dtype)
         self._add_linear(kernels, self.x, head, None, self.logits, norm=model.norm)
@@ -208,30 +169,28 @@ class FusedStep:
             COLUMNS=_power(len(sizes)),
         )
 
-    def _add_layer(self, kernels: Any, layer: Layer, state: Any) -> dict[str, Tensor]:
-        block, parts = layer.block, dict[str, Tensor]()
+    def _add_layer(self, kernels: Any, layer: Layer, parts: step.Parts) -> None:
+        block = layer.block
         gated = isinstance(block, GatedBlock)
         mixed = self.mixed if gated else self.spare
         norm = block.norm if isinstance(block, GatedBlock) else block.mixer_norm
         if isinstance(block.mixer, TCN):
-            parts["ring"] = torch.cat(list(state.mixer.buffers), 1).contiguous()
             self._add_tcn(kernels, block.mixer, norm, parts["ring"], mixed, add=not gated)
         elif isinstance(block.mixer, EMA):
-            parts["hidden"] = state.mixer.hidden.float().contiguous().clone()
+            parts["hidden"] = parts["hidden"].float().contiguous()
             self._add_ema(kernels, block.mixer, norm, parts["hidden"], mixed, add=not gated)
         if not gated:
             self.x, self.spare = self.spare, self.x
         if block.attention is not None:
             panel = math.gcd(block.attention.config.d_value, PANEL)
-            parts["keys"] = state.attention.keys.contiguous().clone()
-            parts["values"] = state.attention.values.unflatten(2, (-1, panel)).transpose(1, 2).contiguous()
+            parts["keys"] = parts["keys"].contiguous()
+            parts["values"] = parts["values"].unflatten(2, (-1, panel)).transpose(1, 2).contiguous()
             self._add_attention(kernels, block, parts["keys"], parts["values"])
         net = layer.feed_forward
         if net is not None:
             name = self.model.config.activation
             self._add_linear(kernels, self.x, net.up.weight, net.up.bias, self.hidden, "activation", name, net.norm)
             self._add_linear(kernels, self.hidden, net.down.weight, net.down.bias, self.x, "add")
-        return parts
 
     def _add_tcn(
         self, kernels: Any, mixer: TCN, norm: nn.Module | None, ring: Tensor, mixed: Tensor, add: bool
@@ -464,14 +423,6 @@ class FusedStep:
         if isinstance(mixer, TCNState):
             sizes += [max(buffer.shape[1], 1) for buffer in mixer.buffers]
         return torch.tensor(sizes, dtype=torch.int32, device=self.device)
-
-
-def _positions(state: ModelState) -> Tensor:
-    layer = state.layers[0]
-    for part in (layer.attention, layer.mixer):
-        if part is not None:
-            return part.position.clone()  # type: ignore[attr-defined]
-    raise AssertionError("a model without mixer and attention has no state")
 
 
 def _pad_rows(rows: Tensor, first: int, multiple: int) -> Tensor:

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tcnca.generation.step import Parts, pack, positions, unpack
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, weight_norm
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
-from tcnca.ops import AttentionState, EMAState, TCNState, activation, rotary_bias, rotate
+from tcnca.ops import TCNState, activation, rotary_bias, rotate
 from tcnca.ops.ema.naive import ema_coefficients
 
 Part = Callable[[Tensor], Tensor]
@@ -34,16 +35,15 @@ class PackedStep:
 
     @torch.no_grad()
     def __init__(self, model: SequenceModel, state: ModelState) -> None:
-        assert isinstance(model.embedding, TokenEmbedding) and isinstance(model.head, LanguageModelHead)
+        assert isinstance(model.embedding, TokenEmbedding)
+        assert isinstance(model.head, LanguageModelHead)
         self.model, self.batch, self.dtype = model, state.batch_size, model.embedding.weight.dtype
-        layer = state.layers[0]
-        part: Any = layer.mixer if layer.attention is None else layer.attention
-        self.position = int(part.position[0])
+        self.position = int(positions(state)[0])
         self._table, self._scale = model.embedding.weight.detach(), model.embedding.scale
         head = model.embedding.weight if model.head.weight is None else model.head.weight
         self._head, self._norm = head.detach(), _norm(model.norm)
-        self._slots = self._tcn_slots(layer.mixer)
-        self._parts = [self._copy(each) for each in state.layers]
+        self._slots = self._tcn_slots(state.layers[0].mixer)
+        self._parts = unpack(state)
         self._layers = [self._build_layer(each, parts) for each, parts in zip(model.layers, self._parts, strict=True)]
 
     @torch.no_grad()
@@ -63,21 +63,7 @@ class PackedStep:
 
     def state(self) -> ModelState:
         """Return the state after the last token, as a copy."""
-        template = self.model.initial_state(self.batch)
-        position = torch.full((self.batch,), self.position, dtype=torch.long)
-        layers = []
-        for layer, parts in zip(template.layers, self._parts, strict=True):
-            mixer: Any = layer.mixer
-            if isinstance(mixer, TCNState):
-                sizes = [buffer.shape[1] for buffer in mixer.buffers]
-                mixer = TCNState(tuple(part.clone() for part in parts["ring"].split(sizes, 1)), position.clone())
-            elif isinstance(mixer, EMAState):
-                mixer = EMAState(parts["hidden"].clone(), None, position.clone())
-            attention = layer.attention
-            if attention is not None:
-                attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone())
-            layers.append(type(layer)(mixer, attention))
-        return ModelState(tuple(layers), None, template.signature)
+        return pack(self.model, self._parts, torch.full((self.batch,), self.position))
 
     def _tcn_slots(self, state: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the lags of the taps, the first slot and the size of each ring, if the mixer is a TCN."""
@@ -89,20 +75,9 @@ class PackedStep:
         lags = dilations.unsqueeze(1) * torch.arange(1, config.kernel_size)
         return lags, sizes.cumsum(0) - sizes, sizes
 
-    @staticmethod
-    def _copy(state: Any) -> dict[str, Tensor]:
-        parts = {}
-        if isinstance(state.mixer, TCNState):
-            parts["ring"] = torch.cat(list(state.mixer.buffers), 1)
-        elif isinstance(state.mixer, EMAState):
-            parts["hidden"] = state.mixer.hidden.clone()
-        if state.attention is not None:
-            parts["keys"], parts["values"] = state.attention.keys.clone(), state.attention.values.clone()
-        return parts
-
     # The parts of a layer.
 
-    def _build_layer(self, layer: nn.Module, parts: dict[str, Tensor]) -> Part:
+    def _build_layer(self, layer: nn.Module, parts: Parts) -> Part:
         assert isinstance(layer, Layer)
         block = layer.block
         mix: Part = _identity
@@ -121,7 +96,7 @@ class PackedStep:
         up, down = _linear(net.up), _linear(net.down)
         return lambda x: (y := run(x)) + down(act(up(norm(y))))
 
-    def _build_gated(self, block: GatedBlock, mix: Part, parts: dict[str, Tensor]) -> Part:
+    def _build_gated(self, block: GatedBlock, mix: Part, parts: Parts) -> Part:
         norm, act, widths = _norm(block.norm), block.activation, list(block.widths)
         values, gates, output = _linear(block.values), _linear(block.gates), _linear(block.output)
         attend = self._build_attention(block.attention, parts)
@@ -140,7 +115,7 @@ class PackedStep:
 
         return run
 
-    def _build_residual(self, block: ResidualBlock, mix: Part, parts: dict[str, Tensor]) -> Part:
+    def _build_residual(self, block: ResidualBlock, mix: Part, parts: Parts) -> Part:
         mixer_norm = None if block.mixer_norm is None else _norm(block.mixer_norm)
         if block.attention is None:
             return (lambda x: x + mix(mixer_norm(x))) if mixer_norm is not None else _identity
@@ -155,9 +130,7 @@ class PackedStep:
 
         return run
 
-    def _build_attention(
-        self, attention: ChunkedAttention, parts: dict[str, Tensor]
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+    def _build_attention(self, attention: ChunkedAttention, parts: Parts) -> Callable[[Tensor, Tensor], Tensor]:
         keys, values, config = parts["keys"], parts["values"], attention.config
         chunk, factor = keys.shape[1], config.d_key**-0.5
         bias: Tensor | None = None

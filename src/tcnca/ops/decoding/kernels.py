@@ -123,8 +123,8 @@ def mix_tcn(
 ):
     """Normalize a row, and take a step of a TCN.
 
-    `ring` is `[batch, slots of all blocks, channels]`, `taps` `[depth, kernel_size, channels]`. With `ADD` the output is
-    the sum with `x`, which must not be `mixed` itself: other programs still read it.
+    `ring` is `[batch, slots of all blocks, channels]`, `taps` `[depth, kernel_size, channels]`. With `ADD` the output
+    is the sum with `x`, which must not be `mixed` itself: other programs still read it.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,0 +1,83 @@
+"""What the steps of one token share: which models they support, and the state that they unpack and pack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tcnca.layers import EMA, TCN
+from tcnca.models import ModelState, SequenceModel
+from tcnca.models.heads import LanguageModelHead
+from tcnca.models.inputs import TokenEmbedding
+from tcnca.ops import AttentionState, EMAState, TCNState
+
+Parts = dict[str, Tensor]
+"""The state of a layer: `ring` of a TCN, `hidden` of an EMA, `keys` and `values` of the attention."""
+
+
+def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
+    """Return which part of a model the packed and the fused step do not support, or None if there is none."""
+    config, dtype = model.config, model.embedding.weight.dtype
+    attention = config.attention
+    if not isinstance(model.embedding, TokenEmbedding) or not isinstance(model.head, LanguageModelHead):
+        return "head: expected a language model"
+    if model.embedding.norm is not None:
+        return "input.norm: expected False"
+    if not config.prenorm:
+        return "prenorm: expected True"
+    if any(weight.dtype != dtype for weight in model.parameters()):
+        return "dtype: expected the same for all weights"
+    if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):
+        return "attention: expected the softmax in chunks"
+    for layer in model.layers:
+        mixer = layer.block.mixer
+        if isinstance(mixer, TCN):
+            if mixer.config.convolutions != 1 or len(mixer.norms):
+                return "mixer: expected blocks of one convolution without norms of activations"
+        elif not isinstance(mixer, EMA) or mixer.config.truncation is not None:
+            return "mixer: expected a TCN, or an EMA without truncation"
+    if any(part.dtype != dtype for parts in unpack(state) for name, part in parts.items() if name != "hidden"):
+        return f"state: expected {dtype}"
+    return None
+
+
+def unpack(state: ModelState) -> list[Parts]:
+    """Return the tensors of each layer. The ring buffers of all blocks of a TCN become one."""
+    layers = []
+    for layer in state.layers:
+        parts = {}
+        if isinstance(layer.mixer, TCNState):
+            parts["ring"] = torch.cat(list(layer.mixer.buffers), 1)
+        elif isinstance(layer.mixer, EMAState):
+            parts["hidden"] = layer.mixer.hidden.clone()
+        if layer.attention is not None:
+            parts["keys"], parts["values"] = layer.attention.keys.clone(), layer.attention.values.clone()
+        layers.append(parts)
+    return layers
+
+
+def pack(model: SequenceModel, layers: list[Parts], position: Tensor) -> ModelState:
+    """Return the state of which `unpack` gives these tensors, as a copy; `position` is `[batch]`."""
+    empty = model.initial_state(len(position))
+    packed = []
+    for layer, parts in zip(empty.layers, layers, strict=True):
+        mixer: Any = layer.mixer
+        if isinstance(mixer, TCNState):
+            sizes = [buffer.shape[1] for buffer in mixer.buffers]
+            mixer = TCNState(tuple(part.clone() for part in parts["ring"].split(sizes, 1)), position.clone())
+        elif isinstance(mixer, EMAState):
+            mixer = EMAState(parts["hidden"].clone(), None, position.clone())
+        attention = layer.attention
+        if attention is not None:
+            attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone())
+        packed.append(type(layer)(mixer, attention))
+    return ModelState(tuple(packed), None, empty.signature)
+
+
+def positions(state: ModelState) -> Tensor:
+    """Return the number of tokens that each sequence has seen, as a copy."""
+    layer = state.layers[0]
+    part: Any = layer.mixer if layer.attention is None else layer.attention
+    return part.position.clone()
