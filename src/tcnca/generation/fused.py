@@ -263,19 +263,18 @@ class FusedStep:
         assert isinstance(attention, ChunkedAttention)
         d_key, d_value, width = attention.config.d_key, attention.config.d_value, config.d_model
         gated = isinstance(block, GatedBlock)
+        gamma, beta, query, key = keys, keys, 0, d_key
         if isinstance(block, GatedBlock):
             weight = torch.cat([block.values.weight, block.gates.weight])
             bias = torch.cat([block.values.bias, block.gates.bias])
-            inputs, norm, widths = (self.normed, self.mixed), None, (width, d_key, d_value, width)
-            gamma, beta, query, key = block.gamma, block.beta, width, width
+            inputs, norm, outputs = (self.normed, self.mixed), None, 2 * width + d_key + d_value
+            gamma, beta, query, key = block.gamma.detach(), block.beta.detach(), width, width
         else:
             q, v = block.projection.weight.split([2 * d_key, d_value])
             weight = torch.cat([v, q])
             bias = torch.cat(list(reversed(block.projection.bias.split([2 * d_key, d_value]))))
-            inputs, norm, widths = (self.x, self.x), block.attention_norm, (d_key, d_key)
-            gamma = beta = keys
-            query, key = 0, d_key
-        gates = torch.empty(self.batch, sum(widths), device=self.device, dtype=self.dtype)
+            inputs, norm, outputs = (self.x, self.x), block.attention_norm, 2 * d_key
+        gates = self._empty(outputs)
         self._add_linear(
             kernels,
             inputs[0],
@@ -301,7 +300,7 @@ class FusedStep:
         self._add(
             kernels.score,
             (self.batch, -(-chunk // places)),
-            [gates[:, query:], gates[:, key:], gamma.detach(), beta.detach(), keys, offsets, self.slots, self.scores],
+            [gates[:, query:], gates[:, key:], gamma, beta, keys, offsets, self.slots, self.scores],
             ((len(offsets) + 1) // 2, gates.shape[1], d_key**-0.5),
             warps=8 if many else 2,
             KEY=d_key,
@@ -409,8 +408,9 @@ class FusedStep:
         one = torch.ones(width, device=self.device)
         if norm is None:
             return one, one
-        scale = one if norm.weight is None else norm.weight.float().expand(width)
-        shift = one * 0.0 if getattr(norm, "bias", None) is None else norm.bias.float()
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        scale = one if weight is None else weight.float().expand(width)
+        shift = torch.zeros_like(one) if bias is None else bias.float()
         if isinstance(norm, BatchNorm):
             scale = scale * torch.rsqrt(norm.running_var + EPS)
             shift = shift - norm.running_mean * scale

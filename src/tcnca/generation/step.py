@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnca.layers import EMA, TCN
+from tcnca.layers import EMA, TCN, Layer
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
@@ -32,6 +32,7 @@ def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
     if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):
         return "attention: expected the softmax in chunks"
     for layer in model.layers:
+        assert isinstance(layer, Layer)
         mixer = layer.block.mixer
         if isinstance(mixer, TCN):
             if mixer.config.convolutions != 1 or len(mixer.norms):
