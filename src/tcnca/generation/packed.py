@@ -67,11 +67,11 @@ class PackedStep:
 
     def _tcn_slots(self, state: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the lags of the taps, the first slot and the size of each ring, if the mixer is a TCN."""
-        if not isinstance(state, TCNState):
+        if not isinstance(state, TCNState) or not state.buffers[0].shape[1]:
             return None
         sizes = torch.tensor([buffer.shape[1] for buffer in state.buffers])
         config: Any = self.model.config.mixer
-        dilations = sizes // max(config.kernel_size - 1, 1)
+        dilations = sizes // (config.kernel_size - 1)
         lags = dilations.unsqueeze(1) * torch.arange(1, config.kernel_size)
         return lags, sizes.cumsum(0) - sizes, sizes
 
@@ -170,8 +170,11 @@ class PackedStep:
         )
 
         def mix(x: Tensor) -> Tensor:
-            taps = ring.index_select(1, self._past) * rest
-            past = taps.view(self.batch, depth, lags, -1).sum(2)
+            if lags:
+                taps = ring.index_select(1, self._past) * rest
+                past = taps.view(self.batch, depth, lags, -1).sum(2)
+            else:
+                past = x.new_zeros(self.batch, depth, x.shape[1])
             past = past if bias is None else past + bias
             h, inputs = x, []
             for block, sums in enumerate(past.unbind(1)):

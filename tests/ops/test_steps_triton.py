@@ -1,0 +1,119 @@
+"""Decoding steps of few operators or kernels: teacher-forced, they equal the parallel forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcnca import ModelConfig, SequenceModel, TokenInputConfig
+from tcnca.generation.fused import FusedStep
+from tcnca.generation.fused import unsupported_reason as fused_reason
+from tcnca.generation.packed import PackedStep
+from tcnca.generation.step import unsupported_reason
+from tcnca.models import ModelState
+from tests.comparison import assert_close
+from tests.examples import VARIANTS, VOCABULARY, small_config, small_model
+from tests.ops.interpreter import interpreted, not_interpreted
+
+Step = Callable[[SequenceModel, ModelState], Any]
+
+MODELS: dict[str, ModelConfig] = {name: small_config(name) for name in ("tcnca", "mega", "tcnca-simple", "tcn-mlp")} | {
+    "ema-mlp-scale": small_config("ema-mlp", norm="scale"),
+    "rope-rms": small_config("tcnca-simple", position="rope", norm="rms", chunk_size=6),
+    "rotary-bias-batch": small_config("tcnca", position="rotary", norm="batch", **{"mixer.bias": True}),
+    "no-position-factor-1": small_config("tcnca", position="none", dilation_factor=1),
+    "chunk-1-kernel-1": small_config("tcnca", chunk_size=1, kernel_size=1),
+    "scaled-gelu": small_config(
+        "tcnca", activation="gelu", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True)
+    ),
+    "not-affine-gelu-tanh": small_config("mega", final_norm_affine=False, activation="gelu_tanh"),
+    "relu-untied": small_config("mega", activation="relu", **{"head.tie_embeddings": False}),
+}
+
+
+def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragged: bool) -> None:
+    """Compare steps, and the state after them, with the model."""
+    device = model.embedding.weight.device
+    x = torch.randint(VOCABULARY, (batch, 5 + tokens), device=device)
+    lengths = torch.arange(batch, device=device) % 5 + 1 if ragged else None
+    with torch.no_grad():
+        state = model(x[:, :5], lengths=lengths).state
+        assert state is not None
+        before = state.clone()
+        step, expected = make(model, state), state.clone()
+        for place in range(5, 5 + tokens):
+            logits, after = model(x[:, place : place + 1], state=expected)
+            assert after is not None
+            expected = after
+            assert_close(step(x[:, place]), logits[:, 0])
+        found = step.state()
+        for name, tensor in expected.tensors().items():
+            if tensor.is_floating_point():
+                assert_close(found.tensors()[name], tensor, name)
+            else:
+                assert torch.equal(found.tensors()[name], tensor), name
+        for name, tensor in before.tensors().items():
+            assert torch.equal(state.tensors()[name], tensor), "the given state is a value"
+
+
+@not_interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_the_packed_step_equals_the_model(name: str) -> None:
+    assert_steps(PackedStep, small_model(MODELS[name]), 2, 20, ragged=False)
+
+
+@interpreted
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch"])
+def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -> None:
+    assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 7, ragged=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 6, 20])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_equal_the_model(name: str, batch: int) -> None:
+    model = small_model(MODELS[name], torch.float32).cuda()
+    state = model.initial_state(batch)
+    assert fused_reason(model, state) is None
+    assert_steps(FusedStep, model, batch, 30, ragged=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tcnca", "mega"])
+def test_the_kernels_round_like_the_model_in_bfloat16(name: str) -> None:
+    config = small_config(name, d_model=64, d_ff=128, d_key=32, d_value=64, chunk_size=16)
+    model = small_model(config, torch.bfloat16).cuda()
+    exact = small_model(config, torch.float32).cuda()
+    exact.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
+    x = torch.randint(VOCABULARY, (4, 60), device="cuda")
+    with torch.no_grad():
+        expected = exact(x, return_state=False).logits
+        state = model(x[:, :1]).state
+        assert state is not None
+        step, plain = FusedStep(model, state), state
+        errors: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for place in range(1, 60):
+            logits, after = model(x[:, place : place + 1], state=plain)
+            assert after is not None
+            plain = after
+            errors[0].append((step(x[:, place]).float() - expected[:, place]).square().mean())
+            errors[1].append((logits[:, 0].float() - expected[:, place]).square().mean())
+    fused, eager = (torch.stack(each).mean().sqrt() for each in errors)
+    assert fused < 1.2 * eager
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    "name",
+    ["mega-full", "rotary-relu2-scale-post", "rope-laplace-rms", "tcn-two-convolutions-layer", "no-feed-forward"],
+)
+def test_what_the_steps_do_not_support_is_named(name: str) -> None:
+    model = small_model(VARIANTS[name])
+    reason = unsupported_reason(model, model.initial_state(1))
+    assert reason is not None
+    assert ": expected " in reason
