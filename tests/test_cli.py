@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,7 @@ import tcnca.cli
 from tcnca import __version__, presets
 from tcnca.__main__ import main
 from tcnca.cli import COMMANDS, app
+from tcnca.errors import ConfigError, Stopped
 
 runner = CliRunner()
 # Must be answered without importing libraries that take seconds to load, which this prints.
@@ -85,3 +88,64 @@ def test_models_table_can_be_filtered() -> None:
     result = runner.invoke(app, ["models", "nonsense"])
     assert result.exit_code != 0
     assert "nonsense" in result.output
+
+
+def _raises(error: BaseException) -> Any:
+    def printed(*_: Any) -> str:
+        raise error
+
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("lr: expected a number"), 1, "Error: lr: expected a number\n"),
+        (ConfigError("lr\x1b[2J: expected"), 1, "Error: lr\\x1b[2J: expected\n"),
+        (KeyError("weights"), 70, "Error: KeyError: 'weights'\nThis is a bug in tcnca"),
+        (RuntimeError("x" * 10_000), 70, "x…\nThis is a bug in tcnca"),
+        (MemoryError(), 1, "batch.size"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "activation_checkpointing"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "grad_accum_steps"),
+        (PermissionError(13, "Permission denied", "secret.yaml"), 1, "Error: secret.yaml: Permission denied\n"),
+        (KeyboardInterrupt(), 130, "\nstopped by SIGINT\n"),
+        (Stopped(signal.SIGTERM), 143, "\nstopped by SIGTERM\n"),
+    ],
+)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_errors_become_messages(
+    monkeypatch: pytest.MonkeyPatch, debug: str, error: BaseException, code: int, message: str
+) -> None:
+    monkeypatch.setattr("tcnca.cli.models.printed", _raises(error))
+    monkeypatch.setenv("TCNCA_DEBUG", debug)
+    result = runner.invoke(app, ["recipes", "any"])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert ("Traceback" in result.stderr) == (debug == "1")
+
+
+SIGNALED = """
+import os, runpy, signal, sys
+import {module} as owner
+def end(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun and systemd may send a second one
+owner.{name} = end
+sys.argv[1:] = ["recipes", "lm"]
+runpy.run_module("tcnca", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("module", "name"), [("importlib", "import_module"), ("tcnca.recipes", "read_yaml")])
+def test_sigterm_ends_with_a_message(module: str, name: str) -> None:
+    """While modules are imported, and in a command."""
+    arguments = [sys.executable, "-c", SIGNALED.format(module=module, name=name)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "\nstopped by SIGTERM\n")
+
+
+def test_a_reader_that_ends_is_no_error() -> None:
+    command = f"{sys.executable} -m tcnca recipes | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -117,8 +118,12 @@ class Range:
     def __contains__(self, value: float) -> bool:
         return self.low <= value and (value <= self.high if self.include_high else value < self.high)
 
-    def __str__(self) -> str:
-        if self.high == math.inf:
+    def describe(self, value: Any) -> str:
+        """Return the limits, for a message about `value`. General upper limits are named only if it exceeds them."""
+        general = self.high in (math.inf, _LARGEST_INT, _LARGEST_FLOAT)
+        if general and isinstance(value, int | float) and value > self.high:
+            return f"<= {self.high}"
+        if general:
             return f">= {self.low}"
         return f"in [{self.low}, {self.high}{']' if self.include_high else ')'}"
 
@@ -146,13 +151,16 @@ class OwnKeys:
     """Marks a dictionary of changes to the configuration that it is a field of, to be made later."""
 
 
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
+_LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e38
+"""Largest sizes, numbers of steps, rates, times. Beyond them, libraries overflow, and do not name what is too large."""
+PositiveInt = Annotated[int, Range(1, _LARGEST_INT)]
+NonNegativeInt = Annotated[int, Range(0, _LARGEST_INT)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
 # Sizes of models, which also come from files: with these limits the bytes of every tensor fit 64 bits.
 LayerCount = Annotated[int, Range(1, 2**10)]
 Width = Annotated[int, Range(1, 2**24)]
-TokenCount = Annotated[int, Range(1, 2**31 - 1)]
-NonNegativeFloat = Annotated[float, Range(0)]
+TokenCount = PositiveInt
+NonNegativeFloat = Annotated[float, Range(0, _LARGEST_FLOAT)]
 Fraction = Annotated[float, Range(0, 1)]
 Probability = Annotated[float, Range(0, 1, include_high=False)]
 
@@ -293,8 +301,6 @@ def _plain(value: Any) -> Any:
 
 _LONG_LIST = 12
 """Most choices that are listed after a suggestion."""
-_LONG_NAME = 200
-"""Most characters that the path of a key has; a file can contain any."""
 
 
 class _UnfitError(Exception):
@@ -321,20 +327,20 @@ def check(name: str, value: Any, hint: Any) -> Any:
         if close and len(known) > _LONG_LIST:
             raise ConfigError(f"{where}did you mean {close}? Got {shown(value)}") from None
         beginning = f"did you mean {close}? Expected" if close else "expected"
-        raise ConfigError(f"{where}{beginning} {_describe(hint)}, got {shown(value)}") from None
+        raise ConfigError(f"{where}{beginning} {_describe(hint, value)}, got {shown(value)}") from None
 
 
 def shown(value: Any) -> str:
     """Return a value as Python writes it, shortened: a file can contain values of any size."""
     try:
         text = _SHORT.repr(value)
-        return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}…"
+        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
     except ValueError:
         # Python refuses to write integers of thousands of digits.
         return f"a {type(value).__name__} that is too large to print"
 
 
-_LONG_TEXT = 1000
+_MAX_SHOWN = 300
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
@@ -389,8 +395,11 @@ def _convert(value: Any, hint: Any) -> Any:
                 fits = False
     elif origin is list and isinstance(value, list | tuple):
         return [_inside(f"[{index}]", each, arguments[0]) for index, each in enumerate(value)]
-    elif origin is dict and isinstance(value, Mapping):
-        return {_convert(key, arguments[0]): _inside(f".{key}", each, arguments[1]) for key, each in value.items()}
+    elif origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {
+            _inside(f".key {shown(key)}", key, arguments[0]): _inside(f".{key}", each, arguments[1])
+            for key, each in value.items()
+        }
     elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping) and not issubclass(hint, Config):  # type: ignore[arg-type]
         return _convert_dataclass(value, hint)
     elif hint is int and isinstance(value, float) and value.is_integer():
@@ -428,12 +437,12 @@ def _convert_dataclass(value: Mapping[Any, Any], cls: Any) -> Any:
     return cls(**{name: _inside(f".{name}", each, hints[name]) for name, each in value.items()})
 
 
-def _describe(hint: Any) -> str:
-    """Return what a type allows, for messages."""
+def _describe(hint: Any, value: Any = None) -> str:
+    """Return what a type allows, for a message about `value`."""
     if len(_members(hint)) > 1:
-        return " or ".join(_describe(member) for member in _members(hint))
+        return " or ".join(_describe(member, value) for member in _members(hint))
     if get_origin(hint) is Annotated:
-        limits = [f" {limit}" for limit in hint.__metadata__ if isinstance(limit, Range)]
+        limits = [f" {limit.describe(value)}" for limit in hint.__metadata__ if isinstance(limit, Range)]
         return _describe(hint.__origin__) + "".join(limits)
     if get_origin(hint) is Literal:
         names = [str(each) for each in get_args(hint)]
@@ -443,7 +452,7 @@ def _describe(hint: Any) -> str:
         return f"{number}values, each {_describe(get_args(hint)[0])}"
     if get_origin(hint) is list:
         return "a list"
-    if get_origin(hint) is dict:
+    if get_origin(hint) in (dict, Mapping):
         return "keys and values"
     if dataclasses.is_dataclass(hint) and not issubclass(hint, Config):  # type: ignore[arg-type]
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
@@ -538,11 +547,15 @@ def resolve(owner: type[Config] | KeysOf, key: str) -> str:
     can be left out (`model.chunk_size`), or the same with the name that another library uses (`learning_rate`). A field
     of a section goes before those of the parts below it: `dropout` is `model.dropout`.
     """
+    if len(key) > _MAX_KEY:
+        raise ConfigError(f"{shown(key)[1:-1]}: expected a key of at most {_MAX_KEY} characters, got {len(key):,}")
     schema = _schema(owner)
     if key in schema.keys or schema.is_open(key):
         return key
-    if key.partition(".")[0] in schema.own:
-        return f"{key.partition('.')[0]}.{resolve(owner, key.partition('.')[2])}"
+    own, _, below = key.partition(".")
+    if own in schema.own:
+        _check_not_own(schema, own, below.partition(".")[0])
+        return f"{own}.{resolve(owner, below)}"
     section, _, name = key.rpartition(".")
     found: list[str] = []
     if name in _FOREIGN:
@@ -555,6 +568,16 @@ def resolve(owner: type[Config] | KeysOf, key: str) -> str:
     if name in FOREIGN_ANSWERS:
         raise ConfigError(f"{key}: {FOREIGN_ANSWERS[name]}")
     raise _unknown(schema, key)
+
+
+_MAX_KEY = 200
+"""Characters of a key with all that is above it."""
+
+
+def _check_not_own(schema: _Schema, own: str, below: str) -> None:
+    """Raise a ConfigError for a section of changes inside of another, such as `cpu.cpu`."""
+    if below in schema.own:
+        raise ConfigError(f"{own}.{below}: expected a key of {schema.name} other than {below}, got {below} again")
 
 
 def _matches(schema: _Schema, key: str) -> list[str]:
@@ -600,7 +623,8 @@ def _unknown(schema: _Schema, key: str) -> ConfigError:
 
 def closest(text: Any, known: Iterable[str]) -> str:
     """Return the known name that a misspelt one, or one with its words in another order, can mean; or nothing."""
-    if not isinstance(text, str) or len(text) > _LONG_NAME:
+    # Comparing long texts takes long.
+    if not isinstance(text, str) or len(text) > _MAX_KEY:
         return ""
     names = list(known)
     reordered = [name for name in names if sorted(name.split("-")) == sorted(text.split("-"))]
@@ -624,13 +648,14 @@ def canonical(owner: type[Config] | KeysOf, changes: Mapping[str, Any]) -> dict[
 def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) -> Iterator[tuple[str, str, Any]]:
     schema = _schema(owner)
     for name, value in changes.items():
-        if not isinstance(name, str) or len(name) > _LONG_NAME:
-            raise ConfigError(f"{above}{shown(name)}: expected a name for a key")
+        if not isinstance(name, str):
+            raise ConfigError(f"{above}{shown(name)}: expected a text as the name of a key, got {shown(name)}")
         key = f"{above}{name}"
         path = resolve(owner, key)
         inside = path in schema.sections or path in schema.open
         if path in schema.own and isinstance(value, Mapping):
             for below, each in canonical(owner, value).items():
+                _check_not_own(schema, path, below.partition(".")[0])
                 yield f"{path}.{below}", f"{path}.{below}", each
         elif inside and isinstance(value, Mapping):
             yield from _flat(owner, value, f"{path}.")
@@ -639,7 +664,7 @@ def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) 
         elif path in schema.sections and value is not None and not isinstance(value, Config):
             if not schema.sections[path]:
                 below = next(each for each in schema.keys if each.startswith(f"{path}."))
-                raise ConfigError(f"{path}: expected keys and values such as {below}, got {value!r}")
+                raise ConfigError(f"{path}: expected keys and values such as {below}, got {shown(value)}")
             yield key, f"{path}.{schema.sections[path]}", value
         else:
             yield key, path, value
@@ -722,8 +747,10 @@ def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
 # ---- Texts: YAML and KEY=VALUE
 
 
-_MAX_YAML = 2**20
-"""Characters that a YAML text may have. Recipes have a few thousand."""
+_MAX_YAML = 2**16
+"""Characters a YAML text may have. Recipes have a few thousand; the parser needs seconds for a hundred thousand."""
+_MAX_DEPTH = 50
+"""Lists and dictionaries that may be inside of each other."""
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -732,12 +759,18 @@ class _YamlLoader(yaml.SafeLoader):
     A key that is given twice is an error, and so is an alias: a few nested ones expand to gigabytes.
     """
 
+    depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse aliases."""
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        """Refuse aliases, and values that are nested too deeply."""
+        problem = "aliases (*name) are not allowed" if self.check_event(yaml.AliasEvent) else ""
+        problem = "it is nested too deeply" if self.depth > _MAX_DEPTH else problem
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Construct a value; one that cannot be is an error of YAML with its place."""
@@ -776,12 +809,10 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ConfigError(f"expected YAML, but {error.problem}{where}") from error
+        where = "" if error.problem_mark is None else f", in line {error.problem_mark.line + 1}"
+        raise ConfigError(f"expected YAML ({error.problem}{where})") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"expected YAML ({error})") from error
-    except RecursionError as error:
-        raise ConfigError("expected YAML, but it is nested too deeply") from error
+        raise ConfigError(f"expected YAML ({' '.join(str(error).split())})") from error
 
 
 def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
@@ -802,7 +833,10 @@ def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """Return the value that a text of the command line stands for."""
-    return prefixed(f"{shown(text)[1:-1]}: ", lambda: parse_yaml(text))
+    try:
+        return parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).replace(', in line 1)', ')')}, got {shown(text)}") from error
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
@@ -811,6 +845,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{text}: expected KEY=VALUE, got no value; for example lr=0.001")
-        found[key.strip()] = parse_value(value)
+            raise ConfigError(f"{shown(text)[1:-1]}: expected KEY=VALUE, got no value; for example lr=0.001")
+        key = key.strip()
+        found[key] = prefixed(f"{shown(key)[1:-1]}: ", functools.partial(parse_value, value))
     return found

@@ -29,9 +29,41 @@ class DataError(TcncaError):
     """Data that is missing, damaged or not of the form it should have. Names the file and what to do."""
 
 
+class DiskFullError(DataError):
+    """A disk without space for a file."""
+
+
 class TrainingError(TcncaError):
     """A run that cannot go on. Says at which step, and what can be done."""
 
 
+class PeerError(TrainingError):
+    """Another process of a distributed run has ended, so that this one cannot go on."""
+
+
 class KernelError(TcncaError):
     """A kernel that cannot be compiled, loaded or started. Says what can be done."""
+
+
+class Stopped(SystemExit):
+    """A signal has stopped the command line. Like Ctrl-C, it is not an error."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+
+
+_OUT_OF_MEMORY = (
+    *("out of memory", "can't allocate memory", "not enough memory"),
+    # A size of more than 64 bits.
+    *("Storage size calculation overflowed", "numel: integer multiplication overflow"),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python or of PyTorch means that there is not enough memory."""
+    # `torch.OutOfMemoryError` on a GPU, without importing PyTorch, and a plain RuntimeError on a CPU.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in _OUT_OF_MEMORY))
+    )

@@ -15,7 +15,7 @@ from typing import Any
 import filelock
 
 from tcnca.config import check
-from tcnca.errors import ConfigError, DataError, TcncaError, TrainingError
+from tcnca.errors import ConfigError, DataError, DiskFullError, TcncaError, TrainingError
 
 LOCK = ".lock"
 """Lock file of a run directory or of a sweep."""
@@ -28,11 +28,14 @@ def disk_errors(folder: Path) -> Iterator[None]:
     """Convert an OSError into a DataError that says what to do."""
     try:
         yield
+    except BrokenPipeError:
+        # Not of the disk: the reader of the output has ended.
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"{folder}: the disk is full; free some space or choose another folder with --out, then run the same "
-                "command again (no incomplete files were left)"
+            raise DiskFullError(
+                f"{folder}: the disk is full; free some space or choose another folder with --out (no incomplete "
+                "files were left)"
             ) from error
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error
 

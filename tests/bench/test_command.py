@@ -62,7 +62,10 @@ def test_what_was_measured_is_kept(
         (["ops", "--only", "nonsense"], "--only: expected candidates or parts of their names, got 'nonsense'"),
         (["ops", "--plot", "ops.jpg"], "--plot: expected a file name that ends in"),
         (["ops", "--json", "."], "--json: expected the name of a file, got the directory ."),
-        (["show", "none.json"], "none.json: expected results of `tcnca bench`"),
+        (
+            ["show", "none.json"],
+            "none.json: cannot be read (No such file or directory); give a file",
+        ),
         pytest.param(
             ["ops", "--device", "cuda"],
             "--device: ",

@@ -74,11 +74,37 @@ def test_committed_results_are_readable(path: Path) -> None:
     assert ratios == [dataclasses.asdict(ratio) for ratio in read_json(path).ratios]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"suite": "ops"}', '{"results": [1]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"suite": "ops"}', '{"results": [1]}', "[" * 100_000])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=r"other.json: expected results of `tcnca bench`"):
+    with pytest.raises(DataError, match=r"other.json: .*; give a file that `tcnca bench` has written"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["hardware"], {}),
+        (["versions"], {"torch": [1]}),
+        (["settings"], []),
+        (["roofline", "bytes_per_second"], "fast"),
+        (["results", 0, "sizes"], 7),
+        (["results", 0, "tokens"], None),
+        (["results", 0, "times", "forward", "eager", "median"], 0.0),
+        (["results", 0, "times", "forward"], None),
+        (["more"], 1),
+    ],
+)
+def test_changed_results_are_refused(place: list[str | int], value: object, tmp_path: Path) -> None:
+    path = tmp_path / "changed.json"
+    values = json.loads((COMMITTED / "ops-h200-2026-11-15.json").read_text(encoding="utf-8"))
+    target = values
+    for name in place[:-1]:
+        target = target[name]
+    target[place[-1]] = value
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(DataError, match=r"changed.json: .*expected .*; give a file"):
         read_json(path)
 
 

@@ -170,7 +170,7 @@ def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.setattr("tcnca.data.prepare_dataset", interrupted)
     result = run("prepare", "listops", "--out", tmp_path, code=130)
-    assert "stopped; the same command continues from here" in result.stderr
+    assert "stopped by SIGINT; the same command continues from here" in result.stderr
 
 
 def test_show_generated_examples(tmp_path: Path) -> None:

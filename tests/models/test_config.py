@@ -243,7 +243,7 @@ def test_override_of_a_part_and_of_its_fields_together() -> None:
         ({"mixer": None, "kernel_size": 3}, r"^mixer\.kernel_size: expected no key of mixer, which is set to None"),
         ({"mixer.kind": "lstm"}, r"^mixer\.kind: expected one of .*tcn.*, got 'lstm'"),
         ({"layers": 2, "num_layers": 3}, "^layers and num_layers: expected one of them"),
-        ({"chunk_size": 0}, r"^attention\.chunk_size: expected an integer in \[1, 2147483647\] or None, got 0"),
+        ({"chunk_size": 0}, r"^attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ({"num_layers": 0}, r"^num_layers: expected an integer in \[1, 1024\], got 0"),
         ({"attention": None}, "^gated: expected False"),
     ],
@@ -310,5 +310,5 @@ def test_covering_what_no_dilation_factor_covers(fields: dict[str, Any]) -> None
     assert TCNConfig.covering(reach, **fields).dilation_factor == 1
     with pytest.raises(ConfigError, match=rf"^length: expected at most {reach} .*, got {reach + 1}"):
         TCNConfig.covering(reach + 1, **fields)
-    with pytest.raises(ConfigError, match=r"^length: expected an integer in \[1, 2147483647\], got 0"):
+    with pytest.raises(ConfigError, match=r"^length: expected an integer >= 1, got 0"):
         TCNConfig.covering(0)

@@ -71,9 +71,10 @@ def test_each_resumption_is_a_launch(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text('{"launches": [')
-    with pytest.raises(TrainingError, match=r"provenance\.json: cannot be read \(.*\); remove it"):
-        add_launch(tmp_path, launch(), resumed=True)
+    for text in ('{"launches": [', "[]", '{"launches": [1]}', '{"launches": [{"step": 1}]}', "[" * 100_000):
+        (tmp_path / "provenance.json").write_text(text)
+        with pytest.raises(TrainingError, match=r"provenance\.json: .*expected .*; remove it"):
+            add_launch(tmp_path, launch(), resumed=True)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file.run: cannot be written"):
         add_launch(tmp_path / "file" / "run", launch(), resumed=False)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +153,7 @@ def test_errors_of_changes(change: str, message: str) -> None:
     ("change", "message"),
     [
         ("num_layers=deep", r"^model\.num_layers: expected an integer in \[1, 1024\], got 'deep'"),
-        ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer in .* or None, got 0"),
+        ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ("model=tcnca-enwik", r"^model\.preset: did you mean tcnca-enwik8\?"),
         ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn"),
         ("data.task.sise=3", r"^data\.task\.sise: "),
@@ -167,7 +171,7 @@ def test_validate_finds_what_is_wrong_whatever_the_data(change: str, message: st
     [
         ("", ": expected keys and values, got None"),
         ("{", ": expected YAML"),
-        ("batch: {size: 1, size: 2}", ": expected YAML, but the key size is given twice in line 1"),
+        ("batch: {size: 1, size: 2}", r": expected YAML \(the key size is given twice, in line 1\)"),
         ("optimiser: {lr: 1}", r": optimiser: did you mean optimizer\?"),
         ("extends: enwik8-tcnac", r": extends: recipe: did you mean enwik8-tcnca\?"),
         ("extends: [lm]", ": extends: expected the name or file of a recipe"),
@@ -180,6 +184,102 @@ def test_errors_of_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_recipe(str(path))
     assert str(caught.value).startswith(str(path))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(9 * ['*' + before])}]\n" for before, name in itertools.pairwise("abcdefghi")
+)
+NESTED = "about: " + "[" * 2000 + "]" * 2000
+LONG = "x" * 1_000_000
+DOTS = ".".join(["a"] * 5000)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Fail if the block takes longer."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "aliases (*name) are not allowed, in line 2"),
+        (f"about: [&a [x], {', '.join(['*a'] * 5_000)}]", "aliases (*name) are not allowed"),
+        (NESTED, "it is nested too deeply"),
+        (LONG, "expected YAML of at most 65,536 characters"),
+        (f"{DOTS[:999]}: 1", "expected a key of at most 200 characters"),
+        (f"? {LONG[:60_000]}\n: 1", "expected a key of at most 200 characters"),
+        ("batch: {size: [" + "1, " * 10_000 + "]}", "batch.size: expected an integer >= 1, got [1, 1"),
+        ("cpu: {cpu: {cpu: {lr: 1}}}", "cpu.cpu: expected a key of Recipe other than cpu"),
+        ("extends: ../FOLDER/mine.yaml", "expected at most 20 recipes of which each extends the next"),
+        (f"extends: {'y' * 300}.yaml", "which does not exist"),
+        ("1: 2", "key 1: expected a text, got 1"),
+        ("model: {null: x}", "model.None: expected a text as the name of a key"),
+        ("data: {task: {true: 1}}", "data.task.True: expected a text as the name of a key"),
+        ("cpu: {optimizer: {1.5: 1}}", "optimizer.1.5: expected a text as the name of a key"),
+        ("lr: 0x_", "'0x_' is not a value, in line 1"),
+        ("data: [1]", "data.source: expected a text, got [1]"),
+        ("data: {kind: []}", "data.kind: expected one of"),
+    ],
+    ids=lambda text: text[:30],
+)
+@pytest.mark.parametrize("command", ["recipes", "train", "sweep"])
+def test_files_that_would_hang_or_break_the_reader(tmp_path: Path, command: str, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("FOLDER", tmp_path.name), encoding="utf-8")
+    more = {"recipes": [], "train": ["--print-config"], "sweep": ["seed=1,2", "--dry-run"]}[command]
+    with time_limit(10):
+        result = CliRunner().invoke(app, [command, str(path), *more])
+    assert result.exit_code == 1, result.output
+    assert result.output.startswith("Error: "), result.output
+    assert message in result.output
+    assert len(result.output) < 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lr=[1", "lr: expected YAML (expected ',' or ']', but got '<stream end>'), got '[1'"),
+        ("lr=&a [*a]", "lr: expected YAML (aliases (*name) are not allowed), got '&a [*a]'"),
+        ("about=0x_", "about: expected YAML ('0x_' is not a value), got '0x_'"),
+        ("lr=" + "[" * 50_000, "lr: expected YAML (it is nested too deeply)"),
+        (f"{DOTS}=1", "expected a key of at most 200 characters, got 9,999"),
+        (f"data.task.max_length.{DOTS}=1", "expected a key of at most 200 characters"),
+        (f"{LONG}", "expected KEY=VALUE"),
+        ("cpu.cpu.lr=1", "cpu.cpu: expected a key of Recipe other than cpu"),
+        ("model.preset=[1]", "model.preset: expected one of"),
+        (f"seed={2**64}", f"batch.seed: expected an integer in [0, {2**63 - 1}], got {2**64}"),
+        (f"max_steps={10**400}", "schedule.max_steps: expected an integer <= 2147483647, got 1000"),
+        ("num_layers=1e308", "model.num_layers: expected an integer in [1, 1024], got 1e+308"),
+        ("lr=1e308", "optimizer.lr: expected a number <= 1e+38, got 1e+308"),
+        ("lr=.nan", "optimizer.lr: expected a number >= 0, got nan"),
+        ("max_steps=" + "9" * 5000, "max_steps: expected YAML ('9999"),
+        (f"model.preset={LONG[:60_000]}", "model.preset: expected one of"),
+        (f"lr={LONG}", "lr: expected YAML of at most 65,536 characters, got 1,000,000"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_changes_that_would_hang_or_break_the_reader(change: str, message: str) -> None:
+    with time_limit(10):
+        result = CliRunner().invoke(app, ["train", "recall-small", change, "--print-config"])
+    assert result.exit_code == 1, result.output
+    assert result.output.startswith("Error: "), result.output
+    assert message in result.output
+    assert len(result.output) < 2000
+
+
+def test_dates_are_texts() -> None:
+    assert load_recipe("recall-small").override(["about=2001-13-45"]).about == "2001-13-45"
 
 
 def test_recipes_that_do_not_exist(tmp_path: Path) -> None:

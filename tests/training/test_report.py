@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -17,9 +20,10 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import TrainingError
-from tcnca.training import Trainer, read_log
-from tcnca.training.report import best_validation, draw_curves, mean_speed, read_result, smooth
+from tcnca.errors import ConfigError, Stopped, TrainingError
+from tcnca.files import disk_errors
+from tcnca.training import Score, Trainer, read_log
+from tcnca.training.report import Result, best_validation, draw_curves, mean_speed, read_result, smooth, write_result
 from tests.training.tiny import arguments, assert_same, latest, recipe, weights
 
 
@@ -138,10 +142,100 @@ def test_resuming_nothing_starts_from_the_beginning(tmp_path: Path, capsys: pyte
     assert "new: has no checkpoint to resume from; starting from the beginning" in capsys.readouterr().out
 
 
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(TrainingError, match=r"result\.json: cannot be read .*; remove it, and --resume writes it"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "{}", "[]", "null", "[" * 100_000, '{"step": 1, "seconds": 1e300}', '{"step": [], "seconds": 1.0}'),
+        *('{"step": 1, "seconds": 1.0, "scores": {"test": {}}}', '{"step": 1, "seconds": 1.0, "best": {"value": 1}}'),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(TrainingError, match=r"result\.json: .*expected .*; remove it, and --resume writes it"):
         read_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "Error: .*: the disk is full; .*; continue with"),
+        (Stopped(signal.SIGTERM), 143, "stopped by SIGTERM; continue with"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT; continue with"),
+    ],
+)
+def test_what_stops_a_run_outside_the_loop_says_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def stop(trainer: Trainer) -> None:
+        with disk_errors(trainer.out):
+            raise error
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_export_model", stop)
+        result = invoked(*arguments(folder))
+    assert result.exit_code == code
+    *_, first, again = result.output.splitlines()
+    assert re.fullmatch(message, first), result.output
+    assert again.startswith("tcnca train recall-small ")
+    assert again.endswith(f" --out {folder} --resume")
+    assert invoked(*shlex.split(again)[1:]).exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["0", "9" * 400, "1" + "0" * 400 + "h", "inf", "nan", "-1", "0.0000001s", "1e3"])
+def test_budgets_that_are_none(tmp_path: Path, text: str) -> None:
+    result = invoked(*arguments(tmp_path / "run"), "--budget", text)
+    assert result.exit_code == 1
+    assert "Error: --budget: expected a time such as 90s, 20m or 2h" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, math.nan, math.inf, 1e300])
+def test_budgets_in_python_are_checked(tmp_path: Path, budget: float) -> None:
+    with pytest.raises(ConfigError, match=r"^budget: expected a number in"):
+        Trainer(recipe(), tmp_path / "run", budget=budget)
+
+
+def test_a_misspelled_split_is_named(done: tuple[Path, str]) -> None:
+    result = invoked("eval", str(done[0]), "--split", "valid")
+    assert result.exit_code == 1
+    assert "Error: split: did you mean validation? Expected one of train, validation, test" in result.output
+
+
+def test_nan_in_a_result_is_kept(tmp_path: Path) -> None:
+    score = Score(metric="accuracy", value=math.nan, count=0, higher_is_better=True)
+    write_result(tmp_path, Result(step=1, seconds=2.0, scores={"test": score}))
+    found = read_result(tmp_path)
+    assert found is not None
+    assert math.isnan(found.scores["test"].value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[" * 100_000, "9" * 5000, "x" * 100_000, "[]", '{"step": "1"}', '{"step": -1}', '{"step": 1e400}'),
+        *('{"step": 3, "loss": [1]}', '{"step": 3, "lr": 1e101}', '{"step": 3, "tokens": "many"}'),
+        *('{"step": 3, "split": {}, "value": 1}', '{"step": 3, "split": "validation", "metric": 1, "value": 2}'),
+    ],
+    ids=lambda line: line[:30],
+)
+def test_odd_lines_of_a_log_are_left_out(tmp_path: Path, line: str) -> None:
+    lines = [json.dumps(train_line(1)), json.dumps(score_line(1, 2.0)), line, json.dumps(train_line(2))]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    assert [each["step"] for each in read_log(tmp_path)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"step": 2}', '{"step": 2, "split": "validation"}', '{"step": 2, "tokens": 5, "tokens_per_second": 0}'),
+        *('{"step": 2, "loss": 1e100, "tokens_per_second": 1e100}', '{"step": 2147483647, "loss": null, "lr": null}'),
+    ],
+)
+def test_lines_without_values_can_be_drawn(tmp_path: Path, line: str) -> None:
+    (tmp_path / "log.jsonl").write_text(f"{json.dumps(train_line(1))}\n{line}\n")
+    assert draw_curves(tmp_path, "one", higher_is_better=True) is not None
+    assert mean_speed(read_log(tmp_path)) is None
 
 
 def test_curves_leave_the_plots_of_others_alone(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_the_model_is_saved_before_the_final_evaluation(tmp_path: Path, monkeypa
         patch.setattr(trainer, "evaluate", interrupted)
         stopped = invoke(*arguments(tmp_path, "eval.every=0"))
     assert stopped.exit_code == 130
-    assert "stopped; continue with\ntcnca train recall-small " in stopped.output
+    assert "stopped by SIGINT; continue with\ntcnca train recall-small " in stopped.output
     assert_same(weights(tcnca.load(tmp_path)), weights(tcnca.load(latest(tmp_path))))
     resumed = invoke(*arguments(tmp_path, "eval.every=0", "--resume"))
     assert resumed.exit_code == 0, resumed.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +12,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from tcnca import files
 from tcnca.bench.case import Sizes
 from tcnca.bench.timing import Timing
-from tcnca.errors import DataError
+from tcnca.config import NonNegativeFloat, PositiveInt, check
+from tcnca.errors import ConfigError, DataError
 from tcnca.files import atomic_write, to_json
 
 GRAPH, EAGER = "graph", "eager"
@@ -31,7 +32,7 @@ class Result:
     name: str
     label: str
     sizes: Sizes
-    tokens: int
+    tokens: PositiveInt
     tolerance: float
     status: str
     """`timed`, `wrong`, `failed`, `out of memory` or `not available`."""
@@ -41,7 +42,7 @@ class Result:
     """Relative errors of output and gradients against float64."""
     times: dict[str, dict[str, Timing]] = dataclasses.field(default_factory=dict)
     """Times by phase and mode: `eager`, and on a GPU `graph` if it could be captured."""
-    roofline: dict[str, float] = dataclasses.field(default_factory=dict)
+    roofline: dict[str, NonNegativeFloat] = dataclasses.field(default_factory=dict)
     """Seconds that no program can beat, by phase."""
     peak_bytes: int | None = None
     """Peak GPU memory of a run, including inputs and weights."""
@@ -51,15 +52,6 @@ class Result:
         times = self.times.get(phase, {})
         found = times.get(mode) if mode else times.get(GRAPH, times.get(EAGER))
         return None if found is None else found.median
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Result:
-        """Read a result from JSON values."""
-        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        known["times"] = {
-            phase: {mode: Timing(**timing) for mode, timing in modes.items()} for phase, modes in known["times"].items()
-        }
-        return cls(**known)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +87,7 @@ class Report:
     """A run of one suite, with what is needed to repeat it."""
 
     suite: str
-    hardware: dict[str, Any]
+    hardware: dict[str, str | int | float]
     versions: dict[str, str]
     commit: str | None
     """Commit of the library's source."""
@@ -130,13 +122,33 @@ def write_json(path: Path, report: Report) -> None:
 
 def read_json(path: Path) -> Report:
     """Read a report. Its ratios are computed anew."""
+    remedy = "give a file that `tcnca bench` has written with --json"
+    values = files.read_json(path, dict[str, Any], remedy=remedy)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        results = [Result.from_dict(result) for result in values.pop("results")]
-        del values["ratios"]
-        return Report(results=results, **values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: expected results of `tcnca bench`, got {error!r}; run the benchmark again") from error
+        return _check_report(values)
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}; {remedy}") from error
+
+
+def _check_report(values: dict[str, Any]) -> Report:
+    results = []
+    for result in check("results", values.get("results"), list[dict[str, Any]]):
+        # Results of older versions have more values.
+        known = {field.name: result[field.name] for field in dataclasses.fields(Result) if field.name in result}
+        # An error that is not a number is stored as null.
+        errors = check("errors", result.get("errors", {}), dict[str, float | None])
+        results.append({**known, "errors": {name: error for name, error in errors.items() if error is not None}})
+    given = {name: value for name, value in values.items() if name != "ratios"}
+    report: Report = check("", {**given, "results": results}, Report)
+    for name in ("device", "name"):
+        check(f"hardware.{name}", report.hardware.get(name), str)
+    check("versions.torch", report.versions.get("torch"), str)
+    check("settings.dtype", report.settings.get("dtype"), str)
+    for name in ("channels", "kernel_size", "depth"):
+        check(f"settings.{name}", report.settings.get(name), int)
+    for name in ("bytes_per_second", "flops_per_second") if report.roofline else ():
+        check(f"roofline.{name}", report.roofline.get(name), float)
+    return report
 
 
 # Ratios

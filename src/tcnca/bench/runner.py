@@ -17,7 +17,7 @@ from tcnca.bench.operators import ops_cases
 from tcnca.bench.report import EAGER, GRAPH, Report, Result
 from tcnca.bench.timing import Roofline, Timer, Timing, measure_roofline
 from tcnca.config import closest
-from tcnca.errors import ConfigError, TcncaError
+from tcnca.errors import ConfigError, TcncaError, is_out_of_memory
 from tcnca.training.provenance import commit, hardware, versions
 
 SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
@@ -26,7 +26,6 @@ SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
     "model": model_cases,
     "lra": lra_cases,
 }
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _MAX_REASON = 300
 """Characters of an error that are kept: compiler errors can fill pages."""
 
@@ -107,9 +106,8 @@ def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
         return dataclasses.replace(blank, status="not available", reason=_shorten(error))
     except Exception as error:
         # Any failure of one candidate must not stop the others.
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        full = full or (isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY))
-        return dataclasses.replace(blank, status="out of memory" if full else "failed", reason=_shorten(error))
+        status = "out of memory" if is_out_of_memory(error) else "failed"
+        return dataclasses.replace(blank, status=status, reason=_shorten(error))
     finally:
         timer.free_memory()
 

@@ -6,11 +6,12 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 
+from tcnca.config import NonNegativeFloat, Range
 from tcnca.ops.driver import capture_graph
 
 Phases = Mapping[str, Callable[[], object]]
@@ -27,9 +28,9 @@ _FLUSH_FACTOR = 4
 class Timing:
     """Median and quartiles of the time of a phase, in seconds."""
 
-    median: float
-    q1: float
-    q3: float
+    median: Annotated[float, Range(1e-12, 1e9)]
+    q1: NonNegativeFloat
+    q3: NonNegativeFloat
     runs: int
 
     @classmethod

@@ -7,11 +7,14 @@ mistakes in arguments are answered at once. Commands import what they need insid
 from __future__ import annotations
 
 import importlib
+import signal
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tcnca.cli.boundary import report_errors
+from tcnca.errors import Stopped
 from tcnca.version import __version__
 
 # Name of the command: where it is, a function or a group of commands, and its line in `tcnca --help`.
@@ -54,6 +57,20 @@ class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = {name: _LazyCommand(name, *entry) for name, entry in COMMANDS.items()}
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        with report_errors():
+            return super().main(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            # Typer would end without the message.
+            stopped = Stopped(signal.SIGINT)
+            for note in getattr(error, "__notes__", ()):
+                stopped.add_note(note)
+            raise stopped from error
 
 
 app = typer.Typer(

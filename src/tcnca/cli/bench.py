@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from tcnca.cli.reporting import report_errors
+from tcnca.config import PositiveInt, check, shown
 from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,65 +136,63 @@ def show(
 ) -> None:
     """Print or plot earlier results; several files share one table of ratios."""
     console = Console(emoji=False, highlight=False)
-    with report_errors():
-        from tcnca.bench import read_json
+    from tcnca.bench import read_json
 
-        if plot is not None and len(files) > 1:
-            raise ConfigError(f"--plot: expected one file of results, got {len(files)}")
-        reports = [read_json(path) for path in files]
-        if plot is not None:
-            _save_plot(plot, reports[0])
-        for report in reports:
-            typer.echo(f"{report.suite}, {report.started}, commit {report.commit or 'none'}")
-            _print_results(console, report, tables=len(reports) == 1)
-        _print_ratios(console, reports)
+    if plot is not None and len(files) > 1:
+        raise ConfigError(f"--plot: expected one file of results, got {len(files)}")
+    reports = [read_json(path) for path in files]
+    if plot is not None:
+        _save_plot(plot, reports[0])
+    for report in reports:
+        typer.echo(f"{report.suite}, {report.started}, commit {report.commit or 'none'}")
+        _print_results(console, report, tables=len(reports) == 1)
+    _print_ratios(console, reports)
 
 
 def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) -> None:
     """Measure, print, write and plot. JSON is written after every candidate, and after Ctrl-C."""
     console = Console(emoji=False, highlight=False)
-    with report_errors():
-        from tcnca.bench import run_suite, write_json
-        from tcnca.bench.plot import check_plot_path
-        from tcnca.bench.report import format_seconds, format_sizes
-        from tcnca.training.provenance import command_line
+    from tcnca.bench import run_suite, write_json
+    from tcnca.bench.plot import check_plot_path
+    from tcnca.bench.report import format_seconds, format_sizes
+    from tcnca.training.provenance import command_line
 
-        if plot is not None:
-            check_plot_path(plot)
-        if json is not None and (json.is_dir() or not json.name):
-            raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
-        settings = _settings(**options)
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-        columns = (MofNCompleteColumn(), TimeElapsedColumn(), text)
-        progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        bar = progress.add_task("roofline", total=None)
+    if plot is not None:
+        check_plot_path(plot)
+    if json is not None and (json.is_dir() or not json.name):
+        raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
+    settings = _settings(**options)
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), text)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar = progress.add_task("roofline", total=None)
 
-        def on_start(case: BenchCase, index: int, total: int) -> None:
-            text = f"{case.label}, {format_sizes(case.sizes)}"
-            progress.update(bar, completed=index, total=total, description=text)
+    def on_start(case: BenchCase, index: int, total: int) -> None:
+        text = f"{case.label}, {format_sizes(case.sizes)}"
+        progress.update(bar, completed=index, total=total, description=text)
 
-        def on_result(report: Report) -> None:
-            if json is not None:
-                write_json(json, report)
-            if not console.is_terminal:
-                result = report.results[-1]
-                times = ", ".join(f"{phase} {format_seconds(result.seconds(phase))}" for phase in result.times)
-                typer.echo(f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
-
-        with progress:
-            report = run_suite(suite, settings, command_line(sys.argv[1:]), on_start=on_start, on_result=on_result)
-        # Again, since only now the run is known to be complete.
+    def on_result(report: Report) -> None:
         if json is not None:
             write_json(json, report)
-        _print_results(console, report)
-        _print_ratios(console, [report])
-        if json is not None:
-            typer.echo(f"All numbers are in {json}.")
-        if plot is not None:
-            _save_plot(plot, report)
-        if report.interrupted:
-            typer.echo("interrupted; the numbers are those measured so far")
-            raise typer.Exit(130)
+        if not console.is_terminal:
+            result = report.results[-1]
+            times = ", ".join(f"{phase} {format_seconds(result.seconds(phase))}" for phase in result.times)
+            typer.echo(f"{result.label}, {format_sizes(result.sizes)}: {times or result.status}")
+
+    with progress:
+        report = run_suite(suite, settings, command_line(sys.argv[1:]), on_start=on_start, on_result=on_result)
+    # Again, since only now the run is known to be complete.
+    if json is not None:
+        write_json(json, report)
+    _print_results(console, report)
+    _print_ratios(console, [report])
+    if json is not None:
+        typer.echo(f"All numbers are in {json}.")
+    if plot is not None:
+        _save_plot(plot, report)
+    if report.interrupted:
+        typer.echo("interrupted; the numbers are those measured so far")
+        raise typer.Exit(130)
 
 
 def _settings(
@@ -236,7 +234,9 @@ def _numbers(name: str, text: str | int | None) -> tuple[int, ...] | None:
     except ValueError:
         numbers = (0,)
     if min(numbers) < 1:
-        raise ConfigError(f"{name}: expected integers of at least 1, such as 1,8, got {text!r}")
+        raise ConfigError(f"{name}: expected integers of at least 1, such as 1,8, got {shown(text)}")
+    for number in numbers:
+        check(name, number, PositiveInt)
     return numbers
 
 
@@ -251,7 +251,7 @@ def _print_results(console: Console, report: Report, *, tables: bool = True) -> 
     from tcnca.bench.report import failure_lines, result_tables
 
     facts = report.hardware
-    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts['threads']} threads"
+    size = f"{facts['memory_gib']} GiB" if "memory_gib" in facts else f"{facts.get('threads', 'unknown')} threads"
     typer.echo(f"{facts['name']}, {size}, {report.settings['dtype']}, torch {report.versions['torch']}")
     if report.roofline:
         copy, product = (report.roofline[f"{unit}_per_second"] / 1e9 for unit in ("bytes", "flops"))

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tcnca.cli.reporting import ProgressReporter, report_errors
+from tcnca.cli.boundary import continue_with
+from tcnca.cli.reporting import ProgressReporter
 from tcnca.errors import TcncaError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def prepare(
     """
     options = locals()
     console = Console(emoji=False, highlight=False)
-    with report_errors("stopped; the same command continues from here"), ProgressReporter(console) as reporter:
+    with continue_with("the same command continues from here"), ProgressReporter(console) as reporter:
         from tcnca.data import CustomOptions, prepare_dataset
         from tcnca.training.distributed import available_cores
 
@@ -189,25 +190,24 @@ def show(
 ) -> None:
     """Show examples: text with its label, expressions with their value, images in the terminal and in a file."""
     console = Console(emoji=False, highlight=False)
-    with report_errors():
-        from tcnca.data import data_folder
-        from tcnca.data.load import load_examples
-        from tcnca.data.schema import num_examples
-        from tcnca.data.show import render_example, save_images
+    from tcnca.data import data_folder
+    from tcnca.data.load import load_examples
+    from tcnca.data.schema import num_examples
+    from tcnca.data.show import render_example, save_images
 
-        data = load_examples(name, folder or data_folder(), split, max(index + number, 1))
-        total = num_examples(data.columns(split))
-        last = index + 1 if data.manifest["kind"] == "language" else min(index + number, total)
-        examples = [render_example(data, split, i, console.width, full) for i in range(index, max(last, index + 1))]
-        for example in examples:
-            console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
-            typer.echo(f"{example.body}\n")
-        if any(example.image is not None for example in examples):
-            path = picture or Path(f"{data.name}-{split}.png")
-            save_images(path, examples)
-            typer.echo(f"images are in {path}")
-        elif picture is not None:
-            typer.echo(f"{data.name} has no images")
+    data = load_examples(name, folder or data_folder(), split, max(index + number, 1))
+    total = num_examples(data.columns(split))
+    last = index + 1 if data.manifest["kind"] == "language" else min(index + number, total)
+    examples = [render_example(data, split, i, console.width, full) for i in range(index, max(last, index + 1))]
+    for example in examples:
+        console.print(f"[bold]{escape(example.title)}[/]", soft_wrap=True)
+        typer.echo(f"{example.body}\n")
+    if any(example.image is not None for example in examples):
+        path = picture or Path(f"{data.name}-{split}.png")
+        save_images(path, examples)
+        typer.echo(f"images are in {path}")
+    elif picture is not None:
+        typer.echo(f"{data.name} has no images")
 
 
 def _print_summary(console: Console, data: Dataset) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcnca.cli.reporting import report_errors
 from tcnca.cli.train import train
 from tcnca.errors import ConfigError, TrainingError
 
@@ -49,35 +48,32 @@ def demo(
         bool, typer.Option("--streaming", help="Instead, show that every model of the paper can stream.")
     ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens per model.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train a small model on associative recall to 99 %, and query it. Starts over each time, in runs/demo."""
-    with report_errors():
-        if streaming:
-            if changes:
-                raise ConfigError(
-                    f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out"
-                )
-            _show_streaming(tokens, seed)
-            return
-        from tcnca.models import load
-        from tcnca.training import load_recipe
+    if streaming:
+        if changes:
+            raise ConfigError(f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out")
+        _show_streaming(tokens, seed)
+        return
+    from tcnca.models import load
+    from tcnca.training import load_recipe
 
-        wanted = [*([f"batch.seed={seed}"] if seed else []), *(changes or [])]
-        plain = load_recipe(NAME)
-        recipe = plain.override(wanted)
-        if recipe.data.source != plain.data.source:
-            raise ConfigError(
-                f"data: expected {plain.data.source}, whose symbols the demo uses, got {recipe.data.source}; "
-                f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
-            )
-        task = recipe.build_task()
-        typer.echo(f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
-        typer.echo(f"TCNCA-simple learns it in {recipe.schedule.max_steps:,} steps of {recipe.batch.size} sequences.\n")
-        _clear()
-        train(NAME, wanted, out=FOLDER)
-        _ask(task, load(FOLDER))
-        _conclude()
+    wanted = [*([f"batch.seed={seed}"] if seed else []), *(changes or [])]
+    plain = load_recipe(NAME)
+    recipe = plain.override(wanted)
+    if recipe.data.source != plain.data.source:
+        raise ConfigError(
+            f"data: expected {plain.data.source}, whose symbols the demo uses, got {recipe.data.source}; "
+            f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
+        )
+    task = recipe.build_task()
+    typer.echo(f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
+    typer.echo(f"TCNCA-simple learns it in {recipe.schedule.max_steps:,} steps of {recipe.batch.size} sequences.\n")
+    _clear()
+    train(NAME, wanted, out=FOLDER)
+    _ask(task, load(FOLDER))
+    _conclude()
 
 
 def _clear() -> None:

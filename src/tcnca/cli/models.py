@@ -11,7 +11,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.reporting import report_errors
 from tcnca.config import Config, check_choice, field_texts
 from tcnca.recipes import FAMILIES, descriptions, find
 
@@ -28,13 +27,12 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the paper's models and ours: size, receptive field, streaming state and cost of a token."""
-    with report_errors():
-        from tcnca.models import preset, presets, summarize
+    from tcnca.models import preset, presets, summarize
 
-        chosen = [preset(name) for name in presets() if like.lower() in name]
-        if not chosen:
-            check_choice("preset", like, presets())
-        rows = [(entry, summarize(entry.model, entry.length)) for entry in chosen]
+    chosen = [preset(name) for name in presets() if like.lower() in name]
+    if not chosen:
+        check_choice("preset", like, presets())
+    rows = [(entry, summarize(entry.model, entry.length)) for entry in chosen]
     if as_json:
         about = {
             entry.name: {"family": entry.family, "task": entry.task, "length": entry.length, **vars(summary)}
@@ -82,8 +80,7 @@ def recipes(
     ] = None,
 ) -> None:
     """List the built-in recipes, or print one with all its keys."""
-    with report_errors():
-        typer.echo(printed(name, changes or []) if name else listed())
+    typer.echo(printed(name, changes or []) if name else listed())
 
 
 def listed() -> str:

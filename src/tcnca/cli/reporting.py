@@ -1,34 +1,27 @@
-"""What commands share: errors without a traceback, arguments, and progress bars."""
+"""What commands share: arguments and progress bars."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tcnca.errors import ConfigError, TcncaError
+from tcnca.config import shown
+from tcnca.errors import ConfigError
 
 _LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
+_MAX_WORD = 100
+"""Characters of a word for which a similar one is searched."""
 
 
-@contextlib.contextmanager
-def report_errors(interrupted: str = "stopped") -> Iterator[None]:
-    """End the command with the message of an error, or with `interrupted` on Ctrl-C, instead of a traceback."""
-    try:
-        yield
-    except TcncaError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo(f"\n{interrupted}", err=True)
-        raise typer.Exit(130) from None
+_MAX_DURATION = 1e9
+"""Seconds, some thirty years."""
 
 
 def parse_duration(name: str, text: str) -> float | None:
@@ -36,9 +29,11 @@ def parse_duration(name: str, text: str) -> float | None:
     if not text:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if not found or not float(found[1]):
-        raise ConfigError(f"{name}: expected a time such as 90s, 20m or 2h, got {text!r}")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 1e-3 <= seconds <= _MAX_DURATION:
+        limit = f" of at most {_MAX_DURATION / 3600:,.0f}h" if seconds > _MAX_DURATION else ""
+        raise ConfigError(f"{name}: expected a time such as 90s, 20m or 2h{limit}, got {shown(text)}")
+    return seconds
 
 
 def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
@@ -48,7 +43,7 @@ def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
             continue
         option, equals, value = word.partition("=")
         value = value if equals else following if following and "=" not in following else "VALUE"
-        close = difflib.get_close_matches(option, options, 1, 0.75)
+        close = difflib.get_close_matches(option[:_MAX_WORD], options, 1, 0.75)
         suggestion = close[0] if close else f"{option.lstrip('-').replace('-', '_')}={value}"
         raise ConfigError(
             f"{option}: did you mean {suggestion}? Keys of a recipe are given as key=value, without dashes"

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tcnca.cli.reporting import check_changes, parse_duration, report_errors
+from tcnca.cli.boundary import continue_with
+from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.errors import ConfigError
 from tcnca.recipes import builtin, find
 
@@ -29,7 +30,7 @@ def sweep(
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Variants of the file to run. (default: all)")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the sweep. (default: sweeps/RECIPE-VARIANTS)")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; they share the GPUs or cores.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time; they share the GPUs or cores.")] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs if there are any)")] = None,
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h, instead of max_steps.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,
@@ -48,35 +49,35 @@ def sweep(
 
     The same command again skips runs that are done, resumes those that were stopped, and repeats those that failed.
     """
-    with report_errors():
-        check_changes(changes or [], _OPTIONS)
-        seconds = parse_duration("--budget", budget)
-        if only and variants is None:
-            raise ConfigError(f"--only: expected --variants with it, whose variants it selects, got {only} alone")
-        find(recipe)  # answers a misspelled name before PyTorch is imported
+    check_changes(changes or [], _OPTIONS)
+    seconds = parse_duration("--budget", budget)
+    if only and variants is None:
+        raise ConfigError(f"--only: expected --variants with it, whose variants it selects, got {only} alone")
+    find(recipe)  # answers a misspelled name before PyTorch is imported
 
-        from tcnca.training import sweeps
-        from tcnca.training.sweeps.results import CSV, MARKDOWN, point_state
+    from tcnca.training import sweeps
+    from tcnca.training.sweeps.results import CSV, MARKDOWN, point_state
 
-        selected = [name.strip() for name in only.split(",")] if only else []
-        compared = None if variants is None else sweeps.load_variants(variants, selected)
-        if compared and compared.recipe not in ("", recipe):
-            typer.echo(f"note: the variants of {variants} are for {compared.recipe}, not for {recipe}")
-        wanted = sweeps.plan(recipe, changes or [], out, variants=compared, budget=seconds, device=device, jobs=jobs)
-        if dry_run:
-            for point in wanted.points:
-                arguments = wanted.train_command(point, "--out", str(point.folder))
-                typer.echo(f"{point_state(point)[0]:<8} {shlex.join(['tcnca', *arguments])}")
-            return
+    selected = [name.strip() for name in only.split(",")] if only else []
+    compared = None if variants is None else sweeps.load_variants(variants, selected)
+    if compared and compared.recipe not in ("", recipe):
+        typer.echo(f"note: the variants of {variants} are for {compared.recipe}, not for {recipe}")
+    wanted = sweeps.plan(recipe, changes or [], out, variants=compared, budget=seconds, device=device, jobs=jobs)
+    if dry_run:
+        for point in wanted.points:
+            arguments = wanted.train_command(point, "--out", str(point.folder))
+            typer.echo(f"{point_state(point)[0]:<8} {shlex.join(['tcnca', *arguments])}")
+        return
+    with continue_with(f"continue with\n{wanted.command}"):
         stopped = sweeps.run_sweep(wanted, Console(emoji=False, highlight=False, markup=False, soft_wrap=True))
-        rows = sweeps.read_rows(wanted)
-        sweeps.write_tables(wanted, rows)
-        drawn = [path.name for path in (sweeps.save_scores(wanted, rows), sweeps.save_curves(wanted)) if path]
-        typer.echo(f"\n{sweeps.to_markdown(wanted, rows)}")
-        typer.echo(f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
-        if stopped:
-            typer.echo(f"stopped by {stopped}; nothing is lost, continue with\n{wanted.command}")
-            raise typer.Exit(130)
-        if any(row.state != "done" for row in rows):
-            typer.echo("The same command repeats what is not done.")
-            raise typer.Exit(1)
+    rows = sweeps.read_rows(wanted)
+    sweeps.write_tables(wanted, rows)
+    drawn = [path.name for path in (sweeps.save_scores(wanted, rows), sweeps.save_curves(wanted)) if path]
+    typer.echo(f"\n{sweeps.to_markdown(wanted, rows)}")
+    typer.echo(f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
+    if stopped:
+        typer.echo(f"stopped by {stopped}; nothing is lost, continue with\n{wanted.command}")
+        raise typer.Exit(130)
+    if any(row.state != "done" for row in rows):
+        typer.echo("The same command repeats what is not done.")
+        raise typer.Exit(1)

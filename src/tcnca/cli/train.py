@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.reporting import check_changes, parse_duration, report_errors
+from tcnca.cli.boundary import continue_with
+from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -38,20 +40,19 @@ def train(
 ) -> None:
     """Train a model from a recipe. On several devices: `torchrun --nproc-per-node 8 -m tcnca train RECIPE`."""
     changes = [*([f"data={data}"] if data else []), *(changes or [])]
-    with report_errors():
-        check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
-        seconds = parse_duration("--budget", budget)
-        name = Path(recipe).stem
-        if (Path(recipe) / "recipe.yaml").is_file():  # a run directory
-            recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
-        find(recipe)  # answers a misspelled name before PyTorch is imported
+    check_changes(changes, ("--data", "--out", "--resume", "--budget", "--device", "--print-config"))
+    seconds = parse_duration("--budget", budget)
+    name = Path(recipe).stem
+    if os.path.isfile(Path(recipe) / "recipe.yaml"):  # a run directory
+        recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
+    find(recipe)  # answers a misspelled name before PyTorch is imported
     from tcnca.training import Trainer, load_recipe
     from tcnca.training.provenance import command_line
 
     options = [*(["--budget", budget] if budget else []), *(["--device", device] if device else [])]
     arguments = ["train", recipe, *changes, *options]
     again = command_line([*arguments, *(["--out", str(out)] if out else []), "--resume"])
-    with report_errors(f"stopped; continue with\n{again}"):
+    with continue_with(f"continue with\n{again}"):
         wanted = load_recipe(recipe).override(changes)
         if print_config:
             wanted.validate()
@@ -105,7 +106,6 @@ def eval_(
     device: _Device = None,
 ) -> None:
     """Evaluate a trained model on a split."""
-    with report_errors():
-        from tcnca.training import evaluate_run
+    from tcnca.training import evaluate_run
 
-        evaluate_run(run, changes or [], split=split, best=best, device=device)
+    evaluate_run(run, changes or [], split=split, best=best, device=device)

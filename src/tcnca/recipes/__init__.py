@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from tcnca.config import closest, read_yaml
+from tcnca.config import closest, read_yaml, shown
 from tcnca.errors import ConfigError
 
 FAMILIES: dict[str, str] = {
@@ -24,6 +24,9 @@ FAMILIES: dict[str, str] = {
 """What each family of models is, and whether it is the paper's or ours."""
 
 _FOLDERS = {"recipe": Path(__file__).parent, "variants": Path(__file__).parent / "variants"}
+
+_MAX_EXTENDS = 20
+"""Recipes of which each extends the next. Names of files can form cycles in many ways."""
 
 
 def builtin(what: Literal["recipe", "variants"] = "recipe") -> list[str]:
@@ -64,18 +67,18 @@ def find(name: str, what: Literal["recipe", "variants"] = "recipe", near: Path |
     """
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name) if near is None else near / name
-        if not path.is_file():
-            raise ConfigError(f"{what}: expected a file, got {path}, which does not exist")
+        if not os.path.isfile(path):  # False, and not an error, for names that are too long
+            raise ConfigError(f"{what}: expected a file, got {shown(str(path))[1:-1]}, which does not exist")
         return path
     path = _FOLDERS[what] / f"{name}.yaml"
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     known = builtin(what)
     close = closest(name, known)
     if close:
         raise ConfigError(f"{what}: did you mean {close}? Got {name!r}")
     listed = "a name that `tcnca recipes` lists" if what == "recipe" else f"one of {', '.join(known)}"
-    raise ConfigError(f"{what}: expected {listed}, or a file that ends in .yaml, got {name!r}")
+    raise ConfigError(f"{what}: expected {listed}, or a file that ends in .yaml, got {shown(name)}")
 
 
 def read_recipe(name: str) -> list[dict[str, Any]]:
@@ -90,6 +93,10 @@ def read_recipe(name: str) -> list[dict[str, Any]]:
         if path in seen:
             names = " extends ".join(each.stem for each in [*seen, path])
             raise ConfigError(f"{name}: expected recipes that extend others, got a cycle: {names}")
+        if len(seen) == _MAX_EXTENDS:
+            raise ConfigError(
+                f"{name}: expected at most {_MAX_EXTENDS} recipes of which each extends the next, got more"
+            )
         seen.append(path)
         values = read_yaml(path, label)
         parent = values.pop("extends", None)
@@ -97,7 +104,7 @@ def read_recipe(name: str) -> list[dict[str, Any]]:
         if parent is None:
             return layers
         if not isinstance(parent, str):
-            raise ConfigError(f"{label}: extends: expected the name or file of a recipe, got {parent!r}")
+            raise ConfigError(f"{label}: extends: expected the name or file of a recipe, got {shown(parent)}")
         try:
             path = find(parent, near=path.parent)
         except ConfigError as error:

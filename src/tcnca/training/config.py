@@ -7,7 +7,17 @@ import inspect
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from tcnca.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, OpenKeys, PositiveInt, Probability
+from tcnca.config import (
+    Config,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenKeys,
+    PositiveInt,
+    Probability,
+    Range,
+    Seed,
+)
 from tcnca.data.schema import Kind
 from tcnca.data.tasks import Task
 from tcnca.errors import ConfigError
@@ -55,7 +65,7 @@ class BatchConfig(Config, shorthand="size"):
     """Examples per step, over all processes; for a language model, tokens."""
     grad_accum_steps: PositiveInt = 1
     """Parts into which each process cuts its share, computed one after the other, to need less memory."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the order of examples, of the weights and of dropout."""
 
 
@@ -140,7 +150,7 @@ class RuntimeConfig(Config):
     compile: bool | Literal["gpu"] = False
     """Whether to compile the layers with `torch.compile`; `gpu` does so on a GPU only, as a CPU needs a C++ compiler.
     Each row length costs half a minute once; rows of unequal lengths are padded to a few."""
-    threads: NonNegativeInt = 0
+    threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads; 0 for PyTorch's default. Small models, and busy machines, are faster with one."""
     activation_checkpointing: bool | Literal["cheap"] = False
     """Whether to recompute layers in the backward pass instead of keeping their activations: less memory. `cheap`

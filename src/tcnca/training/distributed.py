@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, PeerError
 from tcnca.models import SequenceModel
 from tcnca.training.config import RuntimeConfig
+from tcnca.training.signals import end_by_sigterm
 
 _MAX_COMPILED_SHAPES = 64
 """Shapes for which a layer is compiled; it runs eagerly for any others."""
@@ -112,17 +113,27 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
     if world_size == 1:
         yield DistContext(device=place)
         return
-    # Host tensors are reduced by gloo, without waiting for the GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
+        # This waits for the others, which may have failed: torchrun then ends this process with SIGTERM.
+        with end_by_sigterm():
+            # Host tensors are reduced by gloo, without waiting for the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
         yield DistContext(rank=rank, world_size=world_size, device=place)
         # Leave together: a process that leaves while another still communicates may block forever.
         last = dist.barrier(async_op=True)
         if last is not None:
             last.wait()
             _LAST_BARRIER.append(last)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise PeerError(
+                "another process of the run has ended, or cannot be reached; its message says why. This process, rank "
+                f"{rank} of {world_size}, ends too"
+            ) from error
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def should_compile(runtime: RuntimeConfig, device: torch.device) -> bool:

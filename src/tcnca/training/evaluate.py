@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from tcnca.config import check_choice
 from tcnca.data import Task
+from tcnca.data.schema import SPLITS
 from tcnca.errors import ConfigError
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import SequenceModel, load
@@ -133,6 +135,7 @@ def evaluate_run(
         device: `cpu` or `cuda`; None for a GPU if there is one.
         verbose: print progress and the score.
     """
+    check_choice("split", split, SPLITS)
     if not (run / RECIPE).is_file():
         raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
     check_no_links(run)

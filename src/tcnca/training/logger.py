@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import importlib
 import io
-import json
 import math
 import os
 import socket
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import torch
 from rich.console import Console
@@ -23,7 +22,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from torch import Tensor
 
-from tcnca.files import disk_errors, to_json
+from tcnca.config import NonNegativeInt, Range, check
+from tcnca.errors import ConfigError
+from tcnca.files import disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
 
 LOG = "log.jsonl"
@@ -348,14 +349,34 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     kept: dict[tuple[int, Any], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            continue
+    for line in _read_lines(path):
         while kept and next(reversed(kept))[0] > line["step"]:
             kept.popitem()
         kept[line["step"], line.get("split")] = line
     return list(kept.values())
+
+
+_MAX_LINE = 2**16
+"""Bytes of a line of the log. Ours have some hundred."""
+_Number = Annotated[float, Range(-1e100, 1e100)]
+# Types of the values that are read again. NaN is stored as null.
+_FIELDS: dict[str, Any] = {
+    "step": NonNegativeInt,
+    **dict.fromkeys(("split", "metric"), str),
+    **dict.fromkeys(("value", "loss", "lr"), _Number | None),
+    **dict.fromkeys(("seconds", "tokens", "tokens_per_second", "memory_gib"), Annotated[float, Range(0, 1e100)]),
+}
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the lines of a log that are complete, and whose values have the types that are expected."""
+    with path.open("rb") as file:
+        while text := file.readline(_MAX_LINE):
+            try:
+                line = parse_json(text, dict[str, Any])
+                for name in line.keys() & _FIELDS.keys():
+                    check(name, line[name], _FIELDS[name])
+            except ConfigError:
+                continue
+            if "step" in line:
+                yield line

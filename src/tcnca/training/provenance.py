@@ -6,20 +6,20 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
+from tcnca.config import NonNegativeInt, PositiveInt, Range, Seed
 from tcnca.errors import TrainingError
-from tcnca.files import atomic_write, to_json
+from tcnca.files import atomic_write, read_json, to_json
 from tcnca.training.distributed import available_cores
 from tcnca.version import __version__
 
@@ -28,6 +28,9 @@ PROVENANCE = "provenance.json"
 _PACKAGE = Path(__file__).parent.parent
 _GIT_SECONDS = 3.0
 """Time limit of a git command."""
+
+Budget = Annotated[float, Range(1e-3, 1e9)]
+"""Seconds to train, at most some thirty years."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,13 +41,13 @@ class Launch:
     """Name of the recipe."""
     command: str
     """Command that repeats the run from its start."""
-    step: int
+    step: NonNegativeInt
     """Steps done before this launch."""
-    seed: int
+    seed: Seed
     """Seed of the order of examples, the weights and dropout."""
-    budget: float | None
+    budget: Budget | None
     """Seconds to train; None if the number of steps ends the run."""
-    processes: int
+    processes: PositiveInt
     """Number of processes."""
     hardware: dict[str, Any]
     """Devices of the run."""
@@ -60,6 +63,13 @@ class Launch:
     """Commit of the library's source, with `+changes` if it was changed since; None for an installed library."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Provenance:
+    """The content of the file."""
+
+    launches: list[Launch]
+
+
 def add_launch(folder: Path, launch: Launch, *, resumed: bool) -> None:
     """Add a launch to the provenance of a run; one that does not resume replaces it."""
     launches = [*(read_launches(folder) if resumed else []), launch]
@@ -72,10 +82,9 @@ def read_launches(folder: Path) -> list[Launch]:
     path = folder / PROVENANCE
     if not path.is_file():
         return []
-    try:
-        return [Launch(**values) for values in json.loads(path.read_text(encoding="utf-8"))["launches"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise TrainingError(f"{path}: cannot be read ({error!r}); remove it, the run can be resumed without") from error
+    remedy = "remove it, the run can be resumed without"
+    stored: _Provenance = read_json(path, _Provenance, error=TrainingError, remedy=remedy)
+    return stored.launches
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tcnca.config import NonNegativeInt, Range
 from tcnca.errors import TrainingError
-from tcnca.files import atomic_path, atomic_write, to_json
+from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import Launch, read_launches
@@ -44,19 +44,27 @@ _LOG_SCALE_RATIO = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best validation of a run."""
+
+    value: float
+    step: NonNegativeInt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """The result of a run."""
 
-    step: int
+    step: NonNegativeInt
     """Steps done."""
-    seconds: float
+    seconds: Annotated[float, Range(0, 1e10)]
     """Time spent, over all launches."""
     stopped: str = ""
     """Name of the signal that stopped the run before its end, if one did."""
     scores: dict[str, Score] = dataclasses.field(default_factory=dict)
     """Final score on each split."""
-    best: dict[str, float] | None = None
-    """Best validation: its `value` and its `step`."""
+    best: Best | None = None
+    """Best validation."""
     tokens: int = 0
     """Tokens read in training, up to the last line of the log."""
     tokens_per_second: float | None = None
@@ -71,6 +79,23 @@ class Result:
     """Digest of the data set; empty if it is generated on the fly."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StoredScore:
+    """A `Score` as JSON stores it, with null for NaN."""
+
+    metric: str
+    value: float | None
+    count: int
+    higher_is_better: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StoredResult(Result):
+    """A `Result` as JSON stores it."""
+
+    scores: dict[str, _StoredScore]  # type: ignore[assignment]
+
+
 def write_result(folder: Path, result: Result) -> None:
     """Write `result.json`."""
     atomic_write(folder / RESULT, to_json(dataclasses.asdict(result), indent=1) + "\n")
@@ -81,28 +106,26 @@ def read_result(folder: Path) -> Result | None:
     path = folder / RESULT
     if not path.is_file():
         return None
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        # NaN is stored as null.
-        scores = {
-            split: Score(**{**score, "value": np.nan if score["value"] is None else score["value"]})
-            for split, score in values.pop("scores").items()
-        }
-        return Result(**values, scores=scores)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TrainingError(f"{path}: cannot be read ({error}); remove it, and --resume writes it again") from error
+    remedy = "remove it, and --resume writes it again"
+    stored: _StoredResult = read_json(path, _StoredResult, error=TrainingError, remedy=remedy)
+    scores = {
+        split: Score(**{**vars(score), "value": np.nan if score.value is None else score.value})
+        for split, score in stored.scores.items()
+    }
+    return Result(**{**vars(stored), "scores": scores})
 
 
 def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the tokens per second of training over all lines of a log."""
-    read = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens")]
+    pairs = [(line.get("tokens"), line.get("tokens_per_second")) for line in lines]
+    read = [(tokens, speed) for tokens, speed in pairs if tokens and speed]
     return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
 
 
 def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> tuple[int, float] | None:
     """Return the step of the best validation and its value; the first of equal ones."""
-    found = [(line["step"], line["value"]) for line in lines if line.get("split") == "validation"]
-    found = [(step, value) for step, value in found if value is not None]
+    scored = [line for line in lines if line.get("split") == "validation" and line.get("value") is not None]
+    found = [(line["step"], line["value"]) for line in scored]
     if not found:
         return None
     return max(found, key=lambda each: (each[1] if higher_is_better else -each[1], -each[0]))
@@ -132,7 +155,7 @@ def cost_rows(result: Result) -> list[tuple[str, str]]:
     """Return what a run took, as names and texts."""
     rows = []
     if result.best is not None:
-        rows.append(("best validation", f"{result.best['value']:.4f} at step {result.best['step']:,}"))
+        rows.append(("best validation", f"{result.best.value:.4f} at step {result.best.step:,}"))
     rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
     if result.tokens_per_second is not None:
         rows.append(("tokens/s", f"{result.tokens_per_second:,.0f}"))
@@ -164,7 +187,8 @@ def _provenance_rows(result: Result, launches: Sequence[Launch]) -> list[tuple[s
 
 
 def _hardware(launch: Launch) -> str:
-    facts = launch.hardware
+    # Of the fields, each kind of device has others.
+    facts = {"name": "unknown", "count": 1, "cores": "unknown", **launch.hardware}
     several = f", {launch.processes} processes" if launch.processes > 1 else ""
     if "memory_gib" in facts:
         return f"{facts['count']} × {facts['name']}, {facts['memory_gib']} GiB{several}"
@@ -245,7 +269,7 @@ def _draw_validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_b
     lines = [line for line in lines if line.get("split") == "validation"]
     steps, values = series(lines, "value")
     best = best_validation(lines, higher_is_better=higher_is_better)
-    axis.set_title(f"validation {lines[0]['metric']}" if lines else "validation", loc="left", fontsize=9)
+    axis.set_title(f"validation {lines[0].get('metric', '')}" if lines else "validation", loc="left", fontsize=9)
     if best is None:
         axis.text(0.5, 0.5, "none yet", color=GRAY, ha="center", va="center", transform=axis.transAxes)
         axis.set_yticks([])

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. The run reacts between two steps, after it has saved."""
+"""Signals that ask a run to stop. The loop reacts between two steps, after it has saved."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def catch_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def end_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process at once, for calls that Python's handlers cannot interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

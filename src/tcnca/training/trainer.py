@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
@@ -26,7 +27,7 @@ from tcnca.training.distributed import DistContext, dist_context, gradient_sync,
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.logger import Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
-from tcnca.training.provenance import RECIPE, Launch, add_launch, command_line, hardware, read_launches
+from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
@@ -72,7 +73,8 @@ class Trainer:
         self.recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         self.name = name or Path(recipe if isinstance(recipe, str) else out or self.recipe.data.source).stem
         self.out = Path(out or Path("runs") / self.name)
-        self.budget, self.resume, self.device, self.verbose = budget, resume, device, verbose
+        self.budget = check("budget", budget, Budget | None)
+        self.resume, self.device, self.verbose = resume, device, verbose
         self.command = command or command_line(["train", str(self.out / RECIPE)])
         self._check_out()
 
@@ -450,7 +452,7 @@ class Trainer:
             seconds=self.state.seconds,
             stopped=stopped,
             scores=scores,
-            best=None if best is None else {"step": best[0], "value": best[1]},
+            best=None if best is None else report.Best(step=best[0], value=best[1]),
             tokens=round(sum(line.get("tokens", 0) for line in lines)),
             tokens_per_second=report.mean_speed(lines),
             memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),

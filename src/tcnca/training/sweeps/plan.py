@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import shlex
 import zlib
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tcnca.config import canonical, check_choice, parse_overrides, parse_value, prefixed, read_yaml, resolve
+from tcnca.config import canonical, check, check_choice, parse_overrides, parse_value, prefixed, read_yaml, resolve, shown
 from tcnca.data import Task
 from tcnca.errors import ConfigError
 from tcnca.recipes import find
@@ -28,6 +29,8 @@ VARIANT = "variant"
 """The key whose values are names of variants."""
 _MAX_NAME = 120
 """Characters of the name of a run directory; file systems allow 255 bytes."""
+_MAX_RUNS = 10_000
+"""Runs of a sweep, all of which are checked before the first one starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,22 +59,22 @@ def load_variants(name: str, only: Sequence[str] = ()) -> Variants:
         prefixed(f"{name}: ", functools.partial(check_choice, key, key, ("about", "recipe", "variants")))
     variants = values.get("variants")
     if not isinstance(variants, dict) or not variants:
-        raise ConfigError(f"{name}: variants: expected names with lists of changes, got {variants!r}")
+        raise ConfigError(f"{name}: variants: expected names with lists of changes, got {shown(variants)}")
     for variant, changes in variants.items():
         if not isinstance(variant, str) or not re.fullmatch(r"[A-Za-z][\w.+-]*", variant, re.ASCII):
             raise ConfigError(
                 f"{name}: variants: expected a name of letters, digits and _.+-, in quotes if YAML does not read it as "
-                f"text, got {variant!r}"
+                f"text, got {shown(variant)}"
             )
         if not isinstance(changes, list) or not all(isinstance(text, str) and "=" in text for text in changes):
             raise ConfigError(
                 f"{name}: variant {variant}: expected a list such as [num_layers=4, 'betas=[0.9, 0.99]'], or [] for no "
-                f"change, got {changes!r}"
+                f"change, got {shown(changes)}"
             )
     for each in only:
         check_choice("--only", each, variants)
     selected = {variant: changes for variant, changes in variants.items() if not only or variant in only}
-    about, recipe = (str(values.get(key) or "") for key in ("about", "recipe"))
+    about, recipe = (check(f"{name}: {key}", values.get(key) or "", str) for key in ("about", "recipe"))
     return Variants(name=name, about=about, recipe=recipe, changes=selected)
 
 
@@ -180,6 +183,9 @@ def plan(
         grid = {VARIANT: list(variants.changes), **grid}
     if not grid:
         raise ConfigError("expected keys to sweep over, key=value,value, such as lr=1e-4,1e-3, got none")
+    runs = math.prod(len(texts) for texts in grid.values())
+    if runs > _MAX_RUNS:
+        raise ConfigError(f"expected a sweep of at most {_MAX_RUNS:,} runs, got {runs:,}; give fewer values")
     base = load_recipe(recipe)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     points = []
@@ -217,18 +223,29 @@ def parse_grid(changes: Iterable[str]) -> dict[str, list[str]]:
     for change in changes:
         key, equals, text = (part.strip() for part in change.partition("="))
         if not equals:
-            raise ConfigError(f"{change}: expected key=value, for example {change}=1,2")
+            word = shown(change)[1:-1]
+            raise ConfigError(f"{word}: expected key=value, for example {word}=1,2")
         if key in grid:
             raise ConfigError(f"{key}: is given twice; give all its values at once: {key}={','.join(grid[key])},{text}")
-        # Split at commas outside brackets.
-        grid[key] = [value.strip() for value in re.split(r",(?![^\[{]*[\]}])", text)]
+        grid[key] = _split_values(text)
     return grid
+
+
+def _split_values(text: str) -> list[str]:
+    """Split a text at the commas outside brackets."""
+    depth, ends = 0, [-1]
+    for place, letter in enumerate(text):
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            ends.append(place)
+    return [text[start + 1 : end].strip() for start, end in itertools.pairwise([*ends, len(text)])]
 
 
 def folder_name(values: dict[str, str]) -> str:
     """Return a readable name for a run directory that any file system accepts."""
     # 1e-3 and 0.001 are the same number and get the same name.
-    numbers = {key: value for key, text in values.items() if isinstance(value := parse_value(text), float)}
+    parsed = {key: prefixed(f"{key}: ", functools.partial(parse_value, text)) for key, text in values.items()}
+    numbers = {key: value for key, value in parsed.items() if isinstance(value, float)}
     label = ",".join(f"{key}={numbers.get(key, text.replace(' ', ''))}" for key, text in values.items())
     safe = re.sub(r"[^\w.=,+\[\]-]", "-", label, flags=re.ASCII)
     if safe == label and len(safe) <= _MAX_NAME:

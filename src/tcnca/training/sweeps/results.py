@@ -9,6 +9,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from tcnca.errors import ConfigError
@@ -24,6 +25,8 @@ LOG = "sweep.log"
 """What the process of a run has printed; its last line says how it ended."""
 FAILED = "failed: "
 """Start of the last line of the log of a run that failed."""
+_MAX_END = 2**18
+"""Bytes of the end of a log that are read."""
 State = Literal["done", "failed", "stopped", "waiting"]
 _NUMBERS = ("validation", "best_validation", "test", "steps", "seconds", "tokens_per_second")
 
@@ -70,10 +73,17 @@ def point_state(point: Point) -> tuple[State, str]:
             return "done", ""
         return "failed", f"the recipe was changed meanwhile: {differences(trained, point.recipe)}"
     try:
-        last = (point.folder / LOG).read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")[-1]
+        last = read_end(point.folder / LOG).rstrip("\n").split("\n")[-1]
     except OSError:
         return ("stopped" if (point.folder / RECIPE).exists() else "waiting"), ""
     return ("failed", last.removeprefix(FAILED)) if last.startswith(FAILED) else ("stopped", "")
+
+
+def read_end(path: Path, start: int = 0) -> str:
+    """Read a text file from `start` on, or only its end if there is much."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, io.SEEK_END) - _MAX_END))
+        return file.read(_MAX_END).decode(errors="replace")
 
 
 def read_row(point: Point) -> Row:
@@ -88,7 +98,7 @@ def read_row(point: Point) -> Row:
         state=state,
         error=error,
         scores={split: score.value for split, score in result.scores.items()} if result else {},
-        best_validation=result.best["value"] if result and result.best else None,
+        best_validation=result.best.value if result and result.best else None,
         steps=result.step if result else steps,
         seconds=result.seconds if result else seconds,
         tokens_per_second=mean_speed(lines),

@@ -23,7 +23,7 @@ from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
 from tcnca.training.signals import catch_signals
 from tcnca.training.sweeps.plan import Point, Sweep
-from tcnca.training.sweeps.results import FAILED, LOG, read_row, read_rows, write_tables
+from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
 
 def run_sweep(sweep: Sweep, console: Console) -> str:
@@ -105,7 +105,8 @@ class _Job:
     def close(self, *, asked: bool) -> None:
         """Wait for the process, and log how it ended; `asked` says that it was told to."""
         status = self.process.wait()
-        stopped = asked or status in (128 + signal.SIGINT, -signal.SIGINT, -signal.SIGTERM)
+        codes = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)]
+        stopped = asked or status in codes
         last = "done" if status == 0 else "stopped" if stopped else FAILED + self._reason(status)
         # On its own line, even if the process was killed in the middle of one.
         self._log.write(f"\n{last}\n".encode())
@@ -115,7 +116,7 @@ class _Job:
         if status < 0:
             memory = "; it may have run out of memory" if -status == signal.SIGKILL else ""
             return f"ended by {signal.Signals(-status).name}{memory}"
-        printed = (self.point.folder / LOG).read_bytes()[self._start :].decode(errors="replace").split("\n")
+        printed = read_end(self.point.folder / LOG, self._start).split("\n")
         lines = [line.strip() for line in printed if line.strip()] or [f"ended with status {status}"]
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
         return (errors or lines)[-1]
