@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tcnca.errors import InputError
 from tcnca.files import atomic_path
 from tcnca.generation.prefill import evaluating, piece_length
+from tcnca.generation.text import encode_bytes
 from tcnca.models import ModelState, SequenceModel
 
 _NEWLINE = 10
@@ -43,17 +44,15 @@ class TextScorer:
     def __init__(self, model: SequenceModel) -> None:
         if not model.config.head.generates:
             raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
-        preprocessing = model.preprocessing
-        if preprocessing.byte_map is None:
-            raise InputError("model: expected a model of bytes, got one that was saved without a byte map")
         self.model, self.position = model, 0
-        newline = _NEWLINE in preprocessing.byte_map
-        self._last = preprocessing.encode_bytes(bytes([_NEWLINE])) if newline else torch.zeros(1, dtype=torch.int16)
+        self._last = encode_bytes(model, b"\n" if _NEWLINE in (model.preprocessing.byte_map or ()) else b"")
+        if not len(self._last):
+            self._last = torch.zeros(1, dtype=torch.int16)
         self._state: ModelState | None = None
 
     def __call__(self, data: bytes) -> Bits:
         """Return the bits of each byte of the next piece of the text, `[time]`."""
-        tokens = torch.cat([self._last, self.model.preprocessing.encode_bytes(data, self.position)])
+        tokens = torch.cat([self._last, encode_bytes(self.model, data, self.position)])
         width, found = piece_length(self.model, 1), [np.zeros(0)]
         for begin in range(0, len(data), width):
             found.append(self._score(tokens[begin : begin + width + 1]))
@@ -253,7 +252,8 @@ def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProf
             dark, light = _COLORS[index % len(_COLORS)]
             values = profile.curve.values()
             offsets = (np.arange(len(values)) + 0.5) * profile.curve.width
-            axis.plot(offsets, values, color=light, linewidth=0.6)
+            if len(profiles) == 1:  # several would hide each other
+                axis.plot(offsets, values, color=light, linewidth=0.6)
             label = f"{name}: {profile.bits_per_byte:.4f}"
             axis.plot(offsets, smooth(values, max(len(values) // 100, 1)), color=dark, linewidth=1.3, label=label)
         if len(profiles) == 1:
@@ -263,7 +263,8 @@ def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProf
         axis.set_ylim(bottom=0)
         axis.set_ylabel("bits per byte", color=GRAY)
         axis.set_xlabel("byte", color=GRAY)
-        axis.legend(frameon=False, fontsize=8, loc="upper right")
+        # Above the axes, where no curve is.
+        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
         format_ticks(axis)
         with atomic_path(path) as temporary:
             figure.savefig(temporary, format="png")

@@ -144,7 +144,7 @@ def _print_texts(texts: Iterator[list[str | None]], num_samples: int, read: int,
             printer.add(new)
     finally:
         # On Ctrl-C, too: with what was generated so far.
-        if not isinstance(sys.exception(), OSError):
+        if not isinstance(sys.exception(), Exception):
             printer.finish()
             seconds = time.perf_counter() - first
             speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""

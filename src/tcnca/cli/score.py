@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +63,7 @@ def score(
         raise ConfigError(f"RUN... FILE: expected at least one run and a text, got {file} only")
     if lines is not None and len(runs) > 1:
         raise ConfigError(f"--lines: expected one run, got {len(runs)}")
-    if str(file) != _STDIN and not file.is_file():
+    if str(file) != _STDIN and (file.is_dir() or not file.exists()):
         reason = "a folder" if file.is_dir() else "nothing of this name"
         raise DataError(f"{file}: expected a file to score, got {reason}")
 
@@ -79,12 +79,13 @@ def score(
         by_line = Lines()
         stopped: BaseException | None = None
         try:
-            for data in _read(file):
-                for scorer, profile in zip(scorers, profiles, strict=True):
-                    bits = scorer(data)
-                    profile.add(data, bits)
-                if write is not None:
-                    write(by_line.add(data, bits))
+            with contextlib.closing(_read(file)) as pieces:
+                for data in pieces:
+                    for scorer, profile in zip(scorers, profiles, strict=True):
+                        bits = scorer(data)
+                        profile.add(data, bits)
+                    if write is not None:
+                        write(by_line.add(data, bits))
         except (KeyboardInterrupt, Stopped) as error:
             stopped = error  # after what was measured so far is written
         except VocabularyError as error:
@@ -116,14 +117,14 @@ def _load(run: Path, device: torch.device) -> SequenceModel:
     return model
 
 
-def _read(file: Path) -> Iterator[bytes]:
+def _read(file: Path) -> Generator[bytes, None, None]:
     """Yield the pieces of a file, or of the standard input as they come, and show the progress."""
     with ProgressReporter(Console(stderr=True, emoji=False, highlight=False)) as reporter:
         try:
-            size = None if str(file) == _STDIN else file.stat().st_size
             source: Any = sys.stdin.buffer if str(file) == _STDIN else file.open("rb")
-            with source if size is not None else contextlib.nullcontext():
-                done = 0
+            with contextlib.nullcontext() if str(file) == _STDIN else source:
+                # Pipes and devices have no size.
+                done, size = 0, None if str(file) == _STDIN else file.stat().st_size or None
                 while data := source.read1(_PIECE):
                     yield data
                     done += len(data)
@@ -168,8 +169,9 @@ def _print(console: Console, runs: list[Path], profiles: list[TextProfile]) -> N
     if len(runs) > 1 or not (places := profiles[0].places()):
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="most surprising places", title_justify="left")
-    for column in ("bits per byte", "line", "offset"):
-        table.add_column(column, justify="right", no_wrap=True)
+    last = max(places, key=lambda place: place.offset)
+    for column, greatest in (("bits per byte", 0), ("line", last.line), ("offset", last.offset)):
+        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), len(f"{greatest:,}")))
     table.add_column("text", no_wrap=True, overflow="ellipsis")
     for place in places:
         text = escape_controls(place.text.decode("utf-8", "replace"), "")

@@ -61,7 +61,7 @@ def filter_logits(logits: Tensor, options: SamplingOptions) -> Tensor:
         least = logits.topk(options.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     if options.top_p is not None and options.top_p < 1.0:
-        ordered, order = logits.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(logits, stable=True, dim=-1, descending=True)
         shares = ordered.softmax(-1)
         # Tokens are kept until the more likely ones have enough probability, so that the first always is.
         removed = shares.cumsum(-1) - shares >= options.top_p

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,31 +55,14 @@ class Preprocessing(Config):
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
         data = text.encode() if isinstance(text, str) else text
-        if self.symbols is None:
-            return self.encode_bytes(data).long()
+        pieces: Sequence[Any] = data if self.symbols is None else data.decode().split()
         tokens = {piece: token for token, piece in enumerate(self._vocabulary())}
-        words = data.decode().split()
-        unknown = [word for word in words if word not in tokens]
+        unknown = [piece for piece in pieces if piece not in tokens]
+        if unknown and self.symbols is None:
+            raise VocabularyError(f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}")
         if unknown:
             raise VocabularyError(f"text: expected words out of {' '.join(tokens)} between spaces, got {unknown[0]!r}")
-        return torch.tensor([tokens[word] for word in words], dtype=torch.long)
-
-    def encode_bytes(self, data: bytes, offset: int = 0) -> Tensor:
-        """Return the tokens `[time]` of bytes as int16, for long texts; `offset` is where they begin, for errors."""
-        known = self.byte_map
-        if known is None:
-            raise InputError("text: expected a model of bytes, got one that was saved without a byte map")
-        table = np.full(256, -1, np.int16)
-        table[list(known)] = np.arange(len(known))
-        tokens = table[np.frombuffer(data, np.uint8)]
-        places = np.flatnonzero(tokens < 0)
-        if len(places):
-            unknown = bytes(sorted({data[place] for place in places}))
-            raise VocabularyError(
-                f"text: expected bytes that occur in the training data, got {unknown!r}, the first of them at offset "
-                f"{offset + int(places[0]):,}"
-            )
-        return torch.from_numpy(tokens)
+        return torch.tensor([tokens[piece] for piece in pieces], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""
