@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tcnca.errors import InputError
 from tcnca.files import atomic_path
-from tcnca.generation.prefill import evaluating, piece_length
+from tcnca.generation.prompts import evaluating, piece_length
 from tcnca.generation.text import encode_bytes
 from tcnca.models import ModelState, SequenceModel
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
-from tcnca.generation.prefill import evaluating, prefill
+from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
