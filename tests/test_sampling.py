@@ -131,3 +131,22 @@ def test_excluded_tokens_are_never_chosen() -> None:
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplingOptions(temperature=temperature), 1, 3, 40, CPU, excluded=excluded, seed=1)
         assert sampler(random_logits(0)).tolist() == [11, 11, 11]
+
+
+@pytest.mark.gpu
+def test_sampling_does_not_synchronize() -> None:
+    device = torch.device("cuda")
+    options = SamplingOptions(repetition_penalty=1.2, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
+    excluded, logits = (torch.arange(40) == 3).to(device), random_logits(0).to(device)
+    prompt = torch.tensor([[1, 2]], device=device)
+    sampler = Sampler(options, 1, 3, 40, device, excluded=excluded, seed=1)
+    host = Sampler(options, 1, 3, 40, CPU, excluded=excluded.cpu(), seed=1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.observe(prompt)
+        tokens = [sampler(logits) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    host.observe(prompt.cpu())
+    assert torch.stack(tokens).tolist() == [host(logits.cpu()).tolist() for _ in range(20)]

@@ -101,7 +101,7 @@ def _token_bytes(model: SequenceModel) -> list[bytes]:
     if model.config.head.generates and byte_map is None and symbols is None:
         raise InputError(
             "model: expected a model of text, got one that was saved without a byte map; "
-            "tcnca.build(…, preprocessing=tcnca.Preprocessing(byte_map=range(256))) has one"
+            "tcnca.build(…, preprocessing=tcnca.Preprocessing(byte_map=tuple(range(256)))) has one"
         )
     return [bytes([byte]) for byte in byte_map or ()] or [b" " + symbol.encode() for symbol in symbols or ()]
 
