@@ -160,14 +160,13 @@ def _encoding_error(path: Path) -> DataError:
 
 
 def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
-    blank = []
-    while not (first := next(lines, "end")).strip("\r\n"):
-        blank.append(first)
+    blank = 0
+    while (first := next(lines, "")) and not first.strip("\r\n"):
+        blank += 1
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
-    lines = itertools.chain(blank, [first] if first != "end" else [], lines)
-    reader = csv.reader(lines, delimiter=_delimiter(path, first), strict=True)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=_delimiter(path, first), strict=True)
     header: list[str] = []
-    line = 1
+    line = blank + 1
     limit = csv.field_size_limit(MAX_LINE)
     try:
         for fields in reader:
@@ -183,7 +182,7 @@ def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
                         "put a field that contains the delimiter in quotes"
                     )
                 yield line, dict(zip(header, fields, strict=True))
-            line = reader.line_num + 1
+            line = blank + reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{path}, line {line}: cannot be read ({error}); put fields that contain quotes in quotes, and double them"
@@ -206,7 +205,7 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
         try:
             row = parse_json(part)
         except ConfigError as error:
-            raise DataError(f"{path}, line {line}: expected one JSON object per line, got no JSON ({error})") from error
+            raise DataError(f"{path}, line {line}: {error}; write one JSON object per line") from error
         if not isinstance(row, dict):
             raise DataError(
                 f'{path}, line {line}: expected a JSON object such as {{"text": "...", "label": "..."}}, got a '
