@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import ModelOutput, SequenceModel, TokenInputConfig, generate, stream
+from tcnca import ModelOutput, Preprocessing, SequenceModel, TokenInputConfig, generate, stream
+from tcnca.generation.prompts import prefill
 from tests.examples import FAMILY, VOCABULARY, small_model
 
 PROMPTS = st.integers(1, 9)
@@ -183,3 +184,44 @@ def test_model_in_training_mode_generates_without_dropout_and_keeps_its_mode() -
     assert model.layers[1].training
     assert not any(module.training for module in frozen.modules())
     assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("described", ["plain", "lengths", "padding"])
+def test_long_prompts_are_read_in_pieces(family: str, described: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the result of one call."""
+    padding = 0 if described == "padding" else None
+    model = lively_model(family, input=TokenInputConfig(vocab_size=VOCABULARY, pad_token_id=padding))
+    start, lengths = prompt(3, 42).clamp(min=1), None
+    if described == "lengths":
+        lengths = [42, 3, 17]
+    elif described == "padding":
+        start[1, :20] = 0
+        start[2, 9:] = 0
+    options: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.2, "lengths": lengths}
+    expected, (last, _) = generate(model, start, 9, **options), prefill(model, start, lengths)
+    monkeypatch.setattr("tcnca.generation.prompts.PREFILL_TOKENS", 26)  # of a batch of three
+    calls = count_calls(model)
+    assert torch.equal(generate(model, start, 9, **options), expected)
+    assert calls[: -(-42 // 8)] == [8, 8, 8, 8, 8, 2]
+    torch.testing.assert_close(prefill(model, start, lengths)[0], last, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_samples_of_one_prompt_read_it_once(family: str) -> None:
+    model, start = lively_model(family), prompt(2, 5)
+    calls = count_calls(model)
+    many = generate(model, start, 7, num_samples=3, seed=4)
+    assert calls == [5, *[1] * 6]
+    assert many.shape == (6, 7)
+    assert torch.equal(generate(model, start, 7, seed=4), many[::3])
+    assert torch.equal(generate(model, start[:1], 7, num_samples=2, seed=4), many[:2])
+    assert not torch.equal(generate(model, start, 7, num_samples=3, seed=5), many)
+    repeated = generate(model, start.repeat_interleave(3, 0), 7, temperature=0.0)
+    assert torch.equal(generate(model, start, 7, num_samples=3, temperature=0.0), repeated)
+
+
+def test_tokens_without_a_byte_are_not_generated() -> None:
+    model = small_model()
+    model.preprocessing = Preprocessing(byte_map=tuple(b"abcd"))
+    assert int(generate(model, prompt(3), 20, seed=0, temperature=5.0).max()) <= 3

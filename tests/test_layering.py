@@ -20,7 +20,7 @@ LAYERS = (
     ("data",),
     ("training",),
     ("bench", "report", "search"),
-    ("generation", "cli", "__init__", "__main__"),
+    ("generation", "scoring", "cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench"))]
 

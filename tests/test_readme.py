@@ -22,6 +22,24 @@ def test_python_blocks_run_in_order(tmp_path: Path, page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_commands_of_the_guide_run(tmp_path: Path) -> None:
+    """With fewer steps, in a copy of what they read."""
+    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"```sh\n(.*?tcnca generate.*?)```", text, re.DOTALL)
+    assert "--budget 60s" in commands
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/guide.md"):
+        (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
+    script = f'set -e\ntcnca() {{ {sys.executable} -m tcnca "$@"; }}\n' + commands.replace(
+        "--budget 60s", "max_steps=2"
+    )
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "200 tokens in" in done.stderr
+    assert {"score.png", "score.json", "lines.csv"} <= {path.name for path in tmp_path.iterdir()}
+
+
 def test_make_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = re.findall(r"^make (\w+)", README, re.MULTILINE)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TcncaError,
         VocabularyError,
     )
-    from tcnca.generation import generate, stream
+    from tcnca.generation import generate, stream, stream_text, stream_texts
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         presets,
         save,
     )
+    from tcnca.scoring import TextScorer, score
 
 __all__ = [
     "EMA",
@@ -63,6 +64,7 @@ __all__ = [
     "StateError",
     "TCNConfig",
     "TcncaError",
+    "TextScorer",
     "TokenInputConfig",
     "ValueInputConfig",
     "VocabularyError",
@@ -75,12 +77,15 @@ __all__ = [
     "preset",
     "presets",
     "save",
+    "score",
     "stream",
+    "stream_text",
+    "stream_texts",
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation")
-_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "recipes", "training")
+_SOURCES = ("errors", "layers", "models", "generation", "scoring")
+_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "recipes", "scoring", "training")
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

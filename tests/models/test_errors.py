@@ -192,8 +192,8 @@ def test_unknown_arguments_are_answered() -> None:
     ):
         with pytest.raises(InputError, match=message):
             small_model()(tokens(), **fields)
-    with pytest.raises(InputError, match=r"^repetition_penalty: no such argument; use one of model, prompt"):
-        generate(small_model(), tokens(), 3, repetition_penalty=2.0)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"^typical_p: no such argument; use one of model, prompt"):
+        generate(small_model(), tokens(), 3, typical_p=0.5)  # type: ignore[call-arg]
 
 
 def test_chunk_size() -> None:
@@ -224,10 +224,18 @@ GENERATION: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.5}, "temperature: expected .*, got -0.5"),
     ({"temperature": float("nan")}, "temperature: expected .*, got nan"),
     ({"top_k": 0}, "top_k: expected at least 1, or None, got 0"),
+    ({"top_p": 0.0}, "top_p: expected a number above 0 and at most 1, or None, got 0.0"),
+    ({"top_p": 1.5}, "top_p: expected .*, got 1.5"),
+    ({"min_p": -0.1}, "min_p: expected a number from 0 to 1, or None, got -0.1"),
+    ({"min_p": float("nan")}, "min_p: expected .*, got nan"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0, .*, got 0.0"),
+    ({"num_samples": 0}, "num_samples: expected at least 1, got 0"),
+    ({"seed": 1, "generator": torch.Generator()}, "seed, generator: expected at most one"),
+    ({"num_return_sequences": 2}, "num_return_sequences: no such argument; use num_samples"),
     ({"lengths": [3]}, "lengths: "),
     ({"lengths": [3, 0]}, "lengths: expected at least 1 token"),
-    ({"prompt": torch.zeros(7, dtype=torch.long)}, r"x: expected shape \[batch, time\]"),
-    ({"prompt": torch.zeros(2, 0, dtype=torch.long)}, r"x: expected shape \[batch, time\]"),
+    ({"prompt": torch.zeros(7, dtype=torch.long)}, r"prompt: expected shape \[batch, time\]"),
+    ({"prompt": torch.zeros(2, 0, dtype=torch.long)}, r"prompt: expected shape \[batch, time\]"),
     ({"prompt": torch.full((2, 7), VOCABULARY)}, "x: expected tokens of the vocabulary"),
     ({"tokens": 5}, "tokens: no such argument; use max_new_tokens"),
     ({"input_ids": tokens()}, "input_ids: no such argument; use prompt"),

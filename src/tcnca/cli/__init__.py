@@ -25,6 +25,8 @@ COMMANDS = {
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
+    "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a trained language model."),
+    "score": ("tcnca.cli.score:score", "Measure the bits per byte of a text, and find its most surprising places."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
 }

@@ -20,8 +20,14 @@ _MAX_WORD = 100
 """Characters of a word for which a similar one is searched."""
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MAX_DURATION = 1e9
 """Seconds, some thirty years."""
+
+
+def escape_controls(text: str, keep: str = "\n\t") -> str:
+    """Return a text with escapes such as \\x1b in place of control characters, which would drive the terminal."""
+    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def parse_duration(name: str, text: str) -> float | None:
@@ -73,4 +79,4 @@ class ProgressReporter(Progress):
     def _print_line(self, text: str, now: float) -> None:
         self._printed = now
         if self.disable:
-            typer.echo(text)
+            typer.echo(text, err=self.console.stderr)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.prompts import evaluating, prefill
+from tcnca.generation.sampling import Sampler, SamplingOptions
+from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.models.model import suggest_arguments
-from tcnca.ops import check_tensor, take_time
+from tcnca.ops import check_lengths
 from tcnca.ops.driver import capture_graph
+
+__all__ = ["generate", "stream", "stream_text", "stream_texts"]
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
@@ -30,6 +32,8 @@ _suggest = suggest_arguments(
         "max_length": "max_new_tokens, without the prompt",
         "attention_mask": "lengths",
         "do_sample": "temperature=0 for the most likely token",
+        "num_return_sequences": "num_samples",
+        "n": "num_samples",
     }
 )
 
@@ -42,13 +46,19 @@ def stream(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    num_samples: int = 1,
     lengths: Lengths | None = None,
+    seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, `[batch]`, as soon as it is known.
 
-    The cost of a token does not depend on the length of the past, except with full attention. The model runs in
-    evaluation mode, without dropout; its own mode is restored before each token is yielded.
+    The cost of a token does not depend on the length of the past, except with full attention. A long prompt is read in
+    pieces, in bounded memory. The model runs in evaluation mode, without dropout; its own mode is restored before each
+    token is yielded.
 
     Args:
         model: a language model.
@@ -56,21 +66,33 @@ def stream(
         max_new_tokens: number of tokens to generate.
         temperature: of the distribution; 0 takes the most likely token.
         top_k: number of most likely tokens to sample from; by default all.
+        top_p: sample from the fewest most likely tokens whose probabilities sum to at least this; by default all.
+        min_p: sample from the tokens with at least this share of the probability of the most likely one.
+        repetition_penalty: makes tokens of the prompt and of the text so far less likely; 1 for no penalty.
+        num_samples: continuations of each prompt, which is read once. Those of one prompt follow each other in the
+            batch.
         lengths: `[batch]`, if prompts of several lengths are padded on the right.
-        generator: of the random numbers; by default PyTorch's.
+        seed: of the random numbers. Those of sample `i` of row `b` depend on the seed, `b` and `i` only, so that up to
+            rounding the same sample is drawn with any `num_samples`, on any device.
+        generator: of the random numbers, instead of a seed; by default PyTorch's.
     """
     if not model.config.head.generates:
         raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
     if max_new_tokens < 0:
         raise InputError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
-    if not 0.0 <= temperature < math.inf:
-        raise InputError(f"temperature: expected a number of at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k: expected at least 1, or None, got {top_k}")
-    if lengths is not None and bool((torch.as_tensor(lengths) < 1).any()):
-        raise InputError(f"lengths: expected at least 1 token in each row, got {torch.as_tensor(lengths).tolist()}")
-    check_tensor("prompt", prompt)
-    prompt = prompt if prompt.is_floating_point() else prompt.long()
+    options = SamplingOptions(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    if num_samples < 1:
+        raise InputError(f"num_samples: expected at least 1, got {num_samples}")
+    if seed is not None and generator is not None:
+        raise InputError("seed, generator: expected at most one of them, got both")
+    model.embedding.check_shape("prompt", prompt)
+    if lengths is not None:
+        host = torch.as_tensor(lengths).cpu()
+        check_lengths(host, prompt.shape[0], prompt.shape[1])
+        if bool((host < 1).any()):
+            raise InputError(f"lengths: expected at least 1 token in each row, got {host.tolist()}")
     padding = model.embedding.pad_token_id
     if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
         raise InputError(f"prompt: expected at least 1 token in each row, got a row of padding ({padding})")
@@ -79,10 +101,21 @@ def stream(
         token, step = None, None
         for _ in range(max_new_tokens):
             # Around each step only: between two tokens the caller has its own modes.
-            with torch.no_grad(), _evaluating(model):
+            with torch.no_grad(), evaluating(model):
                 if token is None:
-                    logits, state = model(prompt, lengths=lengths)
-                    last = take_time(logits, _last_index(prompt, lengths, padding).unsqueeze(1))[:, 0]
+                    sampler = Sampler(
+                        options,
+                        prompt.shape[0],
+                        num_samples,
+                        model.embedding.weight.shape[0],
+                        prompt.device,
+                        excluded=_excluded(model),
+                        seed=seed,
+                        generator=generator,
+                    )
+                    last, state = prefill(model, prompt, lengths, sampler.observe)
+                    if num_samples > 1:
+                        last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
                     if should_capture(model, prompt.device, max_new_tokens):
                         step = GraphedStep(model, state)
                 elif step is not None:
@@ -90,7 +123,7 @@ def stream(
                 else:
                     logits, state = model(token.unsqueeze(1), state=state, inplace=True)
                     last = logits[:, -1]
-                token = _sample(last, temperature, top_k, padding, generator)
+                token = sampler(last)
             yield token
 
     # The checks above run when `stream` is called, the model when its result is iterated.
@@ -105,50 +138,28 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    num_samples: int = 1,
     lengths: Lengths | None = None,
+    seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the tokens that `stream` yields for the same arguments, `[batch, max_new_tokens]`."""
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "lengths": lengths, "generator": generator}
-    tokens = list(stream(model, prompt, max_new_tokens, **options))
-    return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0], 0)
+    """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
+    tokens = list(stream(**locals()))
+    return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0)
 
 
-@contextlib.contextmanager
-def _evaluating(model: SequenceModel) -> Iterator[None]:
-    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    try:
-        if training:
-            model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _last_index(prompt: Tensor, lengths: Lengths | None, padding: int | None) -> Tensor:
-    """Return the index of the last token of each prompt, `[batch]`."""
-    if lengths is not None:
-        return torch.as_tensor(lengths, device=prompt.device).long() - 1
-    times = torch.arange(prompt.shape[1], device=prompt.device).expand_as(prompt)
-    return (times if padding is None else times.masked_fill(prompt == padding, 0)).amax(1)
-
-
-def _sample(
-    logits: Tensor, temperature: float, top_k: int | None, padding: int | None, generator: torch.Generator | None
-) -> Tensor:
-    if padding is not None:
-        logits = logits.clone()
-        logits[:, padding] = float("-inf")
-    if temperature == 0.0:
-        return logits.argmax(-1)
-    # Relative to the largest, so that a small temperature does not overflow.
-    logits = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, -1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+def _excluded(model: SequenceModel) -> Tensor | None:
+    """Return which tokens are never generated, `[vocab_size]`: the padding, and those that mean no text."""
+    preprocessing, vocab_size = model.preprocessing, model.embedding.weight.shape[0]
+    known = preprocessing.byte_map or preprocessing.symbols
+    first, padding = len(known) if known else vocab_size, model.embedding.pad_token_id
+    if first == vocab_size and padding is None:
+        return None
+    tokens = torch.arange(vocab_size, device=model.embedding.weight.device)
+    return (tokens >= first) | (tokens == (-1 if padding is None else padding))
 
 
 def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:

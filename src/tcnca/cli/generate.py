@@ -1,0 +1,155 @@
+"""`tcnca generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import io
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tcnca.cli.reporting import escape_controls
+from tcnca.errors import DataError, InputError
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - for standard input.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the distribution; 0 takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the fewest most likely tokens with this probability in total.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from tokens with at least this share of the probability of the most likely one."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, makes tokens that have occurred less likely.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers. (default: a new one)")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a continuation, and is not printed; can be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+) -> None:
+    """Continue a prompt with a trained language model.
+
+    The continuation is printed as it is generated. The same seed gives the same text, and each of several
+    continuations is the same whatever their number.
+    """
+    text = _read_prompt(prompt, prompt_file)
+    seed = secrets.randbelow(2**32) if seed is None else seed
+
+    from tcnca.generation import stream_texts
+    from tcnca.models import load
+    from tcnca.training.distributed import dist_context
+
+    with dist_context(device) as dist:
+        texts = stream_texts(
+            load(model, dist.device),
+            text,
+            max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            num_samples=num_samples,
+            stop=stop or (),
+        )
+        _print_texts(texts, num_samples, len(text), seed)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
+    if (prompt is None) == (file is None):
+        got = "neither" if prompt is None else "both"
+        raise InputError(f"--prompt, --prompt-file: expected one of them, got {got}")
+    if prompt is not None:
+        data, name = prompt.encode("utf-8", "surrogateescape"), "--prompt"
+    elif str(file) == "-":
+        data, name = sys.stdin.buffer.read(), "standard input"
+    else:
+        assert file is not None
+        name = str(file)
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror}); give a file with a prompt") from error
+    if not data:
+        raise InputError(f"{name}: expected a text to continue, got an empty one")
+    return data
+
+
+class _Printer:
+    """Prints continuations one after the other: the first that has not ended as it grows, the others after it."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._texts, self._ended = [""] * num_samples, [False] * num_samples
+        self._current, self._begun, self._last = 0, False, "\n"
+        self._terminal = sys.stdout.isatty()
+
+    def add(self, new: list[str | None]) -> None:
+        """Add the next piece of each continuation; None after its end."""
+        for sample, text in enumerate(new):
+            self._texts[sample] += text or ""
+            self._ended[sample] |= text is None
+        self._print()
+
+    def finish(self) -> None:
+        """Print all that was not printed yet."""
+        self._ended = [True] * len(self._texts)
+        self._print()
+        if self._terminal and self._last != "\n":
+            self._write("\n")
+
+    def _print(self) -> None:
+        while self._current < len(self._texts):
+            if not self._begun and len(self._texts) > 1:
+                gap = "" if self._last == "\n" else "\n"
+                self._write(f"{gap}== sample {self._current + 1} of {len(self._texts)} ==\n")
+            self._begun = True
+            self._write(self._texts[self._current])
+            self._texts[self._current] = ""
+            if not self._ended[self._current]:
+                break
+            self._current, self._begun = self._current + 1, False
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text[-1]
+            sys.stdout.write(escape_controls(text) if self._terminal else text)
+            sys.stdout.flush()
+
+
+def _print_texts(texts: Iterator[list[str | None]], num_samples: int, read: int, seed: int) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
+    printer, counts = _Printer(num_samples), [0]
+    begin = first = time.perf_counter()
+    try:
+        for new in texts:
+            first = time.perf_counter() if len(counts) == 1 else first
+            counts.append(len(new) - new.count(None))
+            printer.add(new)
+    finally:
+        # On Ctrl-C, too: with what was generated so far.
+        if not isinstance(sys.exception(), Exception):
+            printer.finish()
+            seconds = time.perf_counter() - first
+            speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""
+            typer.echo(
+                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after a prompt of {read:,} bytes in "
+                f"{first - begin:.2f} s; seed {seed}",
+                err=True,
+            )

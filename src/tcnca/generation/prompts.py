@@ -1,0 +1,80 @@
+"""Prefill: read a prompt of any length in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tcnca.models import Lengths, ModelState, SequenceModel
+from tcnca.ops import take_time
+
+PREFILL_TOKENS = 16_384
+"""Tokens of a batch that are read in one call."""
+
+
+@contextlib.contextmanager
+def evaluating(model: SequenceModel) -> Iterator[None]:
+    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    try:
+        if training:
+            model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def piece_length(model: SequenceModel, batch: int) -> int:
+    """Return how many tokens of each row are read in one call: whole chunks of the attention."""
+    attention = model.config.attention
+    chunk = 1 if attention is None else attention.chunk_size or 1
+    return max(PREFILL_TOKENS // batch // chunk, 1) * chunk
+
+
+def prefill(
+    model: SequenceModel,
+    prompt: Tensor,
+    lengths: Lengths | None = None,
+    on_piece: Callable[[Tensor, Tensor | None], None] | None = None,
+) -> tuple[Tensor, ModelState]:
+    """Read prompts in pieces, and return the logits after the last token of each prompt, and the state.
+
+    Args:
+        model: a language model in evaluation mode.
+        prompt: `[batch, time]`, whole numbers of any dtype. The padding token of the model can be anywhere.
+        lengths: `[batch]`, valid tokens of each row; the rest is padding.
+        on_piece: is called with the tokens of each piece that was read, `[batch, time]`, and which of them are valid;
+            None if all are.
+
+    Returns:
+        The logits `[batch, vocab_size]`, and the state.
+    """
+    padding, ends = model.embedding.pad_token_id, None
+    if lengths is not None:
+        ends = torch.as_tensor(lengths, device=prompt.device).long()
+    last: Tensor | None = None
+    state: ModelState | None = None
+    width = piece_length(model, prompt.shape[0])
+    for begin in range(0, prompt.shape[1], width):
+        piece = prompt[:, begin : begin + width].long()
+        left = None if ends is None else (ends - begin).clamp(0, piece.shape[1])
+        logits, state = model(piece, lengths=left, state=state, inplace=state is not None)
+        valid: Tensor | None = None
+        if left is None and padding is None:
+            last = logits[:, -1]
+        else:
+            times = torch.arange(piece.shape[1], device=piece.device)
+            valid = torch.ne(piece, padding or 0) if left is None else times < left.unsqueeze(1)
+            # A prompt that has ended before this piece, or not begun, keeps what it has.
+            index = torch.where(valid, times, -1).amax(1)
+            new = take_time(logits, index.clamp(min=0).unsqueeze(1))[:, 0]
+            last = new if last is None else torch.where((index >= 0).unsqueeze(1), new, last)
+        if on_piece is not None:
+            on_piece(piece, valid)
+    assert last is not None
+    assert state is not None
+    return last, state

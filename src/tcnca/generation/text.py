@@ -1,0 +1,155 @@
+"""Generated text: tokens become characters as soon as their bytes are complete, until a stop string appears."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError, VocabularyError
+from tcnca.models import SequenceModel
+
+_MAX_CHARACTER = 4
+"""Bytes of the longest character in UTF-8."""
+
+
+def stream_text(
+    model: SequenceModel, prompt: str | bytes, max_new_tokens: int, *, stop: str | Sequence[str] = (), **options: Any
+) -> Iterator[str]:
+    """Yield the continuation of a prompt as text, as soon as whole characters are known.
+
+    Bytes that are not UTF-8 become the replacement character.
+
+    Args:
+        model: a language model of bytes or words.
+        prompt: a text that is not empty; a `str` is encoded as UTF-8.
+        max_new_tokens: number of tokens to generate at most.
+        stop: text, or texts, that end the continuation, and are not part of it.
+        options: of `tcnca.stream`, for example `temperature` and `seed`.
+    """
+    if options.get("num_samples", 1) != 1:
+        raise InputError("num_samples: expected 1, got more; use stream_texts")
+    texts = stream_texts(model, prompt, max_new_tokens, stop=stop, **options)
+    return (text for (text,) in texts if text)
+
+
+def stream_texts(
+    model: SequenceModel, prompt: str | bytes, max_new_tokens: int, *, stop: str | Sequence[str] = (), **options: Any
+) -> Iterator[list[str | None]]:
+    """Yield the new text of each of `num_samples` continuations of a prompt, after each token.
+
+    The text is empty where characters are not complete or may be the beginning of a stop string, and None after the
+    end of a continuation. The arguments are those of `stream_text`, and `num_samples`.
+    """
+    from tcnca.generation import stream
+
+    data = prompt.encode() if isinstance(prompt, str) else prompt
+    stops = [text.encode() for text in ([stop] if isinstance(stop, str) else stop)]
+    if not data:
+        raise InputError("prompt: expected a text, got an empty one; a newline is the shortest beginning")
+    if not all(stops):
+        raise InputError("stop: expected texts that are not empty, got an empty one")
+    pieces = _token_bytes(model)
+    if model.preprocessing.byte_map is None:
+        tokens = model.encode(data)
+    else:
+        tokens = encode_bytes(model, data).unsqueeze(0).to(model.embedding.weight.device)
+    # The checks above, and those of `stream`, run when the function is called.
+    generated = stream(model, tokens, max_new_tokens, **options)
+    continuations = [_Continuation(data, stops) for _ in range(options.get("num_samples", 1))]
+    return _texts(generated, continuations, pieces, max_new_tokens)
+
+
+def _texts(
+    generated: Iterator[Tensor], continuations: list[_Continuation], pieces: list[bytes], max_new_tokens: int
+) -> Iterator[list[str | None]]:
+    for number, row in enumerate(_to_host(generated), 1):
+        last = number == max_new_tokens
+        yield [
+            None if text.ended else text.feed(pieces[token], last)
+            for text, token in zip(continuations, row, strict=True)
+        ]
+        if all(text.ended for text in continuations):
+            return
+
+
+def encode_bytes(model: SequenceModel, data: bytes, offset: int = 0) -> Tensor:
+    """Return the tokens `[time]` of bytes as int16, for texts of any length; `offset` is their place, for errors."""
+    known = model.preprocessing.byte_map
+    if known is None:
+        raise InputError("model: expected a model of bytes, got one that was saved without a byte map")
+    table = np.full(256, -1, np.int16)
+    table[list(known)] = np.arange(len(known))
+    tokens = table[np.frombuffer(data, np.uint8)]
+    places = np.flatnonzero(tokens < 0)
+    if len(places):
+        unknown = bytes(sorted({data[place] for place in places}))
+        raise VocabularyError(
+            f"text: expected the {len(known)} bytes that occur in the training data, got {unknown!r}, the first of "
+            f"them at offset {offset + int(places[0]):,}"
+        )
+    return torch.from_numpy(tokens)
+
+
+def _token_bytes(model: SequenceModel) -> list[bytes]:
+    """Return the bytes of each token."""
+    byte_map, symbols = model.preprocessing.byte_map, model.preprocessing.symbols
+    if model.config.head.generates and byte_map is None and symbols is None:
+        raise InputError(
+            "model: expected a model of text, got one that was saved without a byte map; "
+            "tcnca.build(…, preprocessing=tcnca.Preprocessing(byte_map=tuple(range(256)))) has one"
+        )
+    return [bytes([byte]) for byte in byte_map or ()] or [b" " + symbol.encode() for symbol in symbols or ()]
+
+
+def _to_host(tokens: Iterator[Tensor]) -> Iterator[list[int]]:
+    """Yield tokens `[batch]` as numbers. On a GPU, the next step is launched before the numbers are waited for."""
+    waiting: tuple[Tensor, torch.cuda.Event] | None = None
+    for token in tokens:
+        if not token.is_cuda:
+            yield token.tolist()
+            continue
+        copy = torch.empty_like(token, device="cpu", pin_memory=True).copy_(token, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(token.device))
+        if waiting is not None:
+            waiting[1].synchronize()
+            yield waiting[0].tolist()
+        waiting = copy, event
+    if waiting is not None:
+        waiting[1].synchronize()
+        yield waiting[0].tolist()
+
+
+class _Continuation:
+    """Turns the bytes of one continuation into text."""
+
+    def __init__(self, prompt: bytes, stops: Sequence[bytes]) -> None:
+        self.ended = False
+        self._stops, self._held = stops, b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # The prompt may end inside a character, which then is the first one.
+        self._decoder.decode(prompt[1 - _MAX_CHARACTER :])
+
+    def feed(self, piece: bytes, last: bool) -> str:
+        """Add bytes, and return the text that is complete with them; all of it with the last ones."""
+        self._held += piece
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self.ended = bool(found) or last
+        if self.ended:
+            return self._decoder.decode(self._held[: min(found, default=None)], final=True)
+        ready, self._held = _split(self._held, self._stops)
+        return self._decoder.decode(ready)
+
+
+def _split(data: bytes, stops: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Divide data before the longest end that a stop string begins with."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for length in range(min(longest, len(data)), 0, -1):
+        if any(stop.startswith(data[-length:]) for stop in stops):
+            return data[:-length], data[-length:]
+    return data, b""

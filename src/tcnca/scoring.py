@@ -1,0 +1,270 @@
+"""Scoring: how many bits a language model needs for each byte of a text, in total, along it, and where most."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from tcnca.errors import InputError
+from tcnca.files import atomic_path
+from tcnca.generation.prompts import evaluating, piece_length
+from tcnca.generation.text import encode_bytes
+from tcnca.models import ModelState, SequenceModel
+
+_NEWLINE = 10
+"""The first byte of a text is predicted from this one, as in evaluation."""
+MAX_POINTS = 4096
+"""Points of the curve along a text, at most."""
+WINDOW = 32
+"""Bytes of a place."""
+MAX_LINE_TEXT = 200
+"""Bytes of a line that are kept for its score."""
+
+Bits = NDArray[np.float64]
+
+
+class TextScorer:
+    """Computes the bits of each byte of a text, which comes in pieces of any size.
+
+    The state is carried through the whole text, so the pieces do not matter, and memory is bounded. The total is that
+    of `tcnca eval` with one segment.
+
+    Args:
+        model: a language model of bytes; it runs in evaluation mode.
+    """
+
+    def __init__(self, model: SequenceModel) -> None:
+        if not model.config.head.generates:
+            raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
+        self.model, self.position = model, 0
+        self._last = encode_bytes(model, b"\n" if _NEWLINE in (model.preprocessing.byte_map or ()) else b"")
+        if not len(self._last):
+            self._last = torch.zeros(1, dtype=torch.int16)
+        self._state: ModelState | None = None
+
+    def __call__(self, data: bytes) -> Bits:
+        """Return the bits of each byte of the next piece of the text, `[time]`."""
+        tokens = torch.cat([self._last, encode_bytes(self.model, data, self.position)])
+        width, found = piece_length(self.model, 1), [np.zeros(0)]
+        for begin in range(0, len(data), width):
+            found.append(self._score(tokens[begin : begin + width + 1]))
+        self._last = tokens[-1:]
+        return np.concatenate(found)
+
+    def _score(self, tokens: torch.Tensor) -> Bits:
+        """Return the bits of all tokens but the first, each predicted from those before it."""
+        tokens = tokens.to(self.model.embedding.weight.device).long()
+        with torch.no_grad(), evaluating(self.model):
+            logits, self._state = self.model(tokens[None, :-1], state=self._state, inplace=self._state is not None)
+        nats = F.cross_entropy(logits[0].float(), tokens[1:], reduction="none")
+        self.position += len(nats)
+        return nats.cpu().double().numpy() / math.log(2)
+
+
+def score(model: SequenceModel, text: str | bytes) -> Bits:
+    """Return the bits that a language model needs for each byte of a text, `[bytes]`; their mean is bits per byte.
+
+    `TextScorer` reads a text in pieces, for files that are larger than the memory.
+    """
+    return TextScorer(model)(text.encode() if isinstance(text, str) else text)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """A part of a text, with the bits that it takes."""
+
+    bits: float
+    """Its bits."""
+    offset: int
+    """Where it begins, in bytes from the start of the text."""
+    line: int
+    """The line of its first byte, from 1."""
+    length: int
+    """Number of bytes."""
+    text: bytes
+    """Its bytes; only the first ones of a long line."""
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        """Return what is written to files; bytes that are not UTF-8 become the replacement character."""
+        return {
+            "line": self.line,
+            "offset": self.offset,
+            "bytes": self.length,
+            "bits": round(self.bits, 4),
+            "bits_per_byte": round(self.bits / self.length, 4),
+            "text": self.text.decode("utf-8", "replace"),
+        }
+
+
+class Curve:
+    """Mean bits per byte along a text of unknown length, at no more than `MAX_POINTS` points."""
+
+    def __init__(self) -> None:
+        self.width, self._count = 1, 0
+        self._sums = np.zeros(MAX_POINTS)
+
+    def add(self, bits: Bits) -> None:
+        """Continue the curve."""
+        while self._count + len(bits) > MAX_POINTS * self.width:
+            self._sums = np.concatenate([self._sums[::2] + self._sums[1::2], np.zeros(MAX_POINTS // 2)])
+            self.width *= 2
+        index = np.arange(self._count, self._count + len(bits)) // self.width
+        self._sums += np.bincount(index, bits, MAX_POINTS)
+        self._count += len(bits)
+
+    def values(self) -> Bits:
+        """Return the mean of each `width` bytes; of fewer at the end."""
+        ends = np.minimum(np.arange(0, self._count, self.width) + self.width, self._count)
+        return self._sums[: len(ends)] / np.diff(ends, prepend=0)
+
+
+class Places:
+    """Finds the parts of a text, `WINDOW` bytes each and without overlap, that take the most bits."""
+
+    def __init__(self, count: int) -> None:
+        # Of each `WINDOW` positions the best is a candidate. It overlaps those of the neighbors, and its own group can
+        # have two if it was divided between pieces: among so many, `count` remain.
+        self._count, self._keep = count, 4 * count
+        self._heap: list[Place] = []
+        self._data, self._bits = b"", np.zeros(0)
+        self._offset, self._line = 0, 1
+
+    def add(self, data: bytes, bits: Bits) -> None:
+        """Search the next piece of the text."""
+        if not self._count:
+            return
+        self._data += data
+        self._bits = np.concatenate([self._bits, bits])
+        if len(self._data) < WINDOW:
+            return
+        sums = np.convolve(self._bits, np.ones(WINDOW), "valid")
+        # Groups of positions begin at multiples of the window, whatever the pieces are.
+        before = self._offset % WINDOW
+        padded = np.full(-(-(before + len(sums)) // WINDOW) * WINDOW, -np.inf)
+        padded[before : before + len(sums)] = sums
+        groups = padded.reshape(-1, WINDOW)
+        starts = groups.argmax(1) + WINDOW * np.arange(len(groups)) - before
+        newlines = np.flatnonzero(np.frombuffer(self._data, np.uint8) == _NEWLINE)
+        for start in starts[np.argsort(-sums[starts], kind="stable")[: self._keep]].tolist():
+            line = self._line + int(np.searchsorted(newlines, start))
+            text = self._data[start : start + WINDOW]
+            place = Place(float(sums[start]), self._offset + start, line, WINDOW, text)
+            if len(self._heap) < self._keep:
+                heapq.heappush(self._heap, place)
+            else:
+                heapq.heappushpop(self._heap, place)
+        done = len(sums)
+        self._line += int(np.searchsorted(newlines, done))
+        self._offset += done
+        self._data, self._bits = self._data[done:], self._bits[done:]
+
+    def best(self) -> list[Place]:
+        """Return the places found so far, those with the most bits first."""
+        if self._count and self._data and not self._heap:
+            return [Place(float(self._bits.sum()), 0, 1, len(self._data), self._data)]  # a text shorter than a window
+        found: list[Place] = []
+        for place in sorted(self._heap, key=lambda place: (-place.bits, place.offset)):
+            if len(found) < self._count and all(abs(place.offset - other.offset) >= WINDOW for other in found):
+                found.append(place)
+        return found
+
+
+class Lines:
+    """Adds up the bits of each line of a text, its newline included."""
+
+    def __init__(self) -> None:
+        self._line, self._offset, self._bits, self._length, self._text = 1, 0, 0.0, 0, b""
+
+    def add(self, data: bytes, bits: Bits) -> Iterator[Place]:
+        """Continue the text, and yield the lines that end in it."""
+        begin = 0
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
+        for end in [*ends.tolist(), len(data)]:
+            self._bits += float(bits[begin:end].sum())
+            self._length += end - begin
+            self._text += data[begin : min(end, begin + MAX_LINE_TEXT - len(self._text))]
+            begin = end
+            if end and data[end - 1] == _NEWLINE and self._length:
+                yield from self.finish()
+
+    def finish(self) -> Iterator[Place]:
+        """Yield the last line, if it has no newline."""
+        if self._length:
+            yield Place(self._bits, self._offset, self._line, self._length, self._text.rstrip(b"\r\n"))
+        self._line, self._offset = self._line + 1, self._offset + self._length
+        self._bits, self._length, self._text = 0.0, 0, b""
+
+
+class TextProfile:
+    """What is known about the bits of a text that comes in pieces.
+
+    Args:
+        places: how many of the most surprising places to find.
+    """
+
+    def __init__(self, places: int = 10) -> None:
+        self.count, self.bits = 0, 0.0
+        self.curve, self._places = Curve(), Places(places)
+
+    def add(self, data: bytes, bits: Bits) -> None:
+        """Continue the text."""
+        self.count += len(data)
+        self.bits += float(bits.sum())
+        self.curve.add(bits)
+        self._places.add(data, bits)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Mean over the text; NaN if it is empty."""
+        return self.bits / self.count if self.count else math.nan
+
+    def places(self) -> list[Place]:
+        """Return the most surprising places, the first one first."""
+        return self._places.best()
+
+
+_COLORS = (("#1f4e79", "#a9c4de"), ("#c8553d", "#eebcb0"), ("#3a7d44", "#b5d6ba"), ("#7b5ea7", "#cfc2e2"))
+_MARKED_PLACES = 5
+"""Places that are marked in a plot."""
+
+
+def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProfile]]) -> None:
+    """Draw the bits per byte along a text into a PNG file, one curve for each model."""
+    # Slow to import, and needed only here.
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    from tcnca.training.report import GRAY, STYLE, format_ticks, smooth
+
+    with matplotlib.style.context(["default", STYLE]):
+        figure = Figure(figsize=(7.2, 3.0), dpi=200, layout="constrained")
+        axis = figure.subplots()
+        axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        for index, (name, profile) in enumerate(profiles):
+            dark, light = _COLORS[index % len(_COLORS)]
+            values = profile.curve.values()
+            offsets = (np.arange(len(values)) + 0.5) * profile.curve.width
+            if len(profiles) == 1:  # several would hide each other
+                axis.plot(offsets, values, color=light, linewidth=0.6)
+            label = f"{name}: {profile.bits_per_byte:.4f}"
+            axis.plot(offsets, smooth(values, max(len(values) // 100, 1)), color=dark, linewidth=1.3, label=label)
+        if len(profiles) == 1:
+            for place in profiles[0][1].places()[:_MARKED_PLACES]:
+                mean = place.bits / place.length
+                axis.plot([place.offset], [mean], "o", color=_COLORS[1][0], markersize=3, clip_on=False)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("bits per byte", color=GRAY)
+        axis.set_xlabel("byte", color=GRAY)
+        # Above the axes, where no curve is.
+        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+        format_ticks(axis)
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png")

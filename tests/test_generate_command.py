@@ -1,0 +1,231 @@
+"""Text as it is generated: whole characters, stop strings, and the command `tcnca generate`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tcnca
+from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TokenInputConfig, VocabularyError
+from tcnca.cli import app
+from tcnca.cli.generate import _Printer
+from tcnca.cli.reporting import escape_controls
+from tcnca.generation.text import _Continuation
+from tests.examples import small_model
+
+runner = CliRunner()
+ASCII = bytes(range(32, 127))
+
+
+def text_model(byte_map: bytes = bytes(range(256)), **changes: Any) -> SequenceModel:
+    model = small_model(dtype=torch.float32, input=TokenInputConfig(vocab_size=len(byte_map)), **changes)
+    model.preprocessing = Preprocessing(task="language", byte_map=tuple(byte_map))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return tcnca.save(text_model(), tmp_path_factory.mktemp("text"))
+
+
+def run(folder: Path, *arguments: str, stdin: bytes | None = None) -> Any:
+    return runner.invoke(app, ["generate", str(folder), *arguments], input=stdin, env={"COLUMNS": "200"})
+
+
+def fed(data: bytes, prompt: bytes = b"x", stops: tuple[bytes, ...] = ()) -> list[str]:
+    """The text after each byte."""
+    text, found = _Continuation(prompt, stops), []
+    for place in range(len(data)):
+        found.append(text.feed(data[place : place + 1], place == len(data) - 1))
+        if text.ended:
+            break
+    return found
+
+
+def test_characters_appear_when_they_are_whole() -> None:
+    assert fed("aé€😀b".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀", "b"]
+
+
+def test_bytes_that_are_not_utf8_become_the_replacement_character() -> None:
+    assert "".join(fed(b"a\xffb\xe2\x82c")) == "a\ufffdb\ufffdc"
+    assert "".join(fed(b"ab\xe2\x82")) == "ab\ufffd"
+
+
+def test_a_character_can_begin_in_the_prompt() -> None:
+    euro = "€".encode()
+    for cut in (1, 2):
+        assert "".join(fed(euro[cut:] + b"a", prompt=b"cost " + euro[:cut])) == "€a"
+    assert "".join(fed(b"a", prompt="cost €".encode())) == "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "stops", "expected"),
+    [
+        (b"one two three", (b"two",), "one "),
+        (b"one two three", (b"three", b"ne"), "o"),
+        (b"aaab", (b"aab",), "a"),
+        (b"one tw", (b"two",), "one tw"),
+        ("a€b".encode(), ("€".encode(),), "a"),
+        (b"line\nnext", (b"\n",), "line"),
+    ],
+)
+def test_stop_strings_end_the_text_and_are_not_part_of_it(data: bytes, stops: tuple[bytes, ...], expected: str) -> None:
+    assert "".join(fed(data, stops=stops)) == expected
+
+
+def test_stream_text_is_the_text_of_the_tokens() -> None:
+    model = text_model(ASCII)
+    tokens = tcnca.generate(model, model.encode("Once"), 40, seed=3, top_p=0.9)
+    expected = model.decode(tokens).decode("utf-8", "replace")
+    assert "".join(tcnca.stream_text(model, "Once", 40, seed=3, top_p=0.9)) == expected
+    stop = expected[20:22]
+    assert "".join(tcnca.stream_text(model, b"Once", 40, seed=3, top_p=0.9, stop=stop)) == expected.partition(stop)[0]
+
+
+def test_stream_texts_ends_with_the_last_continuation() -> None:
+    model = text_model(ASCII)
+    columns = zip(*tcnca.stream_texts(model, "a", 30, seed=1, num_samples=3), strict=True)
+    whole = ["".join(filter(None, column)) for column in columns]
+    stop = [text[5 * (index + 1)] for index, text in enumerate(whole)]
+    steps = list(tcnca.stream_texts(model, "a", 30, seed=1, num_samples=3, stop=stop))
+    assert len(steps) < 30
+    for index, text in enumerate(whole):
+        column = [step[index] for step in steps]
+        end = min(text.find(each) for each in stop if each in text)
+        assert "".join(filter(None, column)) == text[:end]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ""}, "prompt: expected a text, got an empty one"),
+        ({"stop": ["a", ""]}, "stop: expected texts that are not empty"),
+        ({"num_samples": 2}, "num_samples: expected 1, got more; use stream_texts"),
+        ({"top_p": 2.0}, "top_p: expected"),
+    ],
+)
+def test_errors_come_with_the_call(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        tcnca.stream_text(text_model(), **{"prompt": "a", "max_new_tokens": 3, **arguments})
+
+
+def test_models_without_text_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^model: expected a model of text, got one that was saved without a byte map"
+    ):
+        tcnca.stream_text(small_model(), "a", 3)
+    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+        tcnca.stream_text(text_model(head=ClassifierHeadConfig()), "a", 3)
+    with pytest.raises(VocabularyError, match=r"expected the 3 bytes that occur .*got b'xy', .*offset 2$"):
+        tcnca.stream_text(text_model(b"abc"), "abyx", 3)
+
+
+def test_models_of_words_generate_words() -> None:
+    model = small_model()
+    model.preprocessing = Preprocessing(symbols=("one", "two", *map(str, range(9))))
+    text = "".join(tcnca.stream_text(model, "one two", 4, seed=0))
+    assert len(text.split()) == 4
+    assert set(text.split()) <= set(model.preprocessing.symbols or ())
+
+
+def test_the_command_prints_the_continuation_and_the_speed(folder: Path, tmp_path: Path) -> None:
+    expected = "".join(tcnca.stream_text(tcnca.load(folder), "Hello\n", 30, seed=5, top_k=20, min_p=0.001))
+    options = ("--max-tokens", "30", "--seed", "5", "--top-k", "20", "--min-p", "0.001")
+    result = run(folder, "--prompt", "Hello\n", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected
+    speed = r"30 tokens in [\d.]+ s, [\d,]+ tokens/s, after a prompt of 6 bytes in [\d.]+ s; seed 5\n"
+    assert re.fullmatch(speed, result.stderr)
+    (tmp_path / "prompt.txt").write_text("Hello\n", encoding="utf-8")
+    assert run(folder, "--prompt-file", str(tmp_path / "prompt.txt"), *options).stdout == expected
+    assert run(folder, "--prompt-file", "-", *options, stdin=b"Hello\n").stdout == expected
+
+
+def test_samples_do_not_depend_on_their_number(folder: Path) -> None:
+    options = ("--prompt", "Hello", "--max-tokens", "25", "--seed", "2")
+    texts = {}
+    for count in (2, 3):
+        output = run(folder, *options, "--num-samples", str(count)).stdout
+        texts[count] = [part.rstrip("\n") for part in re.split(rf"\n?== sample \d of {count} ==\n", output)]
+    assert len(texts[3]) == 4
+    assert texts[3][:3] == texts[2]
+    assert texts[2][1] == run(folder, *options).stdout.rstrip("\n")
+
+
+def test_a_new_seed_is_printed_and_repeats_the_text(folder: Path) -> None:
+    first = run(folder, "--prompt", "Hello", "--max-tokens", "20")
+    (seed,) = re.findall(r"seed (\d+)", first.stderr)
+    assert run(folder, "--prompt", "Hello", "--max-tokens", "20", "--seed", seed).stdout == first.stdout
+
+
+def test_ctrl_c_prints_what_was_generated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> Iterator[list[str | None]]:
+        yield ["one ", "uno "]
+        yield ["two", "dos"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tcnca.generation.stream_texts", interrupted)
+    result = run(folder, "--prompt", "x", "--num-samples", "2", "--seed", "0")
+    assert result.exit_code == 130
+    assert result.stdout == "== sample 1 of 2 ==\none two\n== sample 2 of 2 ==\nuno dos"
+    assert result.stderr.startswith("4 tokens in ")
+    assert result.stderr.endswith("\nstopped by SIGINT\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_do_not_drive_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert escape_controls("a\x1b[2J\tb\r\n\x9b\x7f é") == "a\\x1b[2J\tb\\r\n\\x9b\\x7f é"
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    printer = _Printer(1)
+    printer.add(["ready\x1b[2J"])
+    assert terminal.getvalue() == "ready\\x1b[2J"
+    printer.finish()
+    assert terminal.getvalue().endswith("J\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", ""), "--prompt: expected a text to continue, got an empty one"),
+        ((), "--prompt, --prompt-file: expected one of them, got neither"),
+        (("--prompt", "a", "--prompt-file", "b"), "--prompt, --prompt-file: expected one of them, got both"),
+        (("--prompt-file", "nowhere.txt"), "nowhere.txt: cannot be read (No such file or directory)"),
+        (("--prompt-file", "-"), "standard input: expected a text to continue, got an empty one"),
+        (("--prompt", "a", "--top-p", "7"), "top_p: expected a number above 0 and at most 1, or None, got 7.0"),
+        (("--prompt", "a", "--temperature", "-1"), "temperature: expected a number of at least 0, got -1.0"),
+        (("--prompt", "a", "--repetition-penalty", "nan"), "repetition_penalty: expected a number above 0"),
+        (("--prompt", "a", "--stop", ""), "stop: expected texts that are not empty"),
+    ],
+)
+def test_mistakes_are_answered(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run(folder, *arguments, stdin=b"")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_wrong_models_are_answered(tmp_path: Path) -> None:
+    tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
+    tcnca.save(text_model(b"abc"), tmp_path / "narrow")
+    for name, message in {
+        "nothing": f"{tmp_path}/nothing",
+        "classifier": "model: expected a language model, got one with a ClassifierHeadConfig",
+        "narrow": "text: expected the 3 bytes that occur in the training data",
+    }.items():
+        result = run(tmp_path / name, "--prompt", "lol")
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"Error: {message}")

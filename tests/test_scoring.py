@@ -1,0 +1,221 @@
+"""The bits of a text: as in evaluation, for any pieces, with its curve, its lines and its most surprising places."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import tcnca
+from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TextScorer, TokenInputConfig
+from tcnca.cli import app
+from tcnca.data.tasks import LanguageTask
+from tcnca.scoring import MAX_POINTS, WINDOW, Curve, Lines, Place, Places
+from tcnca.training.evaluate import evaluate
+from tests.data.helpers import write_dataset
+from tests.examples import FAMILY, small_model
+
+runner = CliRunner()
+TEXT = b"The first line.\nAnother one,\n\nand a last one without an end " * 9
+
+
+def text_model(family: str = "tcnca", byte_map: bytes = bytes(range(256)), **changes: Any) -> SequenceModel:
+    model = small_model(family, torch.float32, input=TokenInputConfig(vocab_size=len(byte_map)), **changes)
+    model.preprocessing = Preprocessing(task="language", byte_map=tuple(byte_map))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return tcnca.save(text_model(), tmp_path_factory.mktemp("text"))
+
+
+def run(*arguments: Any, stdin: bytes | None = None) -> Any:
+    return runner.invoke(app, ["score", *map(str, arguments)], input=stdin, env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    "symbols", [None, sorted(set(TEXT)), sorted(set(TEXT) - {10})], ids=["all", "some", "no-newline"]
+)
+def test_the_total_is_that_of_evaluation(tmp_path: Path, symbols: list[int] | None) -> None:
+    text = TEXT if symbols is None or 10 in symbols else TEXT.replace(b"\n", b" ")
+    data = {"bytes": np.frombuffer(text, np.uint8)}
+    metadata: dict[str, Any] = {"kind": "language", **({} if symbols is None else {"symbols": symbols})}
+    dataset = write_dataset(tmp_path / "data", {"train": [data], "test": [data]}, **metadata)
+    task = LanguageTask(dataset, chunk_size=8, eval_length=100, segments=1)
+    model = text_model(byte_map=bytes(task.preprocessing().byte_map or ()))
+    result = evaluate(model, task, "test")
+    bits = tcnca.score(model, text)
+    assert result.count == len(bits) == len(text)
+    assert float(bits.mean()) == pytest.approx(result.value, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_pieces_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = text_model(family), TEXT[:60]
+    whole = tcnca.score(model, text)
+    monkeypatch.setattr("tcnca.generation.prompts.PREFILL_TOKENS", 8)
+    scorer = TextScorer(model)
+    pieces = [scorer(text[begin:end]) for begin, end in ((0, 1), (1, 1), (1, 30), (30, 60))]
+    np.testing.assert_allclose(np.concatenate(pieces), whole, rtol=1e-4, atol=1e-4)
+    assert scorer.position == 60
+
+
+def test_scores_leave_the_mode_of_the_model() -> None:
+    model = text_model(dropout=0.5)
+    expected = tcnca.score(model, "a text")
+    model.train()
+    assert np.array_equal(tcnca.score(model, "a text"), expected)
+    assert model.training
+
+
+def test_models_without_bytes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+        tcnca.score(text_model(head=ClassifierHeadConfig()), "a")
+    with pytest.raises(InputError, match=r"^model: expected a model of bytes, got one that was saved without"):
+        tcnca.score(small_model(), "a")
+
+
+@given(sizes=st.lists(st.integers(0, 3 * MAX_POINTS), max_size=6))
+def test_curve_is_the_mean_of_equal_parts(sizes: list[int]) -> None:
+    bits = np.random.default_rng(0).random(sum(sizes))
+    curve = Curve()
+    for piece in np.split(bits, np.cumsum(sizes)[:-1]) if sizes else []:
+        curve.add(piece)
+    expected = [bits[begin : begin + curve.width].mean() for begin in range(0, len(bits), curve.width)]
+    np.testing.assert_allclose(curve.values(), expected)
+    assert len(expected) <= MAX_POINTS
+    assert curve.width == 1 or len(expected) > MAX_POINTS // 2
+
+
+def plain_places(data: bytes, bits: Any, count: int) -> list[tuple[int, int]]:
+    """Offset and line of the windows with the most bits, each taken if it overlaps none before it."""
+    # Of each group of positions the best one, as documented.
+    sums = [bits[start : start + WINDOW].sum() for start in range(len(data) - WINDOW + 1)]
+    starts = [
+        max(range(begin, min(begin + WINDOW, len(sums))), key=sums.__getitem__) for begin in range(0, len(sums), WINDOW)
+    ]
+    found: list[int] = []
+    for start in sorted(starts, key=lambda start: -sums[start]):
+        if all(abs(start - other) >= WINDOW for other in found):
+            found.append(start)
+    return [(start, 1 + data[:start].count(b"\n")) for start in found[:count]]
+
+
+@given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5), count=st.integers(1, 4), seed=st.integers(0, 99))
+def test_places_have_the_most_bits_and_do_not_overlap(sizes: list[int], count: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    data, bits = random.choice(list(b"abc\n"), sum(sizes)).astype(np.uint8).tobytes(), random.random(sum(sizes)) ** 4
+    places, begin = Places(count), 0
+    for size in sizes:
+        places.add(data[begin : begin + size], bits[begin : begin + size])
+        begin += size
+    best = places.best()
+    if len(data) < WINDOW:
+        assert [place.text for place in best] == [data][: len(data)]
+        return
+    assert [(place.offset, place.line) for place in best] == plain_places(data, bits, count)
+    for place in best:
+        assert place.text == data[place.offset : place.offset + WINDOW]
+        assert place.bits == pytest.approx(bits[place.offset : place.offset + WINDOW].sum())
+
+
+@given(text=st.text("ab\r\n", max_size=60), size=st.integers(1, 20))
+def test_lines_have_the_bits_of_their_bytes(text: str, size: int) -> None:
+    data = text.encode()
+    bits = np.random.default_rng(0).random(len(data))
+    lines, found = Lines(), list[Place]()
+    for begin in range(0, len(data), size):
+        found += lines.add(data[begin : begin + size], bits[begin : begin + size])
+    found += lines.finish()
+    expected = data.split(b"\n")
+    whole = [*(line + b"\n" for line in expected[:-1]), *filter(None, expected[-1:])]
+    assert [(place.line, place.length) for place in found] == list(enumerate(map(len, whole), 1))
+    offset = 0
+    for place, line in zip(found, whole, strict=True):
+        assert (place.offset, place.text) == (offset, line.rstrip(b"\r\n"))
+        assert place.bits == pytest.approx(bits[offset : offset + len(line)].sum())
+        offset += len(line)
+
+
+def test_the_command_writes_totals_curve_places_and_lines(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_bytes(TEXT)
+    bits = tcnca.score(tcnca.load(folder), TEXT)
+    options = ("--json", tmp_path / "s.json", "--plot", tmp_path / "s.png", "--top", 3)
+    result = run(folder, tmp_path / "log.txt", *options, "--lines", tmp_path / "lines.csv")
+    assert result.exit_code == 0, result.output
+    assert f"{bits.mean():.4f}" in result.stdout
+    assert "most surprising places" in result.stdout
+    written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    (model,) = written["runs"]
+    assert (written["bytes"], written["complete"]) == (len(TEXT), True)
+    assert model["bits"] == pytest.approx(bits.sum())
+    assert model["curve"] == {"bytes_per_point": 1, "bits_per_byte": [round(float(value), 4) for value in bits]}
+    assert len(model["places"]) == 3
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / "lines.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == TEXT.decode().split("\n")
+    assert sum(float(row["bits"]) for row in rows) == pytest.approx(bits.sum(), rel=1e-4)
+
+
+def test_lines_and_standard_input(folder: Path) -> None:
+    result = run(folder, "-", "--lines", "-", stdin=TEXT)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["line"] for row in rows] == list(range(1, 29))
+    assert "bits per byte" in result.stderr
+
+
+def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
+    other = tcnca.save(text_model("mega"), tmp_path / "other")
+    result = run(folder, other, "-", "--json", tmp_path / "s.json", "--plot", tmp_path / "s.png", stdin=TEXT)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert [model["run"] for model in written["runs"]] == [str(folder), str(other)]
+    for model in written["runs"]:
+        assert model["bits"] == pytest.approx(tcnca.score(tcnca.load(model["run"]), TEXT).sum())
+        assert f"{model['bits_per_byte']:.4f}" in result.stdout
+
+
+def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path) -> Any:
+        yield TEXT[:30]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tcnca.cli.score._read", interrupted)
+    result = run(folder, "-", "--json", tmp_path / "s.json", "--lines", tmp_path / "lines.jsonl")
+    assert result.exit_code == 130
+    assert result.stderr.endswith("\nstopped by SIGINT\n")
+    written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert (written["bytes"], written["complete"]) == (30, False)
+    assert len((tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
+    tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
+    narrow = tcnca.save(text_model(byte_map=b"abc"), tmp_path / "narrow")
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("abcx", encoding="utf-8")
+    text = tmp_path / "text"
+    for arguments, message in {
+        (text,): f"RUN... FILE: expected at least one run and a text, got {text} only",
+        (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to score, got nothing of this name",
+        (folder, tmp_path): f"{tmp_path}: expected a file to score, got a folder",
+        (folder, tmp_path / "empty"): f"{tmp_path}/empty: expected a text, got an empty one",
+        (folder, narrow, text, "--lines", "-"): "--lines: expected one run, got 2",
+        (narrow, text): f"{text}: text: expected the 3 bytes that occur in the training data, got b'x'",
+        (tmp_path / "classifier", text): "model: expected a language model, got one with a ClassifierHeadConfig",
+        (tmp_path / "nothing", text): f"{tmp_path}/nothing",
+    }.items():
+        result = run(*arguments)
+        assert result.exit_code == 1, arguments
+        assert f"Error: {message}" in result.stderr
