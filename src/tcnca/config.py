@@ -795,13 +795,19 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_TAG = "tag:yaml.org,2002:"
+# PyYAML reads 010 as 8, 1:30 as 90 and 1_000 as 1000. Here numbers are those of YAML 1.2.
 _YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [pair for pair in resolvers if pair[0].removeprefix(_TAG) not in ("timestamp", "int", "float")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
+_YamlLoader.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
+_YamlLoader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
 _YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
 
 
@@ -850,5 +856,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"{shown(text)[1:-1]}: expected KEY=VALUE, got no value; for example lr=0.001")
         key = key.strip()
+        if not value.strip():
+            raise ConfigError(f"{shown(key)[1:-1]}: expected a value after the equals sign, got nothing")
         found[key] = prefixed(f"{shown(key)[1:-1]}: ", functools.partial(parse_value, value))
     return found

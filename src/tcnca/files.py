@@ -51,6 +51,8 @@ def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
     lock = filelock.FileLock(path)
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Where no file can be created, the lock would wait forever.
+        path.touch()
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:

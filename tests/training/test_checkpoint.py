@@ -422,3 +422,31 @@ def test_links_in_a_run_directory_are_not_written_to(tmp_path: Path, run: Path, 
         with pytest.raises(TrainingError, match="expected no links"):
             use()
     assert target.read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_is_named_and_not_skipped(tmp_path: Path, run: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    weights_file = latest(copy) / "model.safetensors"
+    content = weights_file.read_bytes()
+    weights_file.write_bytes(content[:-8] + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is damaged"):
+        evaluate_run(copy, verbose=False)
+    weights_file.write_bytes(content)
+    (latest(copy) / STATE).unlink()
+    for use in (lambda: fit(copy, *CHANGES, resume=True), lambda: evaluate_run(copy, verbose=False)):
+        with pytest.raises(CheckpointError, match=r"state\.json: is missing, or cannot be read"):
+            use()
+
+
+def test_the_log_has_no_steps_twice_after_a_resume(tmp_path: Path, run: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    line = (copy / "log.jsonl").read_text().splitlines()[-1]
+    with (copy / "log.jsonl").open("a") as log:
+        log.write(json.dumps({**json.loads(line), "step": 99}) + "\n")
+    fit(copy, *CHANGES, resume=True)
+    lines = [json.loads(text) for text in (copy / "log.jsonl").read_text().splitlines()]
+    keys = [(each["step"], each.get("split")) for each in lines]
+    assert len(keys) == len(set(keys))
+    assert max(step for step, _ in keys) == 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
 from tcnca.files import file_lock
 from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
+from tcnca.training.checkpoint import read_state
 from tcnca.training.distributed import parallelize
+from tcnca.training.logger import LogConsole
 from tests.examples import small_model
 from tests.training.tiny import Clock, TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
 
@@ -375,8 +379,9 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
     (tmp_path / "run" / "eval-test.json").unlink()
     (tmp_path / "run" / "eval-test.json" / "in the way").mkdir(parents=True)
     unwritten = invoke("eval", run, "--device", "cpu")
-    assert unwritten.exit_code == 1
+    assert unwritten.exit_code == 0
     assert f"test: accuracy {score:.4f}" in unwritten.output
+    assert "warning: the score was not saved: " in unwritten.output
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -420,3 +425,18 @@ def test_unusable_data_leaves_no_directory(tmp_path: Path) -> None:
     assert refused.exit_code == 1
     assert "data.custom.text" in refused.output
     assert not (tmp_path / "run").exists()
+
+
+class _Closed(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_run_whose_output_nobody_reads_saves_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LogConsole", lambda quiet: LogConsole(file=_Closed()))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    stopped = TinyTrainer(tmp_path, recipe("checkpoint.every=0"))
+    assert stopped.fit().stopped == "SIGPIPE"
+    assert read_state(latest(tmp_path)).step == 0

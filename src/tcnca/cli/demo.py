@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "recall-small"
 FOLDER = Path("runs") / "demo"
+_FILES = (
+    r"\..+|recipe\.yaml|provenance\.json|log\.jsonl|tensorboard|checkpoints|curves\.png|model\.safetensors|config\.json"
+    r"|report\.md|result\.json|eval-.+\.json"
+)
+"""Names of what a run leaves."""
 GOAL = 0.99
 QUESTION = "a 2 c 4 b 3 d 1"
 _EXAMPLES = 3
@@ -78,9 +84,17 @@ def demo(
 
 def _clear() -> None:
     from tcnca.files import LOCK, file_lock
+    from tcnca.training.provenance import read_launches
 
     if not FOLDER.exists():
         return
+    launches = read_launches(FOLDER)
+    strange = [path for path in FOLDER.iterdir() if not re.fullmatch(_FILES, path.name)]
+    if strange or any(launch.recipe != NAME for launch in launches):
+        raise TrainingError(
+            f"{FOLDER}: expected the run of an earlier demo, which a new one replaces, got something else; move it, or "
+            "start the demo in another directory"
+        )
     try:
         # Not while another demo is running.
         with file_lock(FOLDER / LOCK):

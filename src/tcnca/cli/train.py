@@ -78,7 +78,9 @@ def _print_result(out: Path, result: Result, again: str) -> None:
     from tcnca.training.report import CURVES, REPORT, cost_rows, score_rows
 
     if result.stopped:
-        typer.echo(f"stopped by {result.stopped} after step {result.step:,}; continue with\n{again}")
+        # Nobody reads the standard output after SIGPIPE.
+        text = f"stopped by {result.stopped} after step {result.step:,}; continue with\n{again}"
+        typer.echo(text, err=result.stopped == "SIGPIPE")
         return
     console = Console(emoji=False, highlight=False)
     scores = Table(box=box.SIMPLE_HEAD, pad_edge=False)

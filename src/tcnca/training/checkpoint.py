@@ -127,7 +127,12 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """Return the last checkpoint."""
-        return max(self._all(), default=None)
+        if self.folder.is_dir() and not os.access(self.folder, os.R_OK | os.X_OK):
+            raise CheckpointError(f"{self.folder}: cannot be read ({os.strerror(errno.EACCES)})")
+        latest = max(self.folder.glob("step-*"), default=None)
+        if latest is not None and latest not in self._all():
+            raise CheckpointError(f"{latest / STATE}: is missing, or cannot be read; {_REMEDY}")
+        return latest
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best validation."""
@@ -198,6 +203,11 @@ class CheckpointManager:
                 # Renamed first: a checkpoint that is partly removed must not look complete.
                 removed = place.rename(place.with_name(f".{place.name}.removed"))
                 shutil.rmtree(removed, ignore_errors=True)
+
+
+def verify(place: Path) -> None:
+    """Raise a CheckpointError if files of a checkpoint differ from what was written."""
+    _verify(place, _read(place).files)
 
 
 def read_state(place: Path) -> TrainState:

@@ -16,10 +16,10 @@ from rich.console import Console
 from tcnca.config import check_choice
 from tcnca.data import Task
 from tcnca.data.schema import SPLITS
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, DataError
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import SequenceModel, load
-from tcnca.training.checkpoint import CheckpointManager
+from tcnca.training.checkpoint import CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
 from tcnca.training.logger import Logger
@@ -150,6 +150,7 @@ def evaluate_run(
         if place is None:
             reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
             raise ConfigError(f"{run}: has {reason}")
+        verify(place)
         model, task, precision = load(place, dist.device), recipe.build_task(), recipe.runtime.precision
         with logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
@@ -158,5 +159,9 @@ def evaluate_run(
         if dist.is_main:
             name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
             facts = {"split": split, "checkpoint": place.name, "device": dist.device.type, "changes": list(changes)}
-            atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
+            try:
+                atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
+            except DataError as error:
+                # A run that somebody else keeps can be evaluated, too.
+                logger.print(f"warning: the score was not saved: {error}")
     return score

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tcnca.config import NonNegativeInt, Range, Seconds, check
 from tcnca.errors import ConfigError
-from tcnca.files import disk_errors, parse_json, to_json
+from tcnca.files import atomic_write, disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
 
 LOG = "log.jsonl"
@@ -172,13 +172,25 @@ def _peak_memory(device: torch.device) -> dict[str, float]:
     return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
 
+class LogConsole(Console):
+    """A console that falls silent when nobody reads it any more, instead of ending the process."""
+
+    broken_pipe = False
+
+    def on_broken_pipe(self) -> None:
+        """Do without output. What is still in Python's buffer must not fail at the end of the process."""
+        self.quiet = self.broken_pipe = True
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Logger:
     """Prints progress, and writes `log.jsonl` and TensorBoard files into the run directory."""
 
     def __init__(self, folder: Path, console: Console | None = None, *, enabled: bool = True) -> None:
         """A logger that is not `enabled`, as on processes other than the main one, does nothing."""
         self.folder, self.enabled = folder, enabled
-        self.console = console or Console()
+        self.console = console or LogConsole()
         self._file: TextIO | None = None
         self._tensorboard: _TensorBoardWriter | None = None
         self._values: Mapping[str, Any] = {}
@@ -218,6 +230,17 @@ class Logger:
         """Print a line for people."""
         if self.enabled:
             self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    @property
+    def broken_pipe(self) -> bool:
+        """Whether the reader of the output has ended, as in `tcnca train … | head`."""
+        return getattr(self.console, "broken_pipe", False)
+
+    def rewind(self, step: int) -> None:
+        """Remove from the log what was done after `step`, from where the run is resumed."""
+        if self.enabled and (self.folder / LOG).is_file():
+            lines = [line for line in read_log(self.folder) if line["step"] <= step]
+            atomic_write(self.folder / LOG, "".join(to_json(line) + "\n" for line in lines))
 
     def progress(self, step: int, progress: float) -> None:
         """Show that `step` steps, a share `progress` of the run, are done.

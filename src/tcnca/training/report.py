@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,8 @@ def write_report(folder: Path, result: Result) -> None:
         text += ["", f"![Loss, validation, learning rate and speed over the steps]({CURVES})"]
     if launches:
         text += ["", "Repeat with", "", "```sh", launches[0].command, "```"]
-    atomic_write(folder / REPORT, "\n".join(text) + "\n")
+    # Names and commands come from the files of the run, and must not control a terminal.
+    atomic_write(folder / REPORT, re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "", "\n".join(text)) + "\n")
 
 
 def score_rows(result: Result) -> list[tuple[str, str, str, str]]:

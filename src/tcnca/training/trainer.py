@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from tcnca.config import check, shown
@@ -25,7 +24,7 @@ from tcnca.training import report
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import DistContext, dist_context, gradient_sync, parallelize, should_compile
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
-from tcnca.training.logger import Logger, Meter, StepOutput, read_log
+from tcnca.training.logger import LogConsole, Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
@@ -82,7 +81,7 @@ class Trainer:
         """Train to the end, or until a signal or the budget stops the run."""
         with (
             dist_context(self.device) as self.dist,
-            Logger(self.out, Console(quiet=not self.verbose), enabled=self.dist.is_main) as self.logger,
+            Logger(self.out, LogConsole(quiet=not self.verbose), enabled=self.dist.is_main) as self.logger,
         ):
             self._resolve_recipe()
             if self.resume:
@@ -141,7 +140,10 @@ class Trainer:
             while True:
                 # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
                 now = time.monotonic()
-                local = torch.tensor([earlier + now - started, float(bool(caught)), now - saved], dtype=torch.float64)
+                local = torch.tensor(
+                    [earlier + now - started, float(bool(caught) or self.logger.broken_pipe), now - saved],
+                    dtype=torch.float64,
+                )
                 state.seconds, interrupted, unsaved = self.dist.all_reduce_max(local).tolist()
                 progress = self._progress()
                 finished = progress >= 1.0
@@ -159,7 +161,7 @@ class Trainer:
                     self._log(progress, meter)
                     return ""
                 if interrupted:
-                    return caught[0] if caught else "another process"
+                    return caught[0] if caught else "SIGPIPE" if self.logger.broken_pipe else "another process"
 
                 # One step; the batches of the next one are loaded meanwhile.
                 batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
@@ -363,6 +365,7 @@ class Trainer:
         place = self.checkpoints.latest()
         if place is None:
             self.logger.print(f"{self.out}: has no checkpoint to resume from; starting from the beginning")
+            self.logger.rewind(0)
             return
         before = load_recipe(str(self.out / RECIPE))
         if before != self.recipe:
@@ -379,6 +382,7 @@ class Trainer:
         if self._validation_due() and score is not None and self._is_best(score):
             self.checkpoints.mark_best(place, score)
         self.checkpoints.clean_up()
+        self.logger.rewind(self.state.step)
         self.logger.print(f"resuming from step {self.state.step:,}")
 
     def _record(self) -> None:
