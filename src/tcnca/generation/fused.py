@@ -354,6 +354,8 @@ class FusedStep:
         if dot:
             rows, columns = (64, 32) if outputs >= 2048 and norm is None else (16, 32 if outputs >= 1024 else 16)
             step = _power(inputs) if norm is not None else min(128 if rows == 64 else 512, _power(inputs))
+            # The least that a matrix product of Triton takes.
+            step = max(step, 16)
         else:
             rows, step = 1, _power(inputs)
             columns = max(TILE // step, 1)
