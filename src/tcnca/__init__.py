@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ModelOutput,
         ModelState,
         PairHeadConfig,
+        Predictions,
         Preprocessing,
         Preset,
         RegressionHeadConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "PairHeadConfig",
+    "Predictions",
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
@@ -80,7 +82,7 @@ __all__ = [
 
 # Modules that public names come from, in the order in which they are searched.
 _SOURCES = ("errors", "layers", "models", "generation")
-_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "recipes", "training")
+_MODULES = ("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "training")
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

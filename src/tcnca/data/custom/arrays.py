@@ -29,6 +29,7 @@ from tcnca.data.custom.options import (
 from tcnca.data.npy import array_errors, list_arrays, read_array, read_member
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError
+from tcnca.models.preprocessing import Role
 
 ARRAY_SUFFIXES = (".npy", ".npz")
 """Suffixes of the files that are read as arrays."""
@@ -124,8 +125,26 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
         splits={split: [columns] for split, columns in splits.items()},
         origin=origin.resolve().name,
         verified=False,
-        metadata={**metadata, **_statistics(splits["train"]["values"])},
+        metadata={
+            **metadata,
+            **_statistics(splits["train"]["values"]),
+            "columns": _roles(groups["train"], selected["train"]),
+        },
     )
+
+
+def _roles(arrays: Arrays, selection: Selection) -> dict[Role, str]:
+    """Return the names of the arrays that are used; the array of an .npy has no name."""
+    if arrays.path.suffix.lower() == ".npy":
+        return {}
+    target: Role = "labels" if selection.kind == "classification" else "targets"
+    used: dict[Role, NamedArray | None] = {
+        "values": selection.values,
+        "lengths": selection.lengths,
+        target: selection.target,
+    }
+    names = {stored: name for name, stored in arrays.names.items()}
+    return {role: names[array.name] for role, array in used.items() if array is not None}
 
 
 def _list_arrays(path: Path) -> Arrays:

@@ -327,10 +327,12 @@ def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options
         both = {"first": texts, "second": Ragged.from_bytes(examples.seconds)}
         inputs: Mapping[str, Column] = {"tokens": texts} if roles.second is None else both
         parts[split] = {**inputs, "labels": encode_labels(examples.labels, classes, examples.places.__getitem__)}
+    named = {"text": roles.text, "second": roles.second, "label": roles.label}
+    columns = {role: name for role, name in named.items() if name is not None}
     return Content(
         kind="classification" if roles.second is None else "pairs",
         splits={split: [columns] for split, columns in complete_splits(parts, options, origin).items()},
         origin=origin.resolve().name,
         verified=False,
-        metadata={"class_names": classes},
+        metadata={"class_names": classes, "columns": columns},
     )
