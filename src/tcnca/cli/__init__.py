@@ -25,6 +25,7 @@ COMMANDS = {
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
+    "predict": ("tcnca.cli.predict:predict", "Predict classes, values or forecasts with a trained model."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
 }

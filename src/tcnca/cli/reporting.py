@@ -73,4 +73,4 @@ class ProgressReporter(Progress):
     def _print_line(self, text: str, now: float) -> None:
         self._printed = now
         if self.disable:
-            typer.echo(text)
+            typer.echo(text, err=self.console.stderr)

@@ -64,9 +64,13 @@ def prediction_kind(model: SequenceModel) -> PredictionKind:
         return "pairs"
     if isinstance(head, ClassifierHeadConfig | RegressionHeadConfig) and head.pooling != "none":
         return "classification" if isinstance(head, ClassifierHeadConfig) else "regression"
-    if isinstance(head, RegressionHeadConfig) and isinstance(input, ValueInputConfig):  # noqa: SIM102
-        if head.outputs == input.features and task in ("", "forecast") and model.streams:
-            return "forecast"
+    same = (
+        isinstance(head, RegressionHeadConfig)
+        and isinstance(input, ValueInputConfig)
+        and head.outputs == input.features
+    )
+    if same and task in ("", "forecast") and model.streams:
+        return "forecast"
     raise InputError(
         "model: expected one that predicts a class or values of a sequence, or a causal one that forecasts its own "
         f"inputs, got a {type(head).__name__} with an output at every time step; call the model itself"
@@ -141,13 +145,13 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
             raise VocabularyError(f"{where}: {error}") from None
         except UnicodeError as error:
             raise InputError(f"{where}: expected valid Unicode, got a text that is not ({error})") from error
-        return tokens.astype(np.uint8 if input.vocab_size <= 256 else np.int32)[: facts.max_length]
+        return tokens.astype(np.uint8 if input.vocab_size <= 256 else np.int32)
     try:
         array = _to_numpy(example)
     except ValueError as error:
         raise InputError(f"{where}: expected numbers, got a list of unequal parts") from error
     if isinstance(input, TokenInputConfig):
-        return _tokens(array, input.vocab_size, where)[: facts.max_length]
+        return _tokens(array, input.vocab_size, where)
     if not isinstance(input, ValueInputConfig):
         raise InputError(f"{where}: expected tokens or values, got a model with a {type(input).__name__}")
     if array.dtype.kind not in "fiub":
@@ -166,7 +170,7 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
         )
     if not len(array):
         raise InputError(f"{where}: expected at least one time step, got none")
-    return array[: facts.max_length]
+    return array
 
 
 def _to_numpy(example: Any) -> NDArray[Any]:
@@ -198,13 +202,17 @@ def predict_sequences(
     steps: int = 1,
     batch_size: int | None = None,
 ) -> Predictions:
-    """Predict sequences that `to_sequence` returned, two in each example of a pair; `where` names one in errors."""
+    """Predict sequences that `to_sequence` returned, two in each example of a pair; `where` names one in errors.
+
+    As in training, they are cut to the `max_length` of the preprocessing.
+    """
     kind, classes = prediction_kind(model), class_names(model)
     if steps < 1 or (steps > 1 and kind != "forecast"):
         expected = "at least 1" if kind == "forecast" else f"1 for a model of {kind}"
         raise InputError(f"steps: expected {expected}, got {steps}")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size: expected at least 1, got {batch_size}")
+    examples = [tuple(sequence[: model.preprocessing.max_length] for sequence in example) for example in examples]
     lengths = [max(len(sequence) for sequence in example) for example in examples]
     _check_lengths(model, lengths, steps - 1, where)
     head, input = model.config.head, model.config.input
