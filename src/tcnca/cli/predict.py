@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -59,12 +62,12 @@ def predict(
     )
     with dist_context(device) as dist:
         model = load_run(run, str(dist.device), best=best)
-        shows = out is not None or not sys.stdout.isatty()
-        with ProgressReporter(Console(stderr=True, quiet=not shows)) as reporter:
-            what = f"predicting {Path(inputs[0]).name[:40]}"
-            summary = predict_inputs(
-                model, inputs, options, progress=lambda done, total: reporter(what, done, total) if shows else None
-            )
+        # A bar would mix with predictions in the terminal, and texts in the arguments are few.
+        shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
+        with ProgressReporter(Console(stderr=True)) if shows else contextlib.nullcontext() as reporter:
+            what = f"predicting {'standard input' if inputs == ['-'] else Path(inputs[0]).name}"
+            progress = None if reporter is None else functools.partial(reporter, what)
+            summary = predict_inputs(model, inputs, options, progress=progress)
     _print_summary(summary, out, model.preprocessing.max_length)
 
 

@@ -127,6 +127,7 @@ class ArrayReader:
 
     def __init__(self, path: Path, archive: zipfile.ZipFile | None = None, name: str = "") -> None:
         self._array: NDArray[Any] | None = None
+        self._file: IO[bytes] | None = None
         self._next = 0
         if archive is None:
             self._array = map_array(path)
@@ -145,9 +146,15 @@ class ArrayReader:
         begin, self._next = self._next, self._next + count
         if self._array is not None:
             return self._array[begin : self._next]
+        assert self._file is not None
         rows = np.empty((count, *self.shape[1:]), self.dtype)
         _fill(self._file, rows)
         return rows
+
+    def close(self) -> None:
+        """Close the array; the archive stays open."""
+        if self._file is not None:
+            self._file.close()
 
 
 def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:

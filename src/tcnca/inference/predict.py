@@ -8,7 +8,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -19,7 +19,7 @@ from tcnca.config import shown
 from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
-from tcnca.errors import CheckpointError, ConfigError, DataError, Stopped
+from tcnca.errors import CheckpointError, ConfigError, DataError, InputError, Stopped
 from tcnca.files import atomic_path
 from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, read_lines
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
@@ -91,6 +91,11 @@ def load_run(run: Path, device: str = "cpu", *, best: bool = False) -> SequenceM
             raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
     assert folder is not None
     model = load(folder, device)
+    if model.config.head.generates and model.preprocessing.task != "recall":
+        raise InputError(
+            f"{run}: expected a model that predicts classes, values or forecasts, got a language model; continue a "
+            f"text with `tcnca generate {run} --prompt TEXT`"
+        )
     if (run / RECIPE).is_file() and model.config.attention is not None:
         chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
         if chunk_size is not None:
@@ -129,7 +134,8 @@ def predict_inputs(
     try:
         with _open_reader(model, inputs, options, stdin or sys.stdin) as reader, contextlib.ExitStack() as stack:
             writer: Writer | None = None
-            for block in _blocks(model, reader, _block_rows(reader, options)):
+            blocks = stack.enter_context(contextlib.closing(_blocks(model, reader, _block_rows(reader, options))))
+            for block in blocks:
                 predictions = predict_sequences(model, block.sequences, block.place, **how)
                 # Opened late: the columns of a table are known after its first row.
                 writer = writer or stack.enter_context(_open_writer(options, reader, stdout or sys.stdout))
@@ -189,8 +195,8 @@ def _open_reader(
         raise DataError(f"{path}: expected one of {known}, got {suffix or 'no suffix'}; give --format for others")
     with read_errors(path):
         binary = path.open("rb")
-    with binary:
-        lines = read_lines(_text_file(binary), str(path))
+    with _text_file(binary) as file:
+        lines = read_lines(file, str(path))
         yield RowReader(model, options.columns, str(path), lines, format, path.stat().st_size, binary.tell)
 
 
@@ -252,17 +258,18 @@ class _Block:
         return self.examples[index].place
 
 
-def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Iterator[_Block]:
+def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block, None, None]:
     block, size, limit = _Block(), 0, model.preprocessing.max_length
-    for example in reader:
-        sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
-        block.examples.append(example)
-        block.sequences.append(sequences)
-        block.cut += limit is not None and max(map(len, sequences)) > limit
-        size += sum(sequence.nbytes for sequence in sequences)
-        if len(block.examples) >= rows or size >= _BLOCK_BYTES:
-            yield block
-            block, size = _Block(), 0
+    with contextlib.closing(iter(reader)) as examples:
+        for example in examples:
+            sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
+            block.examples.append(example)
+            block.sequences.append(sequences)
+            block.cut += limit is not None and max(map(len, sequences)) > limit
+            size += sum(sequence.nbytes for sequence in sequences)
+            if len(block.examples) >= rows or size >= _BLOCK_BYTES:
+                yield block
+                block, size = _Block(), 0
     if block.examples:
         yield block
 

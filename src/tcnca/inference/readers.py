@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -105,8 +105,8 @@ class Reader(abc.ABC):
         self.classes = frozenset(class_names(model) or ())
 
     @abc.abstractmethod
-    def __iter__(self) -> Iterator[Example]:
-        """Yield the examples."""
+    def __iter__(self) -> Generator[Example, None, None]:
+        """Yield the examples; close the generator to release its files."""
 
     @property
     @abc.abstractmethod
@@ -151,7 +151,7 @@ class RowReader(Reader):
         """Bytes of a file, else rows."""
         return self._rows if self._position is None else self._position()
 
-    def __iter__(self) -> Iterator[Example]:
+    def __iter__(self) -> Generator[Example, None, None]:
         """Yield an example for each row."""
         columns: tuple[str, ...] = ()
         label: str | None = None
@@ -282,7 +282,7 @@ class ArraysReader(Reader):
         """Number of sequences."""
         return self._done
 
-    def __iter__(self) -> Iterator[Example]:
+    def __iter__(self) -> Generator[Example, None, None]:
         """Yield an example for each sequence."""
         with contextlib.ExitStack() as stack:
             archive, names = None, ["values"]
@@ -290,7 +290,10 @@ class ArraysReader(Reader):
                 with array_errors(self._path, SAVE_AGAIN):
                     archive = stack.enter_context(zipfile.ZipFile(self._path))
                     names = list(list_arrays(archive))
-            arrays = {role: self._open(archive, name) for role, name in self._roles(names, archive is None).items()}
+            arrays = {}
+            for role, name in self._roles(names, archive is None).items():
+                arrays[role] = self._open(archive, name)
+                stack.callback(arrays[role].reader.close)
             values = arrays["values"]
             if self._is_series(values, archive is None):
                 self.total = 1
