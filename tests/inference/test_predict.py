@@ -21,6 +21,7 @@ import tcnca.inference.predict
 import tcnca.inference.readers
 from tcnca import SequenceModel, load, save
 from tcnca.cli import app
+from tcnca.cli.predict import _Terminal
 from tcnca.inference import PredictOptions, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
@@ -449,3 +450,10 @@ def test_empty_texts_and_missing_runs(tmp_path: Path) -> None:
     assert "expected a run directory or a saved model" in tcnca_predict(tmp_path / "nope", "text").stderr
     save(small_model(dtype=torch.float32), tmp_path / "plain")  # a language model from Python
     assert f"`tcnca generate {tmp_path / 'plain'} --prompt TEXT`" in tcnca_predict(tmp_path / "plain", "text").stderr
+
+
+def test_rows_do_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    _Terminal().write("a\x1b[2Jb\n")
+    assert screen.getvalue() == "a\ufffd[2Jb\n"

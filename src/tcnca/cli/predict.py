@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -67,8 +67,21 @@ def predict(
         with ProgressReporter(Console(stderr=True)) if shows else contextlib.nullcontext() as reporter:
             what = f"predicting {'standard input' if inputs == ['-'] else Path(inputs[0]).name}"
             progress = None if reporter is None else functools.partial(reporter, what)
-            summary = predict_inputs(model, inputs, options, progress=progress)
+            stdout = cast(TextIO, _Terminal()) if sys.stdout.isatty() else None
+            summary = predict_inputs(model, inputs, options, stdout=stdout, progress=progress)
     _print_summary(summary, out, model.preprocessing.max_length)
+
+
+class _Terminal:
+    """Standard output without control characters: values from files must not control the terminal."""
+
+    def write(self, text: str) -> int:
+        from tcnca.data.show import plain_text
+
+        return sys.stdout.write(plain_text(text))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | None) -> None:
