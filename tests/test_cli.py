@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -64,6 +65,7 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tcnca.cli, "app", interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
@@ -108,6 +110,7 @@ def _raises(error: BaseException) -> Any:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "activation_checkpointing"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "grad_accum_steps"),
         (PermissionError(13, "Permission denied", "secret.yaml"), 1, "Error: secret.yaml: Permission denied\n"),
+        (OSError(28, "No space left on device"), 1, "Error: output: No space left on device\n"),
         (KeyboardInterrupt(), 130, "\nstopped by SIGINT\n"),
         (Stopped(signal.SIGTERM), 143, "\nstopped by SIGTERM\n"),
     ],
@@ -143,6 +146,17 @@ def test_sigterm_ends_with_a_message(module: str, name: str) -> None:
     arguments = [sys.executable, "-c", SIGNALED.format(module=module, name=name)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (143, "", "\nstopped by SIGTERM\n")
+
+
+def test_any_text_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a path that is not UTF-8, or a terminal whose encoding has few characters."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tcnca.cli, "app", lambda: print("a\udcff é"))
+    main()
+    output.flush()
+    assert output.buffer.getvalue() == b"a\\udcff \\xe9\n"
 
 
 def test_a_reader_that_ends_is_no_error() -> None:

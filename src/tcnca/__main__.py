@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import time
@@ -17,6 +18,9 @@ _last_signal = -_DUPLICATE_SECONDS
 def main() -> None:
     """Run the command line. A signal while modules are imported ends it without a traceback, too."""
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As for standard error: a path or a value that the terminal's encoding does not have must not end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from tcnca.cli import app
 

@@ -156,6 +156,7 @@ _LARGEST_INT, _LARGEST_FLOAT = 2**31 - 1, 1e38
 PositiveInt = Annotated[int, Range(1, _LARGEST_INT)]
 NonNegativeInt = Annotated[int, Range(0, _LARGEST_INT)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
+Seconds = Annotated[float, Range(0, 1e10)]
 # Sizes of models, which also come from files: with these limits the bytes of every tensor fit 64 bits.
 LayerCount = Annotated[int, Range(1, 2**10)]
 Width = Annotated[int, Range(1, 2**24)]
@@ -320,6 +321,8 @@ def check(name: str, value: Any, hint: Any) -> Any:
         return _convert(value.tolist() if hasattr(value, "tolist") else value, hint)
     except _UnfitError as error:
         where, value, hint = f"{name}{error.path}".removeprefix("."), error.value, error.hint
+        # A file can contain keys of any size.
+        where = where if len(where) <= _MAX_SHOWN else f"{where[:_MAX_SHOWN]}…"
         where = f"{where}: " if where else ""
         choices = [each for each in _members(hint) if get_origin(each) is Literal]
         known = [str(each) for choice in choices for each in get_args(choice)]
@@ -337,7 +340,7 @@ def shown(value: Any) -> str:
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
     except ValueError:
         # Python refuses to write integers of thousands of digits.
-        return f"a {type(value).__name__} that is too large to print"
+        return f"a value of type {type(value).__name__} that is too large to print"
 
 
 _MAX_SHOWN = 300
@@ -747,8 +750,8 @@ def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
 # ---- Texts: YAML and KEY=VALUE
 
 
-_MAX_YAML = 2**16
-"""Characters a YAML text may have. Recipes have a few thousand; the parser needs seconds for a hundred thousand."""
+_MAX_YAML = 2**15
+"""Characters a YAML text may have. Recipes have a few thousand; the parser needs a second for this many."""
 _MAX_DEPTH = 50
 """Lists and dictionaries that may be inside of each other."""
 

@@ -96,7 +96,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_write(path: Path, text: str) -> None:
     """Write a text file completely or not at all."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # Paths and values from files can contain halves of characters, which UTF-8 does not have.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def check_regular(path: Path) -> None:

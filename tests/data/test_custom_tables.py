@@ -246,9 +246,9 @@ def test_invalid_csv(tmp_path: Path, content: str, message: str) -> None:
     [
         (
             '{"text": "a", "label"',
-            r"^, line 2: expected one JSON object per line, got no JSON \(.*Expecting ':'",
+            r"^, line 2: expected JSON \(Expecting ':'.*; write one JSON object per line",
         ),
-        ("[" * 100_000, "^, line 2: expected one JSON object per line, got no JSON"),
+        ("[" * 100_000, "^, line 2: expected JSON.*; write one JSON object per line"),
         ('["a", 1]', "^, line 2: expected a JSON object such as .*, got a JSON list"),
         ('{"text": "a"}', "^, line 2: expected a field 'label', got 'text'; add it"),
         ('{"text": 5, "label": 1}', "^, line 2, column 'text': expected text, got 5"),

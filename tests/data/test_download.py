@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import threading
@@ -80,7 +81,9 @@ def handler(host: Host) -> type[BaseHTTPRequestHandler]:
                 return
             length = {"Content_Length": str(len(host.data) - start)} if host.lengths else {}
             self.answer(206 if start else 200, **length)
-            self.wfile.write(host.data[start:][: host.drops.pop(0) if host.drops else None])
+            # A client that refuses the size hangs up.
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(host.data[start:][: host.drops.pop(0) if host.drops else None])
 
     return Handler
 

@@ -42,6 +42,7 @@ from tcnca.data.generate import (
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, num_examples
 from tcnca.errors import DataError
+from tcnca.files import atomic_path
 
 SIZES = {"train": 60, "validation": 9, "test": 7}
 SHORT = Recall(length=4, vocab_size=6)
@@ -359,15 +360,19 @@ def test_too_few_different_examples(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a disk that is always full")
 @pytest.mark.parametrize("generator", [LISTS, ListOps()], ids=["at the end", "at once"])
-def test_full_disk_leaves_no_partial_shard(tmp_path: Path, generator: ListOps) -> None:
+def test_full_disk_leaves_no_partial_shard(tmp_path: Path, generator: ListOps, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "shards"
 
-    def fill(done: int, total: int) -> None:
-        if done == 2:
-            (folder / ".000002.npz").symlink_to(FULL)
+    @contextlib.contextmanager
+    def full(path: Path) -> Iterator[Path]:
+        with atomic_path(path) as temporary:
+            if path.name == "000002.npz":
+                temporary.symlink_to(FULL)
+            yield temporary
 
+    monkeypatch.setattr(module, "atomic_path", full)
     with pytest.raises(DataError, match=r"shards: the disk is full; free some space .* --out"):
-        generated(plan(generator), folder, progress=fill)
+        generated(plan(generator), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["000000.npz", "000001.npz", SETTINGS]
 
 

@@ -164,3 +164,13 @@ def test_impossible_characters_in_labels(tmp_path: Path) -> None:
     path = packed_npz(tmp_path / "a.npz", values=saved(VALUES), labels=labels)
     with pytest.raises(DataError, match="array 'labels': cannot be read"):
         read_custom(path)
+
+
+def test_compressed_array_that_grows_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npy, "_MIN_UNPACKED", 2**20)
+    one_hot = np.eye(256, dtype=np.float32)[np.random.default_rng(0).integers(0, 256, (40, 64))]
+    np.savez_compressed(tmp_path / "one_hot.npz", values=one_hot, labels=LABELS)
+    assert read_custom(tmp_path / "one_hot.npz").kind == "classification"
+    np.savez_compressed(tmp_path / "bomb.npz", values=np.zeros_like(one_hot), labels=LABELS)
+    with pytest.raises(DataError, match=r"'values': .*expected at most 1,0.* bytes when unpacked, got 2,62.*savez"):
+        read_custom(tmp_path / "bomb.npz")

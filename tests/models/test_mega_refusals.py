@@ -69,6 +69,15 @@ def test_numpy_scalars_in_the_logs_can_be_read(tmp_path: Path, old: bool) -> Non
     assert torch.equal(load_mega_checkpoint(path).embedding.weight, weights["decoder.embed_tokens.weight"])
 
 
+def test_plain_values_of_other_types_can_be_read(tmp_path: Path) -> None:
+    values = {"set": {1, 2}, "dtype": torch.float16, "array": np.arange(3), "complex": 1j, "bytes": b"abc"}
+    keys = {(1, "a"): 1, 0.5: 2, None: 3, 7: 4, torch.Size([2]): 5}
+    weights = random_weights(LM)
+    extra = {**values, "keys": keys, "text": "x" * 3 * 10**6, "size": torch.Size([1]), "large": 2**70}
+    path = write(tmp_path / "lm.pt", LM, weights, extra_state=extra)
+    assert torch.equal(load_mega_checkpoint(path).embedding.weight, weights["decoder.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [

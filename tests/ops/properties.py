@@ -17,7 +17,7 @@ from tests.comparison import TOLERANCE, assert_close
 Operator = Callable[..., tuple[Tensor, State | None]]
 
 # The EMA's backends in PyTorch's own operators, which run anywhere.
-PYTORCH_EMA: tuple[EMABackend, ...] = ("fft", "recurrent", "scan")
+PYTORCH_EMA: tuple[EMABackend, ...] = ("chunked", "fft", "recurrent", "scan")
 
 # Tokens in successive calls of one sequence: no multiples of anything, and single tokens among them.
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -263,3 +263,26 @@ def test_the_state_has_the_dtype_of_the_queries() -> None:
     _, state = chunked_attention(q, k, torch.randn(1, 3, 2, dtype=torch.bfloat16), chunk_size=4, return_state=True)
     assert state is not None
     assert (state.keys.dtype, state.values.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("outlier", [1e30, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("chunk_size", [None, 4], ids=["full", "chunks"])
+@every_activation
+@torch.no_grad()
+def test_what_a_query_does_not_see_does_not_change_a_bit(
+    activation: str, chunk_size: int | None, outlier: float
+) -> None:
+    operator = partial(chunked_attention, chunk_size=chunk_size, activation=activation, causal=True)
+    parts = [torch.randn(2, 11, width) for width in (3, 3, 2)]
+    sizes = [3, 1, 7]
+    expected, streamed = operator(*parts)[0], in_pieces(operator, parts, sizes)[0]
+    for index in (1, 2):
+        changed = [part.clone() for part in parts]
+        changed[index][0, 6] = outlier
+        for y, same in ((operator(*changed)[0], expected), (in_pieces(operator, changed, sizes)[0], streamed)):
+            assert torch.equal(y[0, :6], same[0, :6])
+            assert torch.equal(y[1], same[1])
+            if chunk_size is not None:
+                assert torch.equal(y[0, 8:], same[0, 8:]), "another chunk"
+            if index == 2 and outlier != 1e30:
+                assert not bool(y[0, 6:8].isfinite().any()), "a value that is seen"

@@ -88,7 +88,7 @@ def test_backends_agree(time: int, directions: int, truncation: int | None, cach
     kernel = ema_kernel(*values, 40) if cached else None
     y, _ = ema(x, *values, backend="fft", truncation=truncation, kernel=kernel)
     expected = properties.gradients(y, leaves)
-    for backend in ("recurrent", "scan"):
+    for backend in ("chunked", "recurrent", "scan"):
         other, _ = ema(x, *values, backend=backend, truncation=truncation, kernel=kernel)
         assert_close(other.detach(), y.detach(), backend)
         properties.assert_same_gradients(properties.gradients(other, leaves), expected)
@@ -104,7 +104,7 @@ def test_gradcheck(backend: EMABackend, truncation: int | None, directions: int)
 
 
 @pytest.mark.parametrize(("time", "lengths"), [(1, [2, 0]), (4, None), (4, [2, 0])], ids=str)
-@pytest.mark.parametrize(("backend", "truncation"), [("fft", None), ("scan", 3), ("recurrent", 3)])
+@pytest.mark.parametrize(("backend", "truncation"), [("fft", None), ("chunked", None), ("scan", 3), ("recurrent", 3)])
 def test_gradcheck_through_the_state(
     backend: EMABackend, truncation: int | None, time: int, lengths: list[int] | None
 ) -> None:
@@ -146,7 +146,7 @@ HARD = [
 
 @pytest.mark.parametrize("case", HARD, ids=str)
 def test_float32_error_is_that_of_its_coefficients(case: KernelCase) -> None:
-    assert_right(case, "cpu", "fft")
+    assert_right(case, "cpu", "chunked")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

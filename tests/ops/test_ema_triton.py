@@ -27,10 +27,10 @@ def test_a_truncated_configuration_refuses_triton() -> None:
 
 
 @not_interpreted
-def test_on_a_cpu_auto_is_the_fft_and_triton_is_refused() -> None:
+def test_on_a_cpu_auto_is_chunked_and_triton_is_refused() -> None:
     arguments = some("cpu", (2, 9, 3), *[(1, 3, 4)] * 4)
-    assert torch.equal(ema(*arguments)[0], ema(*arguments, backend="fft")[0])
-    with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*x: expected a CUDA.*'auto' or 'fft'"):
+    assert torch.equal(ema(*arguments)[0], ema(*arguments, backend="chunked")[0])
+    with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*x: expected a CUDA.*'auto' or 'chunked'"):
         ema(*arguments, backend="triton")
 
 
@@ -172,7 +172,7 @@ def test_second_derivatives_are_refused() -> None:
     x, *parameters = (part.requires_grad_() for part in some("cpu", (1, 5, 2), *[(1, 2, 2)] * 4))
     y, _ = ema(x, *parameters, backend="triton")
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(KernelError, match=r"expected first derivatives only.*backend='fft'"):
+    with pytest.raises(KernelError, match=r"expected first derivatives only.*backend='chunked'"):
         gradient.square().sum().backward()
 
 

@@ -85,7 +85,7 @@ EMA: list[Row] = [
     ("delta-directions", lambda: ema(X, *[zeros(3, 3, 4)] * 4), ["delta:", "[3, 3, 4]", "1 or 2 directions"]),
     ("delta-empty", lambda: ema(X, *[zeros(1, 3, 0)] * 4), ["delta:", "[1, 3, 0]"]),
     ("gamma", lambda: one_wrong(3), ["gamma:", "[1, 3, 2]", "the same for all four"]),
-    ("backend", lambda: run_ema(backend="loop"), ["backend:", "'loop'", "auto, fft, scan, recurrent, triton"]),
+    ("backend", lambda: run_ema(backend="loop"), ["backend:", "'loop'", "auto, chunked, fft, scan, recurrent, triton"]),
     ("truncation", lambda: run_ema(truncation=0), ["truncation:", "got 0", "None or 1 or more"]),
     (
         "kernel-short",

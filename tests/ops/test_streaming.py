@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any, Protocol
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, Case, counts, leaf, some_lengths
 
+CHUNKED: Any = importlib.import_module("tcnca.ops.ema.chunked")
 BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
 # A truncation of the EMA, the chunk size of attention, or the number of a shape of the TCN. A truncation of one is
 # tested apart.
@@ -76,7 +79,9 @@ def ema_case(
 
     def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
         options |= {"backend": backend, "truncation": limit, "kernel": kernel}
-        return ema(x, delta, alpha, beta, gamma, **options)
+        # A few tokens would be one block.
+        with mock.patch.multiple(CHUNKED, SHORT_BLOCK=3, CARRY_BLOCK=2):
+            return ema(x, delta, alpha, beta, gamma, **options)
 
     parameters = {"delta": delta, "alpha": alpha, "beta": beta, "gamma": gamma}
     return Case(operator, (leaf(BATCH, time, CHANNELS),), parameters)

@@ -277,18 +277,22 @@ def test_shards_that_overlap_or_are_missing_are_refused(place: Path) -> None:
         load(place)
 
 
+METER = {"loss": 1.0, "grad_norm": None, "tokens": 9, "steps": 1, "skipped": 0, "seconds": 1.0}
 STATE_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a step that is text": lambda content: content["state"].update(step="2"),
     "a negative step": lambda content: content["state"].update(step=-2),
     "another step": lambda content: content["state"].update(step=3),
     "a huge step": lambda content: content["state"].update(step=10**400),
     "infinite seconds": lambda content: content["state"].update(seconds=float("inf")),
+    "too many seconds": lambda content: content["state"].update(seconds=1e308),
     "no state": lambda content: content.pop("state"),
     "no files": lambda content: content.pop("files"),
     "another format": lambda content: content.update(format="tcnca-checkpoint-1"),
     "an unknown key": lambda content: content["state"].update(code="import os"),
     "a meter that is text": lambda content: content["state"].update(meter="0"),
     "a meter with another key": lambda content: content["state"].update(meter=[{"loss": 1.0}]),
+    "a meter with negative steps": lambda content: content["state"].update(meter=[{**METER, "steps": -1}]),
+    "a meter with too many tokens": lambda content: content["state"].update(meter=[{**METER, "tokens": 10**300}]),
     "a file outside": lambda content: content["files"].update({"../x.safetensors": ""}),
     "an absolute file": lambda content: content["files"].update({"/optimizers-00000.safetensors": ""}),
     "a shard outside": lambda content: content["files"].update({"optimizers-1/../../x.safetensors": ""}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -42,7 +43,7 @@ def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
     assert found.command == shlex.join(["tcnca", "train", "recall-small", *changes, "--device", "cpu"])
     assert found.hardware["device"] == "cpu"
     assert found.hardware["name"]
-    assert 1 <= found.hardware["cores"] <= (os.cpu_count() or 1)
+    assert 1 <= int(found.hardware["cores"]) <= (os.cpu_count() or 1)
     expected = {"tcnca": tcnca.__version__, "python": platform.python_version(), "torch": torch.__version__}
     assert expected.items() <= found.versions.items()
     assert platform.system() in found.platform
@@ -71,7 +72,12 @@ def test_each_resumption_is_a_launch(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
-    for text in ('{"launches": [', "[]", '{"launches": [1]}', '{"launches": [{"step": 1}]}', "[" * 100_000):
+    nested = {**dataclasses.asdict(launch()), "hardware": {"name": json.loads("[" * 900 + "]" * 900)}}
+    for text in (
+        *('{"launches": [', "[]", '{"launches": [1]}', '{"launches": [{"step": 1}]}', "[" * 100_000),
+        json.dumps({"launches": [nested]}),
+        json.dumps({"launches": {"x" * 100_000: 1}}),
+    ):
         (tmp_path / "provenance.json").write_text(text)
         with pytest.raises(TrainingError, match=r"provenance\.json: .*expected .*; remove it"):
             add_launch(tmp_path, launch(), resumed=True)

@@ -23,7 +23,17 @@ from tcnca.cli import app
 from tcnca.errors import ConfigError, Stopped, TrainingError
 from tcnca.files import disk_errors
 from tcnca.training import Score, Trainer, read_log
-from tcnca.training.report import Result, best_validation, draw_curves, mean_speed, read_result, smooth, write_result
+from tcnca.training.provenance import Launch, add_launch
+from tcnca.training.report import (
+    Result,
+    best_validation,
+    draw_curves,
+    mean_speed,
+    read_result,
+    smooth,
+    write_report,
+    write_result,
+)
 from tests.training.tiny import arguments, assert_same, latest, recipe, weights
 
 
@@ -101,23 +111,24 @@ def test_each_evaluation_has_its_own_file(done: tuple[Path, str]) -> None:
     assert found["eval-validation-eval.batch_size=100.json"] == {**facts, **result["scores"]["validation"]}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_says_how_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: tuple[Path, str], number: signal.Signals
 ) -> None:
     step = Trainer._step
 
     def interrupted(self: Trainer, *more: Any) -> Any:
         if self.state.step == 4:
             # Twice, as by someone in a hurry.
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
         return step(self, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_step", interrupted)
         stopped = invoked(*arguments(tmp_path / "a run"))
-    assert stopped.exit_code == 130
-    assert "stopped by SIGINT after step 5; continue with" in stopped.output
+    assert stopped.exit_code == 128 + number
+    assert f"stopped by {number.name} after step 5; continue with" in stopped.output
     assert (tmp_path / "a run" / "curves.png").is_file()
     assert read_result(tmp_path / "a run") is None
     name, *again = shlex.split(stopped.output.strip().splitlines()[-1])
@@ -151,7 +162,7 @@ def test_resuming_nothing_starts_from_the_beginning(tmp_path: Path, capsys: pyte
 )
 def test_a_damaged_result_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    with pytest.raises(TrainingError, match=r"result\.json: .*expected .*; remove it, and --resume writes it"):
+    with pytest.raises(TrainingError, match=r"result\.json: .*expected .*; remove it, and resuming the run writes it"):
         read_result(tmp_path)
 
 
@@ -200,6 +211,13 @@ def test_a_misspelled_split_is_named(done: tuple[Path, str]) -> None:
     result = invoked("eval", str(done[0]), "--split", "valid")
     assert result.exit_code == 1
     assert "Error: split: did you mean validation? Expected one of train, validation, test" in result.output
+
+
+def test_a_report_of_any_texts_is_written(tmp_path: Path) -> None:
+    first = Launch(recipe="\ud800", command="tcnca", step=0, seed=0, budget=None, processes=1, hardware={})
+    add_launch(tmp_path, first, resumed=False)
+    write_report(tmp_path, Result(step=1, seconds=2.0))
+    assert (tmp_path / "report.md").read_text().startswith("# \\ud800\n")
 
 
 def test_nan_in_a_result_is_kept(tmp_path: Path) -> None:

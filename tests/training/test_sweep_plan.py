@@ -79,6 +79,8 @@ def test_mistakes_are_named_before_anything_runs(tmp_path: Path, changes: list[s
 def test_names_are_readable_and_fit_any_file_system() -> None:
     assert folder_name({"lr": "1e-3", "dropout": "0.1"}) == "lr=0.001,dropout=0.1"
     assert folder_name({"lr": "1e-5"}) == "lr=1e-05"
+    # A key of the command line that is not UTF-8.
+    assert folder_name({"l\udcffr": "1"}).startswith("l-r=1-")
     assert folder_name({"betas": "[0.9, 0.98]", "compile": "true"}) == "betas=[0.9,0.98],compile=true"
     names = [folder_name({"data": text}) for text in ("a/b.txt", "a-b.txt", "a:b.txt", "ä.txt", "x" * 400, "x" * 401)]
     assert len(set(names)) == len(names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,13 @@ def test_unreadable_recipes_are_named(tmp_path: Path) -> None:
     assert [point_state(point)[0] for point in sweep.points] == ["done", "failed"]
     with pytest.raises(ConfigError, match=r"num_layers=2.*optimiser"):
         planned(tmp_path, "num_layers=1,2")
+
+
+def test_a_pipe_in_place_of_a_log_is_not_opened(tmp_path: Path) -> None:
+    (point, _) = planned(tmp_path, "num_layers=1,2").points
+    point.folder.mkdir(parents=True)
+    os.mkfifo(point.folder / "sweep.log")
+    assert point_state(point) == ("waiting", "")
 
 
 def test_the_selection_is_by_validation_and_by_the_metric(tmp_path: Path) -> None:

@@ -407,6 +407,13 @@ def test_a_full_disk_behind_safetensors_is_named(tmp_path: Path, monkeypatch: py
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("names", [("run\udcff", "tiny"), ("run", "tiny\udcff")])
+def test_names_that_are_not_utf8_are_refused_at_the_start(tmp_path: Path, names: tuple[str, str]) -> None:
+    out, name = names
+    with pytest.raises(ConfigError, match=r"expected names in UTF-8, got '.*\\udcff'"):
+        Trainer(recipe(), tmp_path / out, name=name)
+
+
 def test_unusable_data_leaves_no_directory(tmp_path: Path) -> None:
     (tmp_path / "odd.csv").write_text("words,mood\na,1\nb,2\n")
     refused = invoke("train", "classify", f"data={tmp_path / 'odd.csv'}", "--out", str(tmp_path / "run"))

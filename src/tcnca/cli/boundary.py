@@ -37,8 +37,9 @@ def report_errors() -> Iterator[None]:
         if is_out_of_memory(error):
             advice = "a smaller batch.size, a larger grad_accum_steps or activation_checkpointing=true need less"
             _end(error, f"Error: not enough memory; in training, {advice} ({reason})", 1)
-        if isinstance(error, OSError) and error.filename is not None:
-            _end(error, f"Error: {error.filename}: {error.strerror}", 1)
+        if isinstance(error, OSError) and error.strerror is not None:
+            # Without a name it is of the output, such as a file on a full disk.
+            _end(error, f"Error: {error.filename or 'output'}: {error.strerror}", 1)
         _end(
             error,
             f"Error: {reason}\nThis is a bug in tcnca {__version__}. Please report it with the command, the version "
@@ -60,11 +61,16 @@ def _end(error: BaseException, text: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def exit_code(name: str) -> int:
+    """Return the exit code of a process that a signal has stopped; that of Ctrl-C if another process had the signal."""
+    return 128 + getattr(signal, name, signal.SIGINT)
+
+
 @contextlib.contextmanager
 def continue_with(advice: str) -> Iterator[None]:
-    """Add advice to the message if a signal, a full disk or the end of another process stops the block."""
+    """Add advice to the message if a signal, the disk or the end of another process stops the block."""
     try:
         yield
-    except (KeyboardInterrupt, Stopped, DiskFullError, PeerError) as error:
+    except (KeyboardInterrupt, Stopped, OSError, DiskFullError, PeerError) as error:
         error.add_note(advice)
         raise

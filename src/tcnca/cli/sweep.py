@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tcnca.cli.boundary import continue_with
+from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.errors import ConfigError
 from tcnca.recipes import builtin, find
@@ -77,7 +77,7 @@ def sweep(
     typer.echo(f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
     if stopped:
         typer.echo(f"stopped by {stopped}; nothing is lost, continue with\n{wanted.command}")
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(stopped))
     if any(row.state != "done" for row in rows):
         typer.echo("The same command repeats what is not done.")
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tcnca.cli.boundary import continue_with
+from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.recipes import find
 
@@ -71,7 +71,7 @@ def train(
     if trainer.dist.is_main:
         _print_result(trainer.out, result, again)
     if result.stopped:
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(result.stopped))
 
 
 def _print_result(out: Path, result: Result, again: str) -> None:

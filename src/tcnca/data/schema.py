@@ -129,7 +129,7 @@ def value_shape(columns: Columns) -> tuple[int, int] | None:
 def shape_warning(columns: Columns) -> str:
     """Return a warning if the time steps and the features of the sequences seem to be exchanged, else nothing."""
     steps, features = value_shape(columns) or (0, 0)
-    if features < max(_MANY_FEATURES, _MANY_FEATURES // 16 * steps):
+    if features < max(_MANY_FEATURES, 4 * steps):
         return ""
     return (
         f"values: {features:,} features in only {steps:,} time steps; arrays are [examples, time, features], transpose "

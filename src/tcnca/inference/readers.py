@@ -171,8 +171,8 @@ class RowReader(Reader):
             return json_rows(self.name, self._lines)
         if self.format == "text":
             return self._text_rows()
-        self.delimiter, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
-        return csv_rows(self.name, lines, self.delimiter)
+        self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
+        return csv_rows(self.name, lines, self.delimiter, blank)
 
     def _text_rows(self) -> Iterator[Row]:
         for number, line in enumerate(self._lines, 1):

@@ -24,8 +24,9 @@ class EMAConfig(MixerConfig, kind="ema"):
     truncation: TokenCount | None = None
     """Length at which the kernel is cut off. The streaming state then holds as many past inputs."""
     backend: EMABackend = "auto"
-    """Implementation: `fft`, `scan`, `recurrent`, or `triton` (kernels for NVIDIA GPUs); `auto` uses `triton` where it
-    can run, else `fft`. All compute the same function."""
+    """Implementation: `chunked`, `scan`, `recurrent`, `fft`, or `triton` (kernels for NVIDIA GPUs); `auto` uses
+    `triton` where it can run, else `chunked`. All compute the same function, `fft` with an error relative to the
+    largest input of a row."""
     spread: bool = False
     """Whether decays are initialized uniformly between 0.5 and 1, instead of all near 0.75 as in MEGA."""
     output: EMAOutput = "activation"
@@ -35,7 +36,7 @@ class EMAConfig(MixerConfig, kind="ema"):
         super().__post_init__()
         if self.backend == "triton" and self.truncation is not None:
             raise ConfigError(
-                f"backend: expected 'auto' or 'fft' with truncation {self.truncation}, got 'triton', which has no "
+                f"backend: expected 'auto' or 'chunked' with truncation {self.truncation}, got 'triton', which has no "
                 "truncated kernels"
             )
 

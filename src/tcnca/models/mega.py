@@ -335,14 +335,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         names = [*args.state, *model]
         if not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"expected texts as names of arguments and weights, got {shown(names)}")
-        weights, size = {}, 0
+        # Twice the file, since a matrix may be shared by input and output.
+        weights, left = {}, 2 * path.stat().st_size
         for name, value in model.items():
             if _IGNORED.search(name):
                 continue
             tensor = file.tensor(shown(name)[1:-1], value)
-            size += tensor.nbytes
-            # Twice the file, since a matrix may be shared by input and output.
-            if size > 2 * path.stat().st_size:
+            left -= tensor.nbytes
+            if left < 0:
                 raise CheckpointError(f"{name}: expected weights with values of their own, got shared ones")
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor
     return args.state, weights

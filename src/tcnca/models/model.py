@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tcnca.config import LayerCount, closest, shown
+from tcnca.config import LayerCount, closest
 from tcnca.errors import InputError, StateError
 from tcnca.layers import Dropout, Layer, LayerConfig, LayerState, make_norm
 from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig, PoolState
@@ -345,7 +345,7 @@ class SequenceModel(nn.Module):
         kind = "gated" if config.gated else "residual"
         layers = f"{config.num_layers} {kind} layers of d_model {config.d_model}"
         self._signature = f"{layers}, {mixer}, {attention}, {self.head.signature}"
-        self._example, self._state_bytes = None, 0
+        self._state_bytes = 0
         if self.streams:
             # On the `meta` device a state of any size takes no memory.
             with torch.device("meta") as meta:
@@ -356,6 +356,7 @@ class SequenceModel(nn.Module):
                 attention_state = block.attention.initial_state(1, meta, like.dtype)
             layer, pool = LayerState(mixer_state, attention_state), self.head.initial_state(1, like)
             self._example = ModelState((layer,) * config.num_layers, pool, self._signature)
+            self._example_tensors = self._example.tensors()
             self._state_bytes = layer.nbytes * config.num_layers + (0 if pool is None else pool.nbytes)
 
     def _check_documents(self, second: Tensor | None, described: bool) -> None:
@@ -380,7 +381,7 @@ class SequenceModel(nn.Module):
         if state.signature != self._signature:
             raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
         if not torch.compiler.is_compiling() and getattr(state, "_made_as", None) != id(state):
-            self._check_parts(state, rows)
+            self._check_parts(state)
         parts = (state.layers[0], state.pool)
         tensor = next((tensor for part in parts if part is not None for tensor in part.tensors().values()), None)
         if tensor is None:
@@ -393,24 +394,22 @@ class SequenceModel(nn.Module):
         if kept is not None and kept != dtype and not autocasts(rows.device):
             raise StateError(f"state: expected {dtype}, like the model, got {kept}; convert it with state.to({dtype})")
 
-    def _check_parts(self, state: ModelState, rows: Tensor) -> None:
+    def _check_parts(self, state: ModelState) -> None:
         """Raise a StateError unless all of a state fits, which can come from a file with the right signature."""
-        assert self._example is not None
-        if pytree.tree_structure(state) != pytree.tree_structure(self._example):
+        leaves, structure = pytree.tree_flatten(state)
+        expected_leaves, expected = pytree.tree_flatten(self._example)
+        if structure != expected or [leaf is None for leaf in leaves] != [leaf is None for leaf in expected_leaves]:
             raise StateError("state: expected the parts that a state of this model has, got others")
-        found, expected = state.tensors(), self._example.tensors()
-        if found.keys() != expected.keys():
-            raise StateError(f"state: expected the tensors {shown(list(expected))}, got {shown(list(found))}")
-        batch = state.batch_size
-        for name, like in expected.items():
-            tensor = found[name]
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        for (name, like), tensor in zip(self._example_tensors.items(), tensors, strict=True):
+            shape = (tensors[0].shape[0], *like.shape[1:])
             # The cache of full attention, whose example is empty, has any size.
-            fits = [not size or size == got for size, got in zip(like.shape[1:], tensor.shape[1:], strict=False)]
-            if tensor.dim() != like.dim() or tensor.shape[0] != batch or not all(fits):
-                raise StateError(f"state.{name}: expected shape {[batch, *like.shape[1:]]}, got {list(tensor.shape)}")
+            fits = [not size or size == got for size, got in zip(shape, tensor.shape, strict=False)]
+            if tensor.dim() != like.dim() or not all(fits):
+                raise StateError(f"state.{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor.is_floating_point() != like.is_floating_point():
                 raise StateError(f"state.{name}: expected {like.dtype}, got {tensor.dtype}")
-            if tensor.device != found[next(iter(found))].device:
+            if tensor.device != tensors[0].device:
                 raise StateError(f"state.{name}: expected one device for all tensors, got {tensor.device}")
             if not like.is_floating_point():
                 valid = (tensor >= 0) & (tensor < MAX_POSITION)

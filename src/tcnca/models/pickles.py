@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` as data: what they name is not imported, and what they call is not called.
+"""Reads pickles, and files of `torch.save`, as data: what they name is not imported, what they call is not called.
 
 `torch.load(weights_only=True)` does not run code either, but small files can crash it (a key that is a deeply nested
 tuple) or fill the memory (compressed entries, tensors larger than the file). Here a pickle is a list of instructions
@@ -20,8 +20,10 @@ from tcnca.config import shown
 from tcnca.errors import CheckpointError
 from tcnca.files import check_regular
 
-_MAX_PICKLE = 2**21
-"""Bytes of the pickle in a file. It has about 200 for each tensor, whose values are in other entries."""
+_MAX_PICKLE = 2**25
+"""Bytes of the pickle in a file of `torch.save`, whose tensors are in other entries."""
+_MAX_INSTRUCTIONS = 2**21
+"""Instructions of a pickle, which take about 3 s. A tensor has about 40."""
 _DTYPES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -34,18 +36,25 @@ _DTYPES = {
     "torch.ByteStorage": torch.uint8,
     "torch.BoolStorage": torch.bool,
 }
-# Names that files of `torch.save` contain besides those of storages. None of them is imported.
+# Names of plain values besides those of storages. None of them is imported; of others, a file is refused.
 _KNOWN = {
+    "__builtin__.bytearray",
+    "__builtin__.complex",
+    "__builtin__.set",
     "_codecs.encode",
     "argparse.Namespace",
     "collections.OrderedDict",
+    "numpy._core.multiarray._reconstruct",
     "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar",
     "numpy.dtype",
+    "numpy.ndarray",
     "torch.Size",
     "torch.device",
     "torch._utils._rebuild_parameter",
     "torch._utils._rebuild_tensor_v2",
+    *map(str, _DTYPES.values()),
 }
 
 
@@ -93,12 +102,13 @@ class TorchFile:
         except Exception as error:  # damaged archives can fail anywhere
             raise CheckpointError(
                 f"cannot be read as a zip archive of torch.save ({error}). Files of PyTorch before 1.6 are in another "
-                "format: read them with torch.load(…, weights_only=True) and write them again with torch.save"
+                "format: call torch.serialization.add_safe_globals([argparse.Namespace]), read the file with "
+                "torch.load(…, weights_only=True) and write it again with torch.save"
             ) from error
         try:
             self._entries = self._check_entries()
             self._storages: dict[str, bytearray] = {}
-            self.content = _interpret(self._read("data.pkl"))
+            self.content = read_pickle(self._read("data.pkl"))
         except BaseException:
             self._zip.close()
             raise
@@ -109,15 +119,11 @@ class TorchFile:
     def __exit__(self, *_: object) -> None:
         self._zip.close()
 
-    def is_tensor(self, value: Any) -> bool:
-        """Return whether a value of the content is a tensor."""
-        return isinstance(value, Call) and value.name.startswith("torch._utils._rebuild_")
-
     def tensor(self, name: str, value: Any) -> Tensor:
         """Return a tensor of the content; `name` is named in errors."""
         if isinstance(value, Call) and value.name == "torch._utils._rebuild_parameter" and type(value.args) is tuple:
             value = value.args[0] if value.args else None
-        if not self.is_tensor(value):
+        if not isinstance(value, Call) or value.name != "torch._utils._rebuild_tensor_v2":
             raise CheckpointError(f"{name}: expected a tensor, got {describe(value)}")
         match value.args:
             case (Storage(Name(kind), str(key)), int(offset), tuple(shape), tuple(strides), *_) if kind in _DTYPES:
@@ -172,18 +178,23 @@ class TorchFile:
             raise CheckpointError(f"{name}: cannot be read ({error}); is the file complete?") from error
 
 
-def _interpret(content: bytes) -> Any:
-    """Return the object that a pickle stands for."""
+def read_pickle(content: bytes) -> Any:
+    """Return the object that a pickle of protocol 2 stands for, with a `Call` for each that is not a plain value.
+
+    A string of Python 2 is a text of which each character is a byte. A key that is no plain value, whose hash could be
+    expensive or exhaust the stack, is a `Call`, which is equal to nothing else.
+    """
     try:
         return _run(content)
     except CheckpointError:
         raise
     except Exception as error:  # any instruction can be wrong
-        raise CheckpointError(f"data.pkl: cannot be read as a pickle ({shown(str(error))})") from error
+        raise CheckpointError(f"cannot be read as a pickle ({shown(str(error))[1:-1]})") from error
 
 
 _ARGUMENTS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_KEYS = (str, int, float, bool, type(None))
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -193,8 +204,10 @@ def _run(content: bytes) -> Any:
     marks: list[list[Any]] = []
     memo: dict[int, Any] = {}
     argument: Any
-    for opcode, argument, _ in pickletools.genops(content):
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         name = opcode.name
+        if number == _MAX_INSTRUCTIONS:
+            raise ValueError(f"more than {_MAX_INSTRUCTIONS:,} instructions")
         if name in _ARGUMENTS:
             stack.append(argument)
         elif name in _CONSTANTS:
@@ -251,16 +264,16 @@ def _add(stack: list[Any], name: str, items: list[Any]) -> None:
             raise TypeError("values of no list")
         stack[-1].extend(items)
     else:
-        # The hash of a deeply nested tuple would exhaust the stack of the process.
-        if type(stack[-1]) is not dict or not all(type(key) in (str, int) for key in items[::2]):
-            raise TypeError("keys of no dictionary, or keys that are neither texts nor integers")
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        if type(stack[-1]) is not dict:
+            raise TypeError("keys of no dictionary")
+        keys = (key if type(key) in _KEYS else Call("key", key) for key in items[::2])
+        stack[-1].update(zip(keys, items[1::2], strict=True))
 
 
 def _known(name: str) -> Name:
     if name not in _KNOWN and not (name.startswith("torch.") and name.endswith("Storage")):
         raise CheckpointError(
-            "cannot be read as tensors, plain values and a namespace of arguments. Anything else is refused, "
+            "cannot be read as tensors, arrays, plain values and a namespace of arguments. Anything else is refused, "
             f"because loading it could run code (found: {shown(name)[1:-1]})"
         )
     return Name(name)

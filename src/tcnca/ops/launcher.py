@@ -10,6 +10,8 @@ bits, except strides, whose names contain `by_`; other numbers are float32.
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tcnca.errors import KernelError
-from tcnca.ops import driver
+from tcnca.ops import cache, driver
 from tcnca.ops.dispatch import HINT, INTERPRETED
 
 TYPE_NAMES = {
@@ -121,12 +123,19 @@ def compile_kernel(build: Build, capability: int) -> Any:
     name, constants = build.kernel.__name__, dict(build.constants)
     types = iter(build.types)
     signature = {name: "constexpr" if name in constants else next(types) for name in build.kernel.arg_names}
+    source = ASTSource(build.kernel, signature, constexprs=constants, attrs=_divisors(signature, build.stride_divisor))
+    compile_source = functools.partial(
+        triton.compile,
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+    )
     try:
-        compiled = triton.compile(
-            ASTSource(build.kernel, signature, constexprs=constants, attrs=_divisors(signature, build.stride_divisor)),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": build.num_warps, "num_stages": build.num_stages},
-        )
+        compiled = compile_source()
+        if not _cached_privately(compiled):
+            with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+                triton.knobs.cache.dir = folder
+                compiled = compile_source()
     except Exception as error:  # its stages raise errors of many types
         raise KernelError(f"Triton: cannot compile the kernel {name}; {HINT}; Triton reports: {error}") from error
     scratch = [getattr(compiled.metadata, size, 0) for size in ("global_scratch_size", "profile_scratch_size")]
@@ -136,6 +145,13 @@ def compile_kernel(build: Build, capability: int) -> Any:
             f"{triton.__version__}; {HINT}"
         )
     return compiled
+
+
+def _cached_privately(compiled: Any) -> bool:
+    """Return whether nobody else can have changed the files that Triton has read the machine code from."""
+    paths = [Path(path) for path in compiled.metadata_group.values()]
+    folders = [Path(triton.knobs.cache.dir), *{path.parent for path in paths}]
+    return all(map(cache.private_folder, folders)) and all(cache.is_private(path.lstat()) for path in paths)
 
 
 def _divisors(signature: dict[str, str], stride_divisor: int | None) -> dict[tuple[int], list[list[object]]]:

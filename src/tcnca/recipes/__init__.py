@@ -25,8 +25,8 @@ FAMILIES: dict[str, str] = {
 
 _FOLDERS = {"recipe": Path(__file__).parent, "variants": Path(__file__).parent / "variants"}
 
-_MAX_EXTENDS = 20
-"""Recipes of which each extends the next. Names of files can form cycles in many ways."""
+_MAX_EXTENDS = 8
+"""Recipes of which each extends the next. Names of files can form cycles in many ways, and each file takes time."""
 
 
 def builtin(what: Literal["recipe", "variants"] = "recipe") -> list[str]:

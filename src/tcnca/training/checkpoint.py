@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from tcnca.config import Range, shown
+from tcnca.config import NonNegativeInt, Seconds, shown
 from tcnca.errors import CheckpointError, ConfigError
 from tcnca.files import atomic_write, disk_errors, parse_json, read_json, to_json
 from tcnca.models import SequenceModel, save
@@ -43,9 +43,9 @@ _OTHER_VERSION = "if another version of tcnca wrote it, resume with that version
 class TrainState:
     """The state of a run besides the model and the optimizers."""
 
-    step: Annotated[int, Range(0)] = 0
+    step: NonNegativeInt = 0
     """Steps done."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Time spent, over all launches."""
     data: str = ""
     """Digest of the data set, so that a run is not resumed on other data."""
@@ -53,7 +53,7 @@ class TrainState:
     """Score of the last validation."""
     meter: list[MeterState] = dataclasses.field(default_factory=list)
     """Sums since the last line of the log, by process."""
-    compile_seconds: float = 0.0
+    compile_seconds: Seconds = 0.0
     """Time of the first steps, while code is compiled; the schedule of a time budget leaves it out."""
 
 

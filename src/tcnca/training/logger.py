@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from torch import Tensor
 
-from tcnca.config import NonNegativeInt, Range, check
+from tcnca.config import NonNegativeInt, Range, Seconds, check
 from tcnca.errors import ConfigError
 from tcnca.files import disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
@@ -54,10 +54,10 @@ class MeterState:
 
     loss: float | None
     grad_norm: float | None
-    tokens: int
-    steps: int
-    skipped: int
-    seconds: float
+    tokens: Annotated[int, Range(0, 2**53)]
+    steps: NonNegativeInt
+    skipped: NonNegativeInt
+    seconds: Seconds
 
 
 class Meter:
@@ -364,7 +364,8 @@ _FIELDS: dict[str, Any] = {
     "step": NonNegativeInt,
     **dict.fromkeys(("split", "metric"), str),
     **dict.fromkeys(("value", "loss", "lr"), _Number | None),
-    **dict.fromkeys(("seconds", "tokens", "tokens_per_second", "memory_gib"), Annotated[float, Range(0, 1e100)]),
+    "seconds": Seconds,
+    **dict.fromkeys(("tokens", "tokens_per_second", "memory_gib"), Annotated[float, Range(0, 1e100)]),
 }
 
 

@@ -49,7 +49,7 @@ class Launch:
     """Seconds to train; None if the number of steps ends the run."""
     processes: PositiveInt
     """Number of processes."""
-    hardware: dict[str, Any]
+    hardware: dict[str, str | int | float]
     """Devices of the run."""
     started: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -6,12 +6,12 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import NonNegativeInt, Range
+from tcnca.config import NonNegativeInt, Seconds
 from tcnca.errors import TrainingError
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
@@ -57,7 +57,7 @@ class Result:
 
     step: NonNegativeInt
     """Steps done."""
-    seconds: Annotated[float, Range(0, 1e10)]
+    seconds: Seconds
     """Time spent, over all launches."""
     stopped: str = ""
     """Name of the signal that stopped the run before its end, if one did."""
@@ -106,7 +106,7 @@ def read_result(folder: Path) -> Result | None:
     path = folder / RESULT
     if not path.is_file():
         return None
-    remedy = "remove it, and --resume writes it again"
+    remedy = "remove it, and resuming the run writes it again"
     stored: _StoredResult = read_json(path, _StoredResult, error=TrainingError, remedy=remedy)
     scores = {
         split: Score(**{**vars(score), "value": np.nan if score.value is None else score.value})

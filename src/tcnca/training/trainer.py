@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from tcnca.config import check
+from tcnca.config import check, shown
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import CheckpointError, ConfigError, TrainingError
@@ -237,7 +237,9 @@ class Trainer:
         """Return the share of the run that is done: of its steps, or of its time budget."""
         if self.budget is None:
             return self.state.step / self.recipe.schedule.max_steps
-        seconds, compiling = self.state.seconds, self.state.compile_seconds
+        seconds = self.state.seconds
+        # Not more than all seconds, whatever a file says.
+        compiling = min(self.state.compile_seconds, seconds)
         return (seconds - compiling) / (self.budget - compiling) if seconds < self.budget else 1.0
 
     def _lr(self, progress: float) -> float:
@@ -314,6 +316,12 @@ class Trainer:
     # The start of a run.
 
     def _check_out(self) -> None:
+        try:
+            # Safetensors and matplotlib need it, and would say so only when the run is resumed, or at its end.
+            f"{self.name} {self.out}".encode()
+        except UnicodeEncodeError as error:
+            names = f"{shown(self.name)}, {shown(str(self.out))}"
+            raise ConfigError(f"recipe, --out: expected names in UTF-8, got {names}") from error
         if (self.out / RECIPE).exists() and not self.resume:
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
         if self.resume:

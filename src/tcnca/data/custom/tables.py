@@ -118,8 +118,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     lines = _lines(path)
     if path.suffix.lower() in JSON_LINES:
         return json_rows(path, lines)
-    delimiter, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
-    return csv_rows(path, lines, delimiter)
+    delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
+    return csv_rows(path, lines, delimiter, blank)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -162,22 +162,25 @@ def _encoding_error(path: Path) -> DataError:
             offset, line = offset + len(block), line + block.count(b"\n")
 
 
-def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, Iterator[str]]:
-    """Return the delimiter of a table, from its header unless it has `tabs`, and all of its lines."""
-    blank = []
-    while not (first := next(lines, "end")).strip("\r\n"):
-        blank.append(first)
+def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, int, Iterator[str]]:
+    """Return the delimiter of a table, the number of blank lines before its header, and its lines from there.
+
+    Without `tabs`, columns are separated by semicolons if the header has semicolons and no comma outside quotes.
+    """
+    blank = 0
+    while (first := next(lines, "")) and not first.strip("\r\n"):
+        blank += 1
     bare = _QUOTED.sub("", first)
     delimiter = "\t" if tabs else ";" if ";" in bare and "," not in bare else ","
-    return delimiter, itertools.chain(blank, [first] if first != "end" else [], lines)
+    return delimiter, blank, itertools.chain([first], lines)
 
 
-def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str) -> Iterator[Row]:
-    """Return the rows of a table with a header; `path` is named in errors."""
+def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int) -> Iterator[Row]:
+    """Return the rows of a table from its header on, after `blank` lines; `path` is named in errors."""
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
-    line = 1
+    line = blank + 1
     limit = csv.field_size_limit(MAX_LINE)
     try:
         for fields in reader:
@@ -193,7 +196,7 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str) -> Iterator
                         "put a field that contains the delimiter in quotes"
                     )
                 yield line, dict(zip(header, fields, strict=True))
-            line = reader.line_num + 1
+            line = blank + reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{path}, line {line}: cannot be read ({error}); put fields that contain quotes in quotes, and double them"
@@ -210,7 +213,7 @@ def json_rows(path: Path | str, lines: Iterator[str]) -> Iterator[Row]:
         try:
             row = parse_json(part)
         except ConfigError as error:
-            raise DataError(f"{path}, line {line}: expected one JSON object per line, got no JSON ({error})") from error
+            raise DataError(f"{path}, line {line}: {error}; write one JSON object per line") from error
         if not isinstance(row, dict):
             raise DataError(
                 f'{path}, line {line}: expected a JSON object such as {{"text": "...", "label": "..."}}, got a '

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tcnca.data.npy import array_errors, list_arrays, read_member
 from tcnca.data.schema import Content
 from tcnca.data.tasks import ClassificationTask
 from tcnca.errors import DataError
+from tcnca.models.pickles import read_pickle
 
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 COUNTS = {"train": 50_000, "test": 10_000}
@@ -183,61 +183,21 @@ def _binary(data: bytes, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint
     return _planes(records[:, 1:]), _labels(records[:, 0], where)
 
 
-class _Array:
-    """The state of a pickled array: a version, its shape, its dtype, whether it is in Fortran order, and its bytes."""
-
-    __slots__ = ("state",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Global:
-    """A function or class that a batch names. Calling it, which is all that a pickle can do, executes nothing of it."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: Any) -> _Array:
-        return _Array()
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError(f"changes {self.name}")
-
-
-class _BatchUnpickler(pickle._Unpickler):
-    """Reads what a batch consists of: dictionaries, lists, bytes, numbers and arrays.
-
-    The variant in Python, since the one in C allocates as much memory as a file asks for.
-    """
-
-    def find_class(self, module: str, name: str) -> _Global:
-        """Refuse all but the parts of an array."""
-        if (module, name) not in _GLOBALS:
-            raise pickle.UnpicklingError(f"names {module}.{name}"[:100])
-        return _Global(name)
-
-
-_GLOBALS = (("numpy.core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"))
-
-
 def _pickled(data: bytes, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     try:
-        content = _BatchUnpickler(io.BytesIO(data), encoding="bytes").load()
-        array, labels = content[b"data"], content[b"labels"]
+        content = read_pickle(data)
+        array, labels = content["data"], content["labels"]
         _, (count, width), _, fortran_order, pixels = array.state
-        fits = width == 3 * _PIXELS and not fortran_order and type(pixels) is bytes and len(pixels) == count * width
+        fits = width == 3 * _PIXELS and not fortran_order and type(pixels) is str and len(pixels) == count * width
         fits = fits and type(labels) is list and all(type(label) is int and abs(label) < 2**31 for label in labels)
-    except Exception as error:
-        # The bytes of a pickle are a program, which can fail in any way.
+        values = np.frombuffer(pixels.encode("latin-1"), np.uint8)
+    except Exception as error:  # any part can be missing or of another type
         raise DataError(
             f"{where}: expected a batch of CIFAR-10, got another pickle ({str(error)[:200]}); download it again"
         ) from error
     if not fits:
         raise DataError(f"{where}: expected uint8 of shape [images, 3072] and labels, got others; download it again")
-    return _planes(np.frombuffer(pixels, np.uint8)), _labels(labels, where)
+    return _planes(values), _labels(labels, where)
 
 
 def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -95,7 +95,8 @@ def attend(
     """Compute `weights(q kᵀ) v`.
 
     `softmax` scales the scores by `d_key^-½`; `relu2` and `laplace` divide them by the number of visible keys.
-    A query that sees no key gets zeros.
+    A query that sees no key gets zeros. With a mask, an output has the same bits whatever the keys and values are that
+    its query does not see, infinity and NaN included; one that sees an infinity or NaN is NaN.
 
     Args:
         q: `[…, queries, d_key]`.
@@ -108,6 +109,8 @@ def attend(
     Returns:
         `[…, queries, d_value]`.
     """
+    if mask is not None:
+        k, v = _move_to_keys(k, v)
     if activation == "softmax":
         weights = _softmax_weights(q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2), bias, mask)
     else:
@@ -115,10 +118,17 @@ def attend(
         scores = q @ k.transpose(-1, -2) / visible
         scores = scores if bias is None else scores + bias
         weights = relu2(scores) if activation == "relu2" else laplace(scores)
-        weights = weights if mask is None else weights * mask
+        weights = weights if mask is None else weights.masked_fill(~mask, 0.0)
     if dropout > 0.0:
         weights = drop(weights, dropout)
     return weights.to(v.dtype) @ v
+
+
+def _move_to_keys(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Move infinity and NaN from the values to the keys: a mask replaces their scores, but a weight of 0 keeps NaN."""
+    # 0, or NaN where a value is not finite.
+    flaw = (v.detach() * 0.0).sum(-1, keepdim=True)
+    return k + flaw.to(k.dtype), torch.where(flaw == 0.0, v, 0.0)
 
 
 def _softmax_weights(scores: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:

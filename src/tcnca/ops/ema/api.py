@@ -12,13 +12,14 @@ from torch import Tensor
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
+from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_fft, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.padding import advance, take_time, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
-EMABackend = Literal["auto", "recurrent", "scan", "fft", "triton"]
+EMABackend = Literal["auto", "chunked", "recurrent", "scan", "fft", "triton"]
 TRITON_MAX_STATES = 64
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -102,16 +103,22 @@ def ema(
     `s ← p β x + q s`, `y = Σ_n γ s / √N` with `p = σ(δ)` and `q = 1 - p σ(α)`. The names are those of MEGA's
     code: its δ weighs the input and its α damps, the other way round than in its paper.
 
+    All backends but `fft` are strictly causal: an output has the same bits whatever later inputs are, infinity and NaN
+    included, and its error is relative to what its own past adds up to (`tcnca.ops.ema.chunked` states the bound). The
+    error of `fft` is relative to the largest input of the row: in float32, an input of 1e6 changes all outputs of its
+    channel, earlier ones too, by about 0.1 times the sum of the kernel, and one NaN makes them all NaN.
+
     Args:
         x: `[batch, time, channels]`.
         delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
             looks into the future and both see the present.
-        backend: `fft` (convolution in the frequency domain), `recurrent` (token by token), `scan` (parallel scan),
-            `triton` (a scan in fused kernels for NVIDIA GPUs: no truncation, no float64, first derivatives only) or
-            `auto` (`triton` where it can run and no `kernel` is given, else `fft`). See `tcnca.ops.dispatch`.
+        backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
+            `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
+            truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`
+            for a `kernel` that needs a gradient). See `tcnca.ops.dispatch`.
         truncation: number of lags after which the kernel is cut off.
         kernel: what `ema_kernel` returns for these parameters with at least `time` lags (or `truncation`, if less),
-            so that `fft` need not compute it.
+            so that `fft` need not compute it; the other backends do not use it.
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
@@ -122,7 +129,9 @@ def ema(
     """
     call = EMACall(x, (delta, alpha, beta, gamma), truncation, kernel, lengths, state, return_state, inplace)
     _check(call)
-    chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, ("fft", "scan", "recurrent"))
+    chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
+    if backend == "auto" and _needs_kernel(call):
+        chosen = "fft"
     if chosen == "triton" and (state is None or x.shape[1] > 1):
         return _run_triton(call)
     # Autocast would compute the kernel in half precision.
@@ -146,10 +155,17 @@ def _triton_unsupported(call: EMACall) -> str | None:
 
 
 def _triton_should_use(call: EMACall) -> bool:
-    # A kernel that was computed beforehand may need its gradient.
-    return call.x.is_cuda and call.kernel is None
+    return call.x.is_cuda
 
 
+def _needs_kernel(call: EMACall) -> bool:
+    """Return whether a kernel that was computed beforehand may need its gradient."""
+    if call.kernel is None:
+        return False
+    return (call.kernel.requires_grad and torch.is_grad_enabled()) or transform_reason() is not None
+
+
+PYTORCH_BACKENDS = ("chunked", "fft", "scan", "recurrent")
 CANDIDATES = (Candidate("triton", "triton", _triton_unsupported, _triton_should_use),)
 
 
@@ -195,7 +211,7 @@ def _from_start(call: EMACall, x: Tensor, backend: str) -> Tensor:
         lags = x.shape[1] if call.truncation is None else min(call.truncation, x.shape[1])
         kernel = ema_kernel(*call.parameters, lags) if call.kernel is None else call.kernel[..., :lags]
         return ema_fft(x, kernel)
-    run = ema_recurrent if backend == "recurrent" else ema_scan
+    run = {"chunked": ema_chunked, "recurrent": ema_recurrent, "scan": ema_scan}[backend]
     return run(x, ema_coefficients(*call.parameters), call.truncation)
 
 

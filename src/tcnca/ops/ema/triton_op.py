@@ -163,7 +163,7 @@ _BACKWARD = register(
     _run_backward,
     _fake_backward,
     _DEVICE,
-    "fft",
+    "chunked",
 )
 _FORWARD = register(
     f"ema_scan(Tensor x, {_PARAMETERS}, bool return_final) -> (Tensor y, Tensor final, Tensor coefficients)",

@@ -251,7 +251,8 @@ def folder_name(values: dict[str, str]) -> str:
     if safe == label and len(safe) <= _MAX_NAME:
         return safe
     # Values that differ only in what was replaced must not share a directory.
-    return f"{safe[: _MAX_NAME - 9]}-{zlib.crc32(label.encode()):08x}"
+    checksum = zlib.crc32(label.encode(errors="backslashreplace"))
+    return f"{safe[: _MAX_NAME - 9]}-{checksum:08x}"
 
 
 def _varied(grid: dict[str, list[str]]) -> list[str]:

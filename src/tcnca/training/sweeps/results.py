@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tcnca.errors import ConfigError
-from tcnca.files import atomic_write
+from tcnca.files import atomic_write, check_regular
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import differences, load_recipe
@@ -81,6 +81,7 @@ def point_state(point: Point) -> tuple[State, str]:
 
 def read_end(path: Path, start: int = 0) -> str:
     """Read a text file from `start` on, or only its end if there is much."""
+    check_regular(path)
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, io.SEEK_END) - _MAX_END))
         return file.read(_MAX_END).decode(errors="replace")

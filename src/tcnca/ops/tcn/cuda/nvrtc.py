@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
 import threading
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tcnca.errors import KernelError
-from tcnca.ops import driver
+from tcnca.ops import cache, driver
 from tcnca.ops.dispatch import HINT
 
 OPTIONS = ("--std=c++17",)
@@ -67,28 +66,16 @@ def cubin(text: str, architecture: str) -> bytes:
     version = "{}.{}".format(*_call("nvrtcVersion"))
     key = hashlib.sha256("\0".join((text, architecture, version, *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
+    image = cache.load(path)
+    if image is None:
         image = compile_source(text, architecture)
-        _write(path, image)
-        return image
+        cache.store(path, image)
+    return image
 
 
 def cache_folder() -> Path:
     """Return where machine code is kept: `$TCNCA_CACHE`, or `~/.cache/tcnca`."""
     return Path(os.environ.get("TCNCA_CACHE") or Path.home() / ".cache" / "tcnca") / "kernels"
-
-
-def _write(path: Path, image: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete, so that another process never reads half a file.
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, path)
-    except OSError:
-        return  # without a folder to write to, every process compiles for itself
 
 
 def compile_source(text: str, architecture: str) -> bytes:
