@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.savez(tmp_path / "labels.npz", x=np.zeros((2, 5, 2)), y=np.array([0, 7]))
     np.savez(tmp_path / "lengths.npz", x=np.zeros((2, 5, 2)), n=np.array([1, 6]))
     np.savez(tmp_path / "nan.npz", x=np.full((1, 5, 2), np.nan))
+    with zipfile.ZipFile(tmp_path / "header.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00 damaged")
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not really")
     return tmp_path
 
@@ -419,6 +422,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "labels.npz", "labels.npz: y[1]: expected one of the classes of the model, '0', '1', got '7'"),
         ("signals", "lengths.npz", "lengths.npz: n[1]: expected 1 to 5, the time steps of 'x', got 6"),
         ("signals", "nan.npz", "nan.npz: x[0], time step 0: expected finite float32 numbers"),
+        ("signals", "header.npz", "header.npz, array 'x': cannot be read"),
         ("signals", "bad.npz", "bad.npz: cannot be read"),
         ("signals", "1,2,x", "INPUT, line 1: expected numbers with commas or spaces between them"),
         ("pairs", "alone", "INPUT: expected two texts, since the model compares pairs, got 1"),

@@ -135,8 +135,13 @@ class ArrayReader:
             self.dtype, self.shape = self._array.dtype, self._array.shape
             return
         member = list_arrays(archive)[name]
-        self._file = archive.open(member)
-        header = read_header(self._file, member.file_size)
+        _check_unpacked(member)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(archive.open(member))
+            header = read_header(file, member.file_size)
+            # Stays open if the header is valid.
+            stack.pop_all()
+        self._file = file
         self.dtype, self.shape = header.dtype, header.shape
         if header.fortran_order and len(header.shape) > 1:
             # Its first row ends at the end of the file.
@@ -171,14 +176,19 @@ def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copies: int = 1) -> NDArray[Any]:
     """Read an array of an .npz."""
+    _check_unpacked(member)
+    with archive.open(member) as file:
+        return read_array(file, member.file_size, copies)
+
+
+def _check_unpacked(member: zipfile.ZipInfo) -> None:
+    """Raise a DataError for an array that is too large for its compressed size."""
     limit = max(_MIN_UNPACKED, _MAX_RATIO * member.compress_size)
     if member.file_size > limit:
         raise DataError(
             f"expected at most {limit:,} bytes when unpacked, got {member.file_size:,}, as in a decompression bomb; if "
             "it is not one, save it with np.savez, which does not compress"
         )
-    with archive.open(member) as file:
-        return read_array(file, member.file_size, copies)
 
 
 def check_memory(needed: int) -> None:
