@@ -19,10 +19,10 @@ LAYERS = (
     ("models",),
     ("data",),
     ("training",),
-    ("bench", "report", "search"),
+    ("bench", "inference", "report", "search"),
     ("generation", "scoring", "cli", "__init__", "__main__"),
 )
-PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench"))]
+PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
 
 
 def sources(package: str) -> list[Path]:

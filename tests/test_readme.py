@@ -13,10 +13,16 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
-def test_python_blocks_run_in_order(tmp_path: Path, page: str) -> None:
+SHELL = "import subprocess; subprocess.run(['bash', '-e', '-c', {!r}], check=True)"
+# The command of this environment, whether or not it is on the path.
+COMMAND = f'tcnca() {{ "{sys.executable}" -m tcnca "$@"; }}\n'
+
+
+@pytest.mark.parametrize(("page", "languages"), [("README.md", "python"), ("docs/guide.md", "python|sh")])
+def test_blocks_run_in_order(tmp_path: Path, page: str, languages: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    blocks = re.findall(rf"```({languages})\n(.*?)```", text, re.DOTALL)
+    code = "\n".join(body if kind == "python" else SHELL.format(COMMAND + body) for kind, body in blocks)
     assert code.count("tcnca\n") >= 1
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

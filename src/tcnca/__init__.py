@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ModelOutput,
         ModelState,
         PairHeadConfig,
+        Predictions,
         Preprocessing,
         Preset,
         RegressionHeadConfig,
@@ -57,6 +58,7 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "PairHeadConfig",
+    "Predictions",
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
@@ -85,7 +87,7 @@ __all__ = [
 
 # Modules that public names come from, in the order in which they are searched.
 _SOURCES = ("errors", "layers", "models", "generation", "scoring")
-_MODULES = ("bench", "data", "generation", "layers", "models", "ops", "recipes", "scoring", "training")
+_MODULES = (*("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "scoring", "training"),)
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

@@ -69,7 +69,8 @@ def test_table_is_read_completely(tmp_path: Path, ending: str) -> None:
         _jsonl(path, REVIEWS)
     content = read_custom(path)
     assert (content.kind, content.origin, content.verified) == ("classification", path.name, False)
-    assert dict(content.metadata) == {"class_names": ["bad", "good"]}
+    columns = {"text": "text", "label": "label"}
+    assert dict(content.metadata) == {"class_names": ["bad", "good"], "columns": columns}
     found = _examples(content)
     assert {split: len(examples) for split, examples in found.items()} == {"train": 54, "validation": 3, "test": 3}
     assert sorted(itertools.chain(*found.values())) == sorted((row["text"], row["label"]) for row in REVIEWS)

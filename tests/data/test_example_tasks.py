@@ -167,8 +167,8 @@ def test_preprocessing() -> None:
     assert found["texts"] == Preprocessing(task="classification", class_names=names, byte_map=every_byte)
     assert found["pairs"] == Preprocessing(task="pairs", class_names=names, byte_map=every_byte)
     assert found["recall"] == Preprocessing(task="recall", class_names=names, symbols=("a", "b", "1", "2"))
-    pixels = Preprocessing(task="classification", class_names=names, input_mean=(0.48,), input_std=(0.24,))
-    assert found["pixels"] == pixels
+    pixels: dict[str, Any] = {"input_mean": (0.48,), "input_std": (0.24,), "image_size": (3, 4)}
+    assert found["pixels"] == Preprocessing(task="classification", class_names=names, **pixels)
     assert found["regression"].target_mean == pytest.approx(TARGETS.astype(np.float64).mean(0).tolist())
     assert found["regression"].target_std == pytest.approx(TARGETS.astype(np.float64).std(0).tolist())
 

@@ -15,6 +15,7 @@ from tcnca.config import NonNegativeInt, Range, check, shown
 from tcnca.data.schema import BLOCK, Column, Columns, Kind, Ragged, num_examples
 from tcnca.errors import ConfigError, DataError
 from tcnca.files import read_json
+from tcnca.models.preprocessing import Role
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -72,6 +73,7 @@ class Manifest:
     symbols: list[str] | list[Annotated[int, Range(0, 255)]] = dataclasses.field(default_factory=list)
     mean: float | list[float] = 0.0
     std: float | list[float] = 1.0
+    columns: dict[Role, str] = dataclasses.field(default_factory=dict)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -93,12 +93,17 @@ def read_array(file: IO[bytes], size: int, copies: int = 1) -> NDArray[Any]:
     header = read_header(file, size)
     check_memory(copies * header.nbytes)
     values = np.empty(math.prod(header.shape), header.dtype)
-    view, filled = values.view(np.uint8).data, 0
+    _fill(file, values)
+    return values.reshape(header.shape, order="F" if header.fortran_order else "C")
+
+
+def _fill(file: IO[bytes], values: NDArray[Any]) -> None:
+    """Read the bytes of a contiguous array from a file."""
+    view, filled = values.reshape(-1).view(np.uint8).data, 0
     while filled < len(view) and (count := file.readinto(view[filled : filled + _BLOCK])):  # type: ignore[attr-defined]
         filled += count
     if filled < len(view):
         raise DataError(f"expected {len(view):,} bytes of values, got {filled:,}")
-    return values.reshape(header.shape, order="F" if header.fortran_order else "C")
 
 
 def map_array(path: Path) -> NDArray[Any]:
@@ -110,6 +115,52 @@ def map_array(path: Path) -> NDArray[Any]:
         # An empty array cannot be memory-mapped.
         return np.empty(header.shape, header.dtype, order)
     return np.asarray(np.memmap(path, header.dtype, "r", header.offset, header.shape, order))
+
+
+class ArrayReader:
+    """Reads an .npy, or an array of an .npz, from its first row to its last in bounded memory.
+
+    Args:
+        path: the file.
+        archive: the open .npz.
+        name: the array of the .npz.
+    """
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile | None = None, name: str = "") -> None:
+        self._array: NDArray[Any] | None = None
+        self._file: IO[bytes] | None = None
+        self._next = 0
+        if archive is None:
+            self._array = map_array(path)
+            self.dtype, self.shape = self._array.dtype, self._array.shape
+            return
+        member = list_arrays(archive)[name]
+        _check_unpacked(member)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(archive.open(member))
+            header = read_header(file, member.file_size)
+            # Stays open if the header is valid.
+            stack.pop_all()
+        self._file = file
+        self.dtype, self.shape = header.dtype, header.shape
+        if header.fortran_order and len(header.shape) > 1:
+            # Its first row ends at the end of the file.
+            self._array = read_member(archive, member)
+
+    def read(self, count: int) -> NDArray[Any]:
+        """Return the next `count` rows."""
+        begin, self._next = self._next, self._next + count
+        if self._array is not None:
+            return self._array[begin : self._next]
+        assert self._file is not None
+        rows = np.empty((count, *self.shape[1:]), self.dtype)
+        _fill(self._file, rows)
+        return rows
+
+    def close(self) -> None:
+        """Close the array; the archive stays open."""
+        if self._file is not None:
+            self._file.close()
 
 
 def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -125,14 +176,19 @@ def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 
 def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copies: int = 1) -> NDArray[Any]:
     """Read an array of an .npz."""
+    _check_unpacked(member)
+    with archive.open(member) as file:
+        return read_array(file, member.file_size, copies)
+
+
+def _check_unpacked(member: zipfile.ZipInfo) -> None:
+    """Raise a DataError for an array that is too large for its compressed size."""
     limit = max(_MIN_UNPACKED, _MAX_RATIO * member.compress_size)
     if member.file_size > limit:
         raise DataError(
             f"expected at most {limit:,} bytes when unpacked, got {member.file_size:,}, as in a decompression bomb; if "
             "it is not one, save it with np.savez, which does not compress"
         )
-    with archive.open(member) as file:
-        return read_array(file, member.file_size, copies)
 
 
 def check_memory(needed: int) -> None:

@@ -11,6 +11,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.mega import load_mega_checkpoint
 from tcnca.models.model import ModelConfig, ModelOutput, ModelState, SequenceModel, Summary, summarize
 from tcnca.models.packing import Lengths
+from tcnca.models.prediction import Predictions
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.models.presets import Preset, build, preset, presets
 from tcnca.models.serialization import load, save
@@ -25,6 +26,7 @@ __all__ = [
     "ModelOutput",
     "ModelState",
     "PairHeadConfig",
+    "Predictions",
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tcnca.layers import Dropout, Layer, LayerConfig, LayerState, make_norm
 from tcnca.models.heads import HeadConfig, LanguageModelHeadConfig, PoolState
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
+from tcnca.models.prediction import Predictions, predict
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.ops import State, autocasts, check_values, length_mask, zero_padding
 from tcnca.ops.state import MAX_POSITION
@@ -159,6 +160,22 @@ class SequenceModel(nn.Module):
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""
         return self.preprocessing.decode(tokens)
+
+    def predict(self, inputs: Any, second: Any = None, *, steps: int = 1, batch_size: int | None = None) -> Predictions:
+        """Return what the model answers on raw inputs: classes and their probabilities, values, or forecasts.
+
+        The model applies what it was saved with: class names, vocabulary, standardization, greatest length. It runs in
+        evaluation mode, without gradients, on its own device, in batches of similar lengths.
+
+        Args:
+            inputs: texts; or an array or tensor of sequences, `[sequences, time]` or `[sequences, time, features]`; or
+                a list of arrays of different lengths, `[time]` or `[time, features]`. A single text, an array `[time]`
+                and, for several features, an array `[time, features]` are one sequence.
+            second: the second texts of pairs.
+            steps: for a forecast, the number of time steps; each is predicted from those before it.
+            batch_size: sequences that are computed at once; by default depending on their lengths.
+        """
+        return predict(self, inputs, second, steps=steps, batch_size=batch_size)
 
     def reset_parameters(self) -> None:
         """Initialize all parameters, for example after a model built on the `meta` device was given memory."""

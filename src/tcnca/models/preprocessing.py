@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Self
+import dataclasses
+from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, Range, shown
+from tcnca.config import Config, PositiveInt, Range, shown
 from tcnca.errors import ConfigError, InputError, VocabularyError
+
+Role = Literal["text", "second", "label", "values", "lengths", "labels", "targets"]
+"""What a column of a table (`text`, `second`, `label`) or an array (the others) is used for."""
 
 
 class Preprocessing(Config):
@@ -36,6 +40,12 @@ class Preprocessing(Config):
     """Byte of each token, for models of bytes."""
     symbols: tuple[str, ...] | None = None
     """Symbol of each token, for models of words separated by spaces, such as ListOps."""
+    columns: dict[Role, str] = dataclasses.field(default_factory=dict)
+    """Names of the columns or arrays of the training data, by their role."""
+    max_length: PositiveInt | None = None
+    """Tokens or time steps to which sequences were cut."""
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width of images, whose pixels in rows are the sequence. The model takes bytes divided by 255."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,15 +64,21 @@ class Preprocessing(Config):
 
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
-        data = text.encode() if isinstance(text, str) else text
-        pieces: Sequence[Any] = data if self.symbols is None else data.decode().split()
-        tokens = {piece: token for token, piece in enumerate(self._vocabulary())}
-        unknown = [piece for piece in pieces if piece not in tokens]
-        if unknown and self.symbols is None:
-            raise VocabularyError(f"text: expected bytes that occur in the training data, got {bytes(unknown)!r}")
-        if unknown:
-            raise VocabularyError(f"text: expected words out of {' '.join(tokens)} between spaces, got {unknown[0]!r}")
-        return torch.tensor([tokens[piece] for piece in pieces], dtype=torch.long)
+        data, known = text.encode() if isinstance(text, str) else text, self._vocabulary()
+        if self.symbols is None:
+            table = np.full(256, -1)
+            table[list(known)] = np.arange(len(known))
+            content = np.frombuffer(data, np.uint8)
+            tokens = table[content]
+            if (tokens < 0).any():
+                unknown = content[tokens < 0].tobytes()
+                raise VocabularyError(f"text: expected bytes that occur in the training data, got {unknown!r}")
+            return torch.from_numpy(tokens)
+        words = {word: token for token, word in enumerate(known)}
+        for word in (pieces := data.decode().split()):
+            if word not in words:
+                raise VocabularyError(f"text: expected words out of {' '.join(known)} between spaces, got {word!r}")
+        return torch.tensor([words[word] for word in pieces], dtype=torch.long)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""

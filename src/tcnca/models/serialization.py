@@ -24,6 +24,8 @@ from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 FORMAT = "tcnca-model-2"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+BEST_FILE = "best.json"
+"""Names the best checkpoint of a run."""
 
 
 def save(model: SequenceModel, folder: str | Path) -> Path:
@@ -54,11 +56,12 @@ def save(model: SequenceModel, folder: str | Path) -> Path:
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceModel:
-    """Read a model that `save` wrote, in evaluation mode.
+    """Read a model that `save` wrote, or the model of a run directory, in evaluation mode.
 
-    The model takes raw inputs: it applies the preprocessing that it was trained with.
+    The model takes raw inputs: it applies the preprocessing that it was trained with. Of a run that is not finished,
+    the best checkpoint is read, or else the last one.
     """
-    folder = Path(folder)
+    folder = _find_model(Path(folder))
     config, preprocessing = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
@@ -105,6 +108,20 @@ def fill(
             raise CheckpointError(f"{where}: {name}: expected {kind}, got {got.dtype}")
     # Copied: weights of a mapped file can have any alignment, with which matrix products round differently.
     model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in weights.items()}, assign=True)
+
+
+def _find_model(folder: Path) -> Path:
+    """Return the folder of the model: in a run that is not finished, its best or else its last checkpoint."""
+    if (folder / CONFIG_FILE).exists():
+        return folder
+    checkpoints = folder / "checkpoints"
+    found = {path.parent.name: path.parent for path in checkpoints.glob(f"step-*/{CONFIG_FILE}") if path.is_file()}
+    last, best = max(found, default=""), checkpoints / BEST_FILE
+    if best.is_file():
+        marked = read_json(best, dict[str, Any], error=CheckpointError, remedy="remove it to load the last checkpoint")
+        # Only a folder next to the file: one from elsewhere could name any other.
+        last = name if (name := str(marked.get("checkpoint"))) in found else last
+    return found.get(last, folder)
 
 
 def _check_names(expected: Set[str], names: Set[str], where: str) -> None:

@@ -29,12 +29,11 @@ from tcnca.config import NonNegativeInt, Seconds, shown
 from tcnca.errors import CheckpointError, ConfigError
 from tcnca.files import atomic_write, disk_errors, parse_json, read_json, to_json
 from tcnca.models import SequenceModel, save
-from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE, fill
+from tcnca.models.serialization import BEST_FILE, CONFIG_FILE, WEIGHTS_FILE, fill
 from tcnca.training.distributed import DistContext
 from tcnca.training.logger import MeterState
 
 STATE = "state.json"
-_BEST = "best.json"
 _ROWS = "rows"
 _REMEDY = "remove this checkpoint to resume from the one before"
 _OTHER_VERSION = "if another version of tcnca wrote it, resume with that version or train again in another --out"
@@ -149,7 +148,7 @@ class CheckpointManager:
         """Mark a checkpoint as the best so far."""
         if self.dist.is_main:
             best = _Best(checkpoint=place.name, score=score)
-            atomic_write(self.folder / _BEST, json.dumps(dataclasses.asdict(best)))
+            atomic_write(self.folder / BEST_FILE, json.dumps(dataclasses.asdict(best)))
         self.clean_up()
 
     def clean_up(self) -> None:
@@ -182,7 +181,7 @@ class CheckpointManager:
             raise
 
     def _read_best(self) -> _Best | None:
-        path = self.folder / _BEST
+        path = self.folder / BEST_FILE
         if not path.is_file():
             return None
         remedy = "remove it, and the best checkpoint is chosen from then on"
@@ -196,7 +195,7 @@ class CheckpointManager:
         """Remove all checkpoints but the last ones and the best, and incomplete files."""
         for rest in self.folder.glob(".step-*"):
             shutil.rmtree(rest, ignore_errors=True)
-        (self.folder / f".{_BEST}").unlink(missing_ok=True)
+        (self.folder / f".{BEST_FILE}").unlink(missing_ok=True)
         best = self.best()
         for place in self._all()[: -self.keep]:
             if place != best:

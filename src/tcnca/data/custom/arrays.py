@@ -29,13 +29,16 @@ from tcnca.data.custom.options import (
 from tcnca.data.npy import array_errors, list_arrays, read_array, read_member
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError
+from tcnca.models.preprocessing import Role
 
 ARRAY_SUFFIXES = (".npy", ".npz")
 """Suffixes of the files that are read as arrays."""
 
-_VALUE_NAMES = ("values", "x", "X", "data", "sequences", "inputs")
+VALUE_NAMES = ("values", "x", "X", "data", "sequences", "inputs")
+"""Names of an array that is obviously the sequences."""
 _REAL = "fiub"
-_SAVE = "save it again with np.save or np.savez, as arrays of numbers or strings, not of objects"
+SAVE_AGAIN = "save it again with np.save or np.savez, as arrays of numbers or strings, not of objects"
+"""Advice for an array that cannot be read."""
 # Values, their splits, and the deviations from their mean in double precision are in memory at the same time.
 _COPIES = 4
 
@@ -52,7 +55,7 @@ class Arrays:
         if name not in self.names:
             raise unknown_name(name, "array", list(self.names), self.path)
         stored = self.names[name]
-        with array_errors(f"{self.path}, array {shown(stored)}", _SAVE), self.path.open("rb") as file:
+        with array_errors(f"{self.path}, array {shown(stored)}", SAVE_AGAIN), self.path.open("rb") as file:
             if self.path.suffix.lower() == ".npy":
                 array = read_array(file, self.path.stat().st_size, _COPIES)
             else:
@@ -124,15 +127,33 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
         splits={split: [columns] for split, columns in splits.items()},
         origin=origin.resolve().name,
         verified=False,
-        metadata={**metadata, **_statistics(splits["train"]["values"])},
+        metadata={
+            **metadata,
+            **_statistics(splits["train"]["values"]),
+            "columns": _roles(groups["train"], selected["train"]),
+        },
     )
+
+
+def _roles(arrays: Arrays, selection: Selection) -> dict[Role, str]:
+    """Return the names of the arrays that are used; the array of an .npy has no name."""
+    if arrays.path.suffix.lower() == ".npy":
+        return {}
+    target: Role = "labels" if selection.kind == "classification" else "targets"
+    used: dict[Role, NamedArray | None] = {
+        "values": selection.values,
+        "lengths": selection.lengths,
+        target: selection.target,
+    }
+    names = {stored: name for name, stored in arrays.names.items()}
+    return {role: names[array.name] for role, array in used.items() if array is not None}
 
 
 def _list_arrays(path: Path) -> Arrays:
     """List the arrays of an .npz; an .npy holds only values."""
     if path.suffix.lower() == ".npy":
         return Arrays(path, {"values": "values"})
-    with array_errors(path, _SAVE), zipfile.ZipFile(path) as archive:
+    with array_errors(path, SAVE_AGAIN), zipfile.ZipFile(path) as archive:
         return Arrays(path, {name: name for name in list_arrays(archive)})
 
 
@@ -145,7 +166,7 @@ def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
         if split and name in group:
             raise DataError(f"{arrays.path}: arrays {group[name]!r} and {stored!r} mean the same; remove one of them")
         group[name] = stored
-    known = _VALUE_NAMES if options.values is None else (options.values,)
+    known = VALUE_NAMES if options.values is None else (options.values,)
     if not any(name in groups.get("train", {}) for name in known):
         return {"train": arrays}
     return {split: Arrays(arrays.path, names) for split, names in groups.items() if split}
@@ -167,7 +188,7 @@ def _select(arrays: Arrays, options: CustomOptions) -> Selection:
     kind, target = _select_target(arrays, options)
     values = options.values
     if values is None:
-        found = [name for name in _VALUE_NAMES if name in arrays.names]
+        found = [name for name in VALUE_NAMES if name in arrays.names]
         if len(found) != 1:
             state = f"arrays {list_names(found)} could each be" if found else "no array is obviously"
             names = list_names(list(arrays.names))
@@ -250,7 +271,7 @@ def _add_targets(
             parts[split]["targets"] = _targets(target)
     if selected["train"].kind != "classification":
         return {}
-    labels = {split: _labels(target) for split, target in targets.items()}
+    labels = {split: label_names(target) for split, target in targets.items()}
     classes = find_classes(labels["train"], origin)
     for split, target in targets.items():
         parts[split]["labels"] = encode_labels(labels[split], classes, target.place)
@@ -313,7 +334,7 @@ def _check_count(named: NamedArray, values: NamedArray) -> None:
         raise DataError(f"{named}: expected {len(values.array):,} examples, as in {values.name!r}, got {found:,}")
 
 
-def _labels(labels: NamedArray) -> list[str]:
+def label_names(labels: NamedArray) -> list[str]:
     """Return labels as text."""
     array = labels.array
     if array.ndim != 1 or array.dtype.kind not in "iubUS":

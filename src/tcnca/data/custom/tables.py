@@ -40,9 +40,9 @@ TABLE_SUFFIXES = (".csv", ".tsv", *JSON_LINES)
 Row = tuple[int, Mapping[str, Any]]
 """The line on which a row begins, and its fields by column."""
 
-_TEXT_NAMES = ("text", "sentence", "content", "review", "document", "input")
+TEXT_NAMES = ("text", "sentence", "content", "review", "document", "input")
 _LABEL_NAMES = ("label", "class", "target", "category", "sentiment", "y")
-_PAIR_NAMES = (
+PAIR_NAMES = (
     ("text1", "text2"),
     ("first", "second"),
     ("sentence1", "sentence2"),
@@ -94,9 +94,9 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
                 place = f"{path}, line {line}"
                 into = split if roles.split is None else _split(row, roles.split, place)
                 examples = found.setdefault(into, _Examples())
-                examples.texts.append(_text(row, roles.text, place))
+                examples.texts.append(text_field(row, roles.text, place))
                 if roles.second is not None:
-                    examples.seconds.append(_text(row, roles.second, place))
+                    examples.seconds.append(text_field(row, roles.second, place))
                 examples.labels.append(_label(row, roles.label, place))
                 examples.places.append(place)
     if roles is None:
@@ -116,7 +116,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     has semicolons and no comma outside quotes, as spreadsheets write it where the comma is the decimal separator.
     """
     lines = _lines(path)
-    return _json_rows(path, lines) if path.suffix.lower() in JSON_LINES else _csv_rows(path, lines)
+    if path.suffix.lower() in JSON_LINES:
+        return json_rows(path, lines)
+    delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
+    return csv_rows(path, lines, delimiter, blank)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -159,12 +162,23 @@ def _encoding_error(path: Path) -> DataError:
             offset, line = offset + len(block), line + block.count(b"\n")
 
 
-def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, int, Iterator[str]]:
+    """Return the delimiter of a table, the number of blank lines before its header, and its lines from there.
+
+    Without `tabs`, columns are separated by semicolons if the header has semicolons and no comma outside quotes.
+    """
     blank = 0
     while (first := next(lines, "")) and not first.strip("\r\n"):
         blank += 1
+    bare = _QUOTED.sub("", first)
+    delimiter = "\t" if tabs else ";" if ";" in bare and "," not in bare else ","
+    return delimiter, blank, itertools.chain([first], lines)
+
+
+def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int) -> Iterator[Row]:
+    """Return the rows of a table from its header on, after `blank` lines; `path` is named in errors."""
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
-    reader = csv.reader(itertools.chain([first], lines), delimiter=_delimiter(path, first), strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
     line = blank + 1
     limit = csv.field_size_limit(MAX_LINE)
@@ -191,14 +205,8 @@ def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
         csv.field_size_limit(limit)
 
 
-def _delimiter(path: Path, header: str) -> str:
-    if path.suffix.lower() == ".tsv":
-        return "\t"
-    bare = _QUOTED.sub("", header)
-    return ";" if ";" in bare and "," not in bare else ","
-
-
-def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+def json_rows(path: Path | str, lines: Iterator[str]) -> Iterator[Row]:
+    """Return the rows of JSON Lines; `path` is named in errors."""
     for line, part in enumerate(lines, 1):
         if not part.strip():
             continue
@@ -234,7 +242,7 @@ def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> t
     if options.kind == "classification" and options.second is not None:
         raise DataError(f"{path}: --second {options.second!r} contradicts --kind classification; remove one of them")
     names = {name.lower(): name for name in columns}
-    pairs = [(names[first], names[second]) for first, second in _PAIR_NAMES if first in names and second in names]
+    pairs = [(names[first], names[second]) for first, second in PAIR_NAMES if first in names and second in names]
     if options.second is not None:
         partners = [first for first, second in pairs if second == options.second]
         others = [name for name in columns if name != options.second]
@@ -255,7 +263,7 @@ def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> t
 
 def _find_text(candidates: Sequence[str], options: CustomOptions, columns: Sequence[str], path: Path) -> str:
     others = [name for name in candidates if name not in (options.label, options.split)]
-    return _find_column(others, _TEXT_NAMES, "text", columns, path)
+    return _find_column(others, TEXT_NAMES, "text", columns, path)
 
 
 def _find_column(
@@ -278,7 +286,8 @@ def _field(row: Mapping[str, Any], name: str, place: str) -> Any:
     return row[name]
 
 
-def _text(row: Mapping[str, Any], name: str, place: str) -> bytes:
+def text_field(row: Mapping[str, Any], name: str, place: str) -> bytes:
+    """Return the text of a column as UTF-8; `place` is named in errors."""
     value = _field(row, name, place)
     if not isinstance(value, str):
         raise DataError(f"{place}, column {shown(name)}: expected text, got {shown(value)}; put it in quotes")
@@ -291,12 +300,17 @@ def _text(row: Mapping[str, Any], name: str, place: str) -> bytes:
         ) from error
 
 
-def _label(row: Mapping[str, Any], name: str, place: str) -> str:
+def label_field(row: Mapping[str, Any], name: str, place: str) -> str:
+    """Return the class in a column, empty if there is none; `place` is named in errors."""
     value = _field(row, name, place)
     if isinstance(value, dict | list):
         raise DataError(f"{place}, column {shown(name)}: expected one name or number, got {shown(value)}")
     # Surrounding spaces are typing errors, not another class.
-    label = value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
+    return value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def _label(row: Mapping[str, Any], name: str, place: str) -> str:
+    label = label_field(row, name, place)
     if not label:
         raise DataError(
             f"{place}, column {shown(name)}: expected a label, got an empty field; add it, or remove the row"
@@ -326,10 +340,12 @@ def _content(origin: Path, roles: Roles, found: Mapping[str, _Examples], options
         both = {"first": texts, "second": Ragged.from_bytes(examples.seconds)}
         inputs: Mapping[str, Column] = {"tokens": texts} if roles.second is None else both
         parts[split] = {**inputs, "labels": encode_labels(examples.labels, classes, examples.places.__getitem__)}
+    named = {"text": roles.text, "second": roles.second, "label": roles.label}
+    columns = {role: name for role, name in named.items() if name is not None}
     return Content(
         kind="classification" if roles.second is None else "pairs",
         splits={split: [columns] for split, columns in complete_splits(parts, options, origin).items()},
         origin=origin.resolve().name,
         verified=False,
-        metadata={"class_names": classes},
+        metadata={"class_names": classes, "columns": columns},
     )

@@ -59,7 +59,10 @@ class ForecastTask(SquaredErrorMixin, Task):
     def preprocessing(self) -> Preprocessing:
         """Return the normalization, which is the same for inputs and targets."""
         mean, std = self._mean, self.target_std
-        return Preprocessing(task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std)
+        columns = self.data.manifest.get("columns", {})
+        return Preprocessing(
+            task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std, columns=columns
+        )
 
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
         """Return `batch_size` windows."""

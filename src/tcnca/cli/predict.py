@@ -1,0 +1,94 @@
+"""`tcnca predict`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO, cast
+
+import typer
+from rich.console import Console
+
+from tcnca.cli.reporting import ProgressReporter
+
+if TYPE_CHECKING:
+    from tcnca.inference import PredictSummary
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run directory, or a saved model.")],
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="A table (.csv, .tsv, .jsonl), lines (.txt), arrays (.npy, .npz), - for lines of standard input, or "
+            "texts.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File: .csv, .tsv, .jsonl, .npz or .npy. (default: the terminal)"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Time steps of a forecast.")] = 1,
+    probabilities: Annotated[bool, typer.Option(help="Write the probability of each class.")] = True,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that are computed at once. (default: depends on their lengths)")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    format: Annotated[
+        Literal["csv", "tsv", "jsonl", "text"] | None,
+        typer.Option(help="Format of standard input, or of a file without suffix. (default: text, one per line)"),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Column of the text. (default: as in training)")] = None,
+    second: Annotated[str | None, typer.Option(help="Column of the second text of a pair.")] = None,
+    values: Annotated[str | None, typer.Option(help="Array with the sequences.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column or array with the truth, to compare with.")] = None,
+) -> None:
+    """Predict classes, values or forecasts with a trained model: the rows of the input with predictions appended."""
+    from tcnca.inference import ColumnOptions, PredictOptions, load_run, predict_inputs
+    from tcnca.training.distributed import dist_context
+
+    options = PredictOptions(
+        out=out,
+        format=format,
+        columns=ColumnOptions(text=text, second=second, values=values, label=label),
+        probabilities=probabilities,
+        steps=steps,
+        batch_size=batch_size,
+    )
+    with dist_context(device) as dist:
+        model = load_run(run, str(dist.device), best=best)
+        # A bar would mix with predictions in the terminal, and texts in the arguments are few.
+        shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
+        with ProgressReporter(Console(stderr=True)) if shows else contextlib.nullcontext() as reporter:
+            what = f"predicting {'standard input' if inputs == ['-'] else Path(inputs[0]).name}"
+            progress = None if reporter is None else functools.partial(reporter, what)
+            stdout = cast(TextIO, _Terminal()) if sys.stdout.isatty() else None
+            summary = predict_inputs(model, inputs, options, stdout=stdout, progress=progress)
+    _print_summary(summary, out, model.preprocessing.max_length)
+
+
+class _Terminal:
+    """Standard output without control characters: values from files must not control the terminal."""
+
+    def write(self, text: str) -> int:
+        from tcnca.data.show import plain_text
+
+        return sys.stdout.write(plain_text(text))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | None) -> None:
+    """Print to standard error, as standard output may be a file of predictions."""
+    if summary.cut:
+        typer.echo(f"{summary.cut:,} sequences were cut to {max_length:,}, as in training (max_length)", err=True)
+    if summary.metric is not None:
+        typer.echo(f"{summary.metric} {summary.score:.4f} (of {summary.compared:,})", err=True)
+    if out is not None:
+        typer.echo(f"wrote {summary.count:,} predictions to {out}", err=True)

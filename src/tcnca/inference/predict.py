@@ -1,0 +1,323 @@
+"""Predict files, lines or texts with a trained run, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcnca.config import shown
+from tcnca.data.archives import check_source, compression
+from tcnca.data.custom.arrays import ARRAY_SUFFIXES
+from tcnca.data.custom.streams import read_errors
+from tcnca.errors import CheckpointError, ConfigError, DataError, InputError, Stopped
+from tcnca.files import atomic_path
+from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, read_lines
+from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
+from tcnca.models import Predictions, SequenceModel, load
+from tcnca.models.prediction import PredictionKind, predict_sequences, prediction_kind, to_sequence
+from tcnca.training.checkpoint import CheckpointManager
+from tcnca.training.distributed import DistContext
+from tcnca.training.provenance import RECIPE
+from tcnca.training.recipe import load_recipe
+
+_BLOCK_ROWS = 2048
+_BLOCK_BYTES = 2**24
+"""Examples, and bytes of their sequences, that are sorted by length and predicted together."""
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_PATH = re.compile(r"\S*(/\S*|\.[A-Za-z]\w{0,6})")
+"""What is a path rather than a text."""
+
+Progress = Callable[[int, int | None], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """How to predict."""
+
+    out: Path | None = None
+    """File for the predictions, whose suffix is its format; None for `stdout`."""
+    format: Format | None = None
+    """Format of the rows of the input; None for that of the suffix, or a text or sequence per line."""
+    columns: ColumnOptions = dataclasses.field(default_factory=ColumnOptions)
+    """Columns and arrays with other names than in training."""
+    probabilities: bool = True
+    """Whether to write the probability of each class."""
+    steps: int = 1
+    """Time steps of a forecast."""
+    batch_size: int | None = None
+    """Sequences that are computed at once; None: depending on their lengths."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictSummary:
+    """What was predicted."""
+
+    count: int
+    """Number of examples."""
+    cut: int
+    """Number of examples that were longer than the sequences of training may be, and were cut as those are."""
+    metric: str | None
+    """`accuracy` or `mean squared error` if the input has labels or targets."""
+    score: float
+    """Value of the metric."""
+    compared: int
+    """Number of classes or values that were compared."""
+
+
+def load_run(run: Path, device: str = "cpu", *, best: bool = False) -> SequenceModel:
+    """Return the model of a run directory or a saved model, set up as in evaluation.
+
+    Args:
+        run: the folder.
+        device: `cpu` or `cuda`.
+        best: the best checkpoint of the run by validation, instead of the last.
+    """
+    if not run.is_dir():
+        raise CheckpointError(f"{run}: expected a run directory or a saved model, got no such folder; check the path")
+    folder: Path | None = run
+    if best:
+        folder = CheckpointManager(run / "checkpoints", 1, DistContext()).best()
+        if folder is None:
+            raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
+    assert folder is not None
+    model = load(folder, device)
+    if model.config.head.generates and model.preprocessing.task != "recall":
+        raise InputError(
+            f"{run}: expected a model that predicts classes, values or forecasts, got a language model; continue a "
+            f"text with `tcnca generate {run} --prompt TEXT`"
+        )
+    if (run / RECIPE).is_file() and model.config.attention is not None:
+        chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
+        if chunk_size is not None:
+            model.set_chunk_size(chunk_size)
+    return model
+
+
+def predict_inputs(
+    model: SequenceModel,
+    inputs: Sequence[str],
+    options: PredictOptions | None = None,
+    *,
+    stdin: TextIO | None = None,
+    stdout: TextIO | None = None,
+    progress: Progress | None = None,
+) -> PredictSummary:
+    """Predict a file, the lines of `stdin`, or texts, and write the predictions in the order of the input.
+
+    Memory does not grow with the size of the input. A file is written completely or not at all.
+
+    Args:
+        model: the model, see `load_run`.
+        inputs: a file; `-` for `stdin`; or texts (one or more; two for a model of pairs), or lines of numbers.
+        options: how to predict.
+        stdin: lines; by default standard input.
+        stdout: where predictions are printed without `options.out`; by default standard output.
+        progress: is called with what is done, and with the total if it is known: bytes, or examples.
+    """
+    options = options or PredictOptions()
+    kind = prediction_kind(model)
+    if options.steps != 1 and kind != "forecast":
+        raise ConfigError(f"--steps: expected a run that forecasts, got one of {kind}; leave it out")
+    _check_out(options.out, kind, inputs)
+    how: dict[str, Any] = {"steps": options.steps, "batch_size": options.batch_size}
+    score, done, cut = _Score(), 0, 0
+    try:
+        with _open_reader(model, inputs, options, stdin or sys.stdin) as reader, contextlib.ExitStack() as stack:
+            writer: Writer | None = None
+            blocks = stack.enter_context(contextlib.closing(_blocks(model, reader, _block_rows(reader, options))))
+            for block in blocks:
+                predictions = predict_sequences(model, block.sequences, block.place, **how)
+                # Opened late: the columns of a table are known after its first row.
+                writer = writer or stack.enter_context(_open_writer(options, reader, stdout or sys.stdout))
+                writer.write(block.examples, predictions)
+                score.add(block.examples, predictions)
+                done, cut = done + len(block.examples), cut + block.cut
+                if progress is not None:
+                    progress(reader.position, reader.total)
+            if writer is None:
+                raise DataError(f"{reader.name}: expected something to predict, got no rows; add some")
+    except (KeyboardInterrupt, Stopped) as error:
+        written = "were printed" if options.out is None else f"were done, {options.out} was not written"
+        error.add_note(f"{done:,} predictions {written}")
+        raise
+    metric = None if not score.count else "mean squared error" if kind == "regression" else "accuracy"
+    return PredictSummary(count=done, cut=cut, metric=metric, score=score.value, compared=score.count)
+
+
+@contextlib.contextmanager
+def _open_reader(
+    model: SequenceModel, inputs: Sequence[str], options: PredictOptions, stdin: TextIO
+) -> Iterator[Reader]:
+    if not inputs:
+        raise ConfigError("INPUT: expected a file, - for standard input, or a text, got nothing")
+    if list(inputs) == ["-"]:
+        file = _text_file(stdin.buffer)
+        lines = read_lines(file, "standard input")
+        try:
+            yield RowReader(model, options.columns, "standard input", lines, options.format or "text")
+        finally:
+            # Otherwise it would be closed with the wrapper.
+            file.detach()
+        return
+    path = Path(inputs[0])
+    # Unlike `Path.exists`, it takes long texts.
+    if not inputs[0] or not os.path.exists(path):
+        yield _text_reader(model, inputs, options)
+        return
+    if len(inputs) > 1:
+        raise ConfigError(f"INPUT: expected one file at a time, got {len(inputs)}")
+    check_source(path)
+    if path.is_dir():
+        raise DataError(f"{path}: expected a file, got a folder; give its files one by one")
+    suffix = path.suffix.lower()
+    if suffix in ARRAY_SUFFIXES:
+        if options.format is not None:
+            raise ConfigError(f"--format: expected none for {suffix}, got {options.format}; leave it out")
+        yield ArraysReader(model, options.columns, path)
+        return
+    if (found := compression(path)) is not None:
+        raise DataError(
+            f"{path}: is compressed ({found}); unpack it, or pipe it: `… | tcnca predict RUN - --format csv`"
+        )
+    format = options.format or FORMATS.get(suffix)
+    if format is None:
+        known = ", ".join([*FORMATS, *ARRAY_SUFFIXES])
+        raise DataError(f"{path}: expected one of {known}, got {suffix or 'no suffix'}; give --format for others")
+    with read_errors(path):
+        binary = path.open("rb")
+    with _text_file(binary) as file:
+        lines = read_lines(file, str(path))
+        yield RowReader(model, options.columns, str(path), lines, format, path.stat().st_size, binary.tell)
+
+
+def _text_file(binary: BinaryIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="")
+
+
+def _text_reader(model: SequenceModel, texts: Sequence[str], options: PredictOptions) -> Reader:
+    """Return a reader of the arguments themselves."""
+    if len(texts) == 1 and _PATH.fullmatch(texts[0]):
+        raise DataError(
+            f"{texts[0]}: no such file; check the path, or give a text that looks like a path on standard input, with -"
+        )
+    for text in texts:
+        if not text.strip():
+            raise DataError("INPUT: expected a text or a file, got an empty text")
+    if options.format not in (None, "text"):
+        raise ConfigError(f"--format: expected none for texts, got {options.format}; leave it out")
+    if prediction_kind(model) == "pairs":
+        if len(texts) != 2:
+            raise ConfigError(f"INPUT: expected two texts, since the model compares pairs, got {len(texts)}")
+        texts = ["\t".join(" ".join(text.split("\t")) for text in texts)]
+    # Line ends inside a text would make several of it.
+    lines = [" ".join(text.splitlines()) for text in texts]
+    return RowReader(model, options.columns, "INPUT", lines, "text", len(lines))
+
+
+def _check_out(out: Path | None, kind: PredictionKind, inputs: Sequence[str]) -> None:
+    """Raise a ConfigError for a file that predictions cannot be written to."""
+    if out is None:
+        return
+    suffix = out.suffix.lower()
+    known = [".csv", ".tsv", ".jsonl", ".ndjson", ".npz", *([".npy"] if kind in ("regression", "forecast") else [])]
+    if suffix not in known:
+        raise ConfigError(f"--out: expected a file that ends in {', '.join(known)}, got {shown(str(out))}")
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"--out: expected a file, got {out}, which is something else")
+    if out.exists() and Path(inputs[0]).exists() and out.samefile(inputs[0]):
+        raise ConfigError(f"--out: expected another file than the input, got {out}")
+
+
+def _block_rows(reader: Reader, options: PredictOptions) -> int:
+    """Return the number of examples of a block: few if somebody may be waiting for each line."""
+    live = reader.total is None and isinstance(reader, RowReader)
+    if live and options.batch_size is not None:
+        return options.batch_size
+    return max(_BLOCK_ROWS, options.batch_size or 0)
+
+
+@dataclasses.dataclass
+class _Block:
+    """Examples that are predicted together."""
+
+    examples: list[Example] = dataclasses.field(default_factory=list)
+    sequences: list[tuple[NDArray[Any], ...]] = dataclasses.field(default_factory=list)
+    cut: int = 0
+
+    def place(self, index: int) -> str:
+        return self.examples[index].place
+
+
+def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block, None, None]:
+    block, size, limit = _Block(), 0, model.preprocessing.max_length
+    with contextlib.closing(iter(reader)) as examples:
+        for example in examples:
+            sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
+            block.examples.append(example)
+            block.sequences.append(sequences)
+            block.cut += limit is not None and max(map(len, sequences)) > limit
+            size += sum(sequence.nbytes for sequence in sequences)
+            if len(block.examples) >= rows or size >= _BLOCK_BYTES:
+                yield block
+                block, size = _Block(), 0
+    if block.examples:
+        yield block
+
+
+@contextlib.contextmanager
+def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Iterator[Writer]:
+    if options.out is None:
+        # In the format of the input.
+        json = reader.format == "jsonl"
+        yield _row_writer(stdout, None if json else reader.delimiter, options)
+        return
+    suffix = options.out.suffix.lower()
+    with atomic_path(options.out) as temporary:
+        if suffix in ARRAY_SUFFIXES:
+            writer = ArrayWriter(temporary, options.out, options.probabilities)
+            try:
+                yield writer
+                writer.close()
+            finally:
+                writer.discard()
+            return
+        with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
+            same = reader.format == "csv" and suffix == ".csv"
+            yield _row_writer(file, reader.delimiter if same else _TABLES.get(suffix), options)
+
+
+def _row_writer(file: TextIO, delimiter: str | None, options: PredictOptions) -> Writer:
+    if delimiter is None:
+        return JSONWriter(file, options.probabilities)
+    return TableWriter(file, delimiter, options.probabilities)
+
+
+class _Score:
+    """The comparison with true classes or values."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    def add(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        for number, example in enumerate(examples):
+            if example.target is None:
+                continue
+            if predictions.values is not None:
+                errors = predictions.values[number].astype(np.float64) - np.asarray(example.target, np.float64)
+                self.total, self.count = self.total + float((errors**2).sum()), self.count + errors.size
+            elif predictions.labels is not None:
+                self.total, self.count = self.total + (predictions.labels[number] == example.target), self.count + 1

@@ -1,0 +1,423 @@
+"""Read what is to be predicted, example by example: tables, lines of text or numbers, and arrays.
+
+Files can be larger than memory. The formats are those of training (`tcnca.data.custom`), and the names of columns and
+arrays are the ones that the model was trained with.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import math
+import re
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcnca.config import Config, shown
+from tcnca.data.archives import MAX_LINE
+from tcnca.data.custom.arrays import SAVE_AGAIN, VALUE_NAMES, NamedArray, label_names
+from tcnca.data.custom.options import list_names, unknown_name
+from tcnca.data.custom.streams import read_errors
+from tcnca.data.custom.tables import (
+    PAIR_NAMES,
+    TEXT_NAMES,
+    Row,
+    csv_rows,
+    find_delimiter,
+    json_rows,
+    label_field,
+    text_field,
+)
+from tcnca.data.npy import ArrayReader, array_errors, check_memory, list_arrays
+from tcnca.errors import ConfigError, DataError
+from tcnca.files import parse_json
+from tcnca.models import SequenceModel, ValueInputConfig
+from tcnca.models.prediction import PredictionKind, class_names, prediction_kind
+
+Format = Literal["csv", "tsv", "jsonl", "text"]
+FORMATS: Mapping[str, Format] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
+}
+"""Format of a file of rows, by its suffix."""
+
+_SURROGATES = re.compile("[\udc80-\udcff]")
+"""What bytes that are not UTF-8 become when they are read."""
+_BLOCK = 2**24
+"""Bytes of an array that are read at once."""
+_INDEX = "index"
+
+
+class ColumnOptions(Config):
+    """Columns and arrays with other names than in training."""
+
+    text: str | None = None
+    """Column with the text; the first text of a pair."""
+    second: str | None = None
+    """Column with the second text of a pair."""
+    values: str | None = None
+    """Array with the sequences."""
+    label: str | None = None
+    """Column or array with the true class, or array with the true values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A sequence, or a pair of them, to predict."""
+
+    place: str
+    """Where it is, for messages."""
+    row: Mapping[str, Any]
+    """The row that it comes from, which is kept."""
+    inputs: tuple[Any, ...]
+    """A text, numbers, or two texts."""
+    target: Any = None
+    """The true class or values, if they are given."""
+
+
+class Reader(abc.ABC):
+    """Yields examples, and knows how far it is.
+
+    Attributes:
+        name: the file, for messages.
+        format: of the rows; None for arrays.
+        delimiter: of the columns of a table.
+        total: what `position` is at the end; None if it is not known.
+    """
+
+    format: Format | None = None
+    delimiter = ","
+    total: int | None = None
+
+    def __init__(self, model: SequenceModel, options: ColumnOptions, name: str) -> None:
+        self.model, self.options, self.name = model, options, name
+        self.kind: PredictionKind = prediction_kind(model)
+        self.facts = model.preprocessing
+        self.classes = frozenset(class_names(model) or ())
+
+    @abc.abstractmethod
+    def __iter__(self) -> Generator[Example, None, None]:
+        """Yield the examples; close the generator to release its files."""
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> int:
+        """How much has been read."""
+
+    def check_class(self, label: str, place: str) -> str:
+        """Return a label if it is one of the model's classes."""
+        if label not in self.classes:
+            known = list_names(sorted(self.classes))
+            raise DataError(
+                f"{place}: expected one of the classes of the model, {known}, got {shown(label)}; correct it, or "
+                "rename the column or array to predict without comparing"
+            )
+        return label
+
+
+class RowReader(Reader):
+    """Reads rows of a table, or lines of text or numbers.
+
+    A line of numbers has commas or spaces between them, or is a JSON list. The two texts of a pair are separated by a
+    tab.
+    """
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        options: ColumnOptions,
+        name: str,
+        lines: Iterable[str],
+        format: Format,
+        size: int | None = None,
+        position: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(model, options, name)
+        self.format, self.total = format, size
+        self._lines, self._position, self._rows = iter(lines), position, 0
+        self._reads_values = isinstance(model.config.input, ValueInputConfig)
+
+    @property
+    def position(self) -> int:
+        """Bytes of a file, else rows."""
+        return self._rows if self._position is None else self._position()
+
+    def __iter__(self) -> Generator[Example, None, None]:
+        """Yield an example for each row."""
+        columns: tuple[str, ...] = ()
+        label: str | None = None
+        for line, row in self._read():
+            self._rows += 1
+            if not columns:
+                columns, label = self._find_columns(list(row))
+            place = f"{self.name}, line {line}"
+            inputs = tuple(self._input(row, column, place) for column in columns)
+            target = None
+            if label is not None and label in row and (found := label_field(row, label, place)):
+                target = self.check_class(found, f"{place}, column {shown(label)}")
+            yield Example(place, row, inputs, target)
+
+    def _read(self) -> Iterator[Row]:
+        if self.format == "jsonl":
+            return json_rows(self.name, self._lines)
+        if self.format == "text":
+            return self._text_rows()
+        self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
+        return csv_rows(self.name, lines, self.delimiter, blank)
+
+    def _text_rows(self) -> Iterator[Row]:
+        for number, line in enumerate(self._lines, 1):
+            content = line.rstrip("\r\n")
+            if not content.strip():
+                continue
+            if self.kind != "pairs":
+                yield number, {"values" if self._reads_values else "text": content}
+                continue
+            parts = content.split("\t")
+            if len(parts) != 2:
+                raise DataError(
+                    f"{self.name}, line {number}: expected two texts with a tab between them, since the model compares "
+                    f"pairs, got {len(parts)}; or give a table with two columns of texts"
+                )
+            yield number, {"text": parts[0], "second": parts[1]}
+
+    def _find_columns(self, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+        """Return the columns of the inputs, and that of the label if there is one."""
+        if self.format == "text":
+            return tuple(columns), None
+        if self._reads_values:
+            name = self.options.values or self.facts.columns.get("values", "values")
+            if name not in columns:
+                raise DataError(
+                    f"{self.name}: expected arrays (.npy, .npz), or a column {shown(name)} with a list of numbers in "
+                    f"each row, since the model was trained on numbers, got {list_names(columns)}"
+                )
+            return (name,), None
+        roles: tuple[Literal["text", "second"], ...] = ("text", "second") if self.kind == "pairs" else ("text",)
+        found = tuple(self._find_column(role, columns) for role in roles)
+        label = self.options.label or self.facts.columns.get("label")
+        if self.options.label is not None and label not in columns:
+            raise unknown_name(self.options.label, "column", columns, Path(self.name))
+        return found, label
+
+    def _find_column(self, role: Literal["text", "second"], columns: Sequence[str]) -> str:
+        given, trained = getattr(self.options, role), self.facts.columns.get(role)
+        if given is not None and given not in columns:
+            raise unknown_name(given, "column", columns, Path(self.name))
+        if given is not None:
+            return given
+        if trained is not None:
+            if trained not in columns:
+                raise DataError(
+                    f"{self.name}: expected the column {shown(trained)}, as in training, got {list_names(columns)}; "
+                    f"rename one, or choose it with --{role}"
+                )
+            return trained
+        # A model of a published data set, or from Python.
+        lower = {name.lower(): name for name in columns}
+        pairs = [pair for pair in PAIR_NAMES if pair[0] in lower and pair[1] in lower]
+        known = [name for name in TEXT_NAMES if name in lower]
+        if self.kind == "pairs":
+            known = [pair[0 if role == "text" else 1] for pair in pairs]
+        if len(known) != 1:
+            raise DataError(
+                f"{self.name}: no column is obviously the {role}; choose one of {list_names(columns)} with --{role}"
+            )
+        return lower[known[0]]
+
+    def _input(self, row: Mapping[str, Any], column: str, place: str) -> Any:
+        if not self._reads_values:
+            return text_field(row, column, place)
+        if column not in row:
+            raise DataError(f"{place}: expected a field {shown(column)}, got {list_names(list(row))}; add it")
+        return parse_numbers(row[column], place)
+
+
+def parse_numbers(value: Any, place: str) -> NDArray[np.float64]:
+    """Return the numbers of a JSON list, or of a text with commas or spaces between them."""
+    try:
+        if isinstance(value, str):
+            value = parse_json(value) if value.lstrip().startswith("[") else re.split(r"[\s,;]+", value.strip(" ,;"))
+        return np.asarray(value, np.float64)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise DataError(
+            f"{place}: expected numbers with commas or spaces between them, or a JSON list, got {shown(value)}"
+        ) from error
+
+
+def read_lines(file: TextIO, name: str) -> Iterator[str]:
+    """Yield the lines of a file that was opened with `surrogateescape`, with their ends."""
+    number = 0
+    with read_errors(Path(name)):
+        while line := file.readline(MAX_LINE):
+            number += 1
+            if len(line) == MAX_LINE:
+                raise DataError(f"{name}, line {number}: expected fewer than {MAX_LINE:,} characters, got more; cut it")
+            if wrong := _SURROGATES.search(line):
+                raise DataError(
+                    f"{name}, line {number}: expected UTF-8, got byte 0x{ord(wrong[0]) - 0xDC00:02x}; convert it, for "
+                    "example with `iconv -f latin-1 -t utf-8`"
+                )
+            yield line
+
+
+class ArraysReader(Reader):
+    """Reads sequences from an .npy or .npz, some rows at a time. Rows of the output have the index of the sequence."""
+
+    def __init__(self, model: SequenceModel, options: ColumnOptions, path: Path) -> None:
+        super().__init__(model, options, str(path))
+        self._path, self._done = path, 0
+
+    @property
+    def position(self) -> int:
+        """Number of sequences."""
+        return self._done
+
+    def __iter__(self) -> Generator[Example, None, None]:
+        """Yield an example for each sequence."""
+        with contextlib.ExitStack() as stack:
+            archive, names = None, ["values"]
+            if self._path.suffix.lower() == ".npz":
+                with array_errors(self._path, SAVE_AGAIN):
+                    archive = stack.enter_context(zipfile.ZipFile(self._path))
+                    names = list(list_arrays(archive))
+            arrays = {}
+            for role, name in self._roles(names, archive is None).items():
+                arrays[role] = self._open(archive, name)
+                stack.callback(arrays[role].reader.close)
+            values = arrays["values"]
+            if self._is_series(values, archive is None):
+                self.total = 1
+                yield Example(f"{self._path}: {values.name}", {_INDEX: 0}, (values.read(values.shape[0]),))
+                self._done = 1
+                return
+            if 0 in values.shape:
+                return
+            self._check(arrays)
+            self.total = values.shape[0]
+            size = max(math.prod(values.shape[1:]) * values.dtype.itemsize, 1)
+            with array_errors(values.place, "use shorter sequences"):
+                check_memory(4 * size)
+            for begin in range(0, self.total, max(_BLOCK // size, 1)):
+                count = min(max(_BLOCK // size, 1), self.total - begin)
+                yield from self._examples(begin, {role: array.read(count) for role, array in arrays.items()}, arrays)
+
+    def _open(self, archive: zipfile.ZipFile | None, name: str) -> _Opened:
+        with array_errors(f"{self._path}, array {shown(name)}", SAVE_AGAIN):
+            return _Opened(self._path, name, ArrayReader(self._path, archive, name))
+
+    def _is_series(self, values: _Opened, alone: bool) -> bool:
+        return self.kind == "forecast" and alone and len(values.shape) in (1, 2) and values.shape[0] > 0
+
+    def _roles(self, names: Sequence[str], alone: bool) -> dict[str, str]:
+        """Return the name of the array of each role."""
+        columns, path = self.facts.columns, self._path
+        given = {"values": self.options.values, "target": self.options.label}
+        for name in given.values():
+            if name is not None and name not in names:
+                raise unknown_name(name, "array", names, path)
+        values = given["values"] or ("values" if alone else columns.get("values"))
+        if values is None:
+            found = [name for name in (*VALUE_NAMES, "tokens", "pixels", "images") if name in names]
+            if len(found) != 1 and len(names) != 1:
+                state = f"arrays {list_names(found)} could each be" if found else "no array is obviously"
+                raise DataError(f"{path}: {state} the values; choose one of {list_names(names)} with --values")
+            values = (found or names)[0]
+        if values not in names:
+            raise DataError(
+                f"{path}: expected the array {shown(values)}, as in training, got {list_names(names)}; choose it with "
+                "--values"
+            )
+        roles = {"values": values}
+        if (lengths := columns.get("lengths", "lengths")) in names:
+            roles["lengths"] = lengths
+        role: Literal["labels", "targets"] = "targets" if self.kind == "regression" else "labels"
+        target = given["target"] or next((n for n in (columns.get(role), role, "y") if n in names), None)
+        if target is not None and self.kind != "forecast":
+            roles["target"] = target
+        return roles
+
+    def _check(self, arrays: Mapping[str, _Opened]) -> None:
+        """Raise a DataError unless the shapes of the arrays fit the model and each other."""
+        values, input = arrays["values"], self.model.config.input
+        fits: tuple[int, ...] = (2,)
+        expected = "[examples, time] with whole numbers, the tokens"
+        if isinstance(input, ValueInputConfig):
+            expected = f"[examples, time, {input.features}], {input.features} features as in training"
+            fits = (2, 3) if input.features == 1 else (3,)
+        wrong = isinstance(input, ValueInputConfig) and len(values.shape) == 3 and values.shape[2] != input.features
+        if len(values.shape) not in fits or (wrong and self.facts.image_size is None):
+            raise DataError(f"{values}: expected shape {expected}, got {values.shape}")
+        for array in arrays.values():
+            if array.shape[:1] != values.shape[:1]:
+                found = array.shape[0] if array.shape else 0
+                raise DataError(f"{array}: expected {values.shape[0]:,} examples, as in {values.name!r}, got {found:,}")
+        lengths, target = arrays.get("lengths"), arrays.get("target")
+        if lengths is not None and (lengths.dtype.kind not in "iu" or len(lengths.shape) != 1):
+            raise DataError(f"{lengths}: expected integers of shape [examples], got {lengths.dtype} {lengths.shape}")
+        if target is not None and self.kind == "regression":
+            outputs = getattr(self.model.config.head, "outputs", 1)
+            if target.dtype.kind not in "fiub" or math.prod(target.shape[1:]) != outputs:
+                raise DataError(
+                    f"{target}: expected {outputs} real numbers for each example, as in training, got {target.dtype} "
+                    f"of shape {target.shape}; name another array with --label"
+                )
+
+    def _examples(
+        self, begin: int, parts: Mapping[str, NDArray[Any]], arrays: Mapping[str, _Opened]
+    ) -> Iterator[Example]:
+        values, lengths, targets = parts["values"], parts.get("lengths"), None
+        if "target" in parts:
+            named = NamedArray(self._path, arrays["target"].name, parts["target"])
+            targets = parts["target"].reshape(len(values), -1) if self.kind == "regression" else label_names(named)
+        for row, sequence in enumerate(values):
+            index = begin + row
+            self._done = index + 1
+            if lengths is not None:
+                if not 1 <= lengths[row] <= len(sequence):
+                    raise DataError(
+                        f"{self._path}: {arrays['lengths'].name}[{index}]: expected 1 to {len(sequence)}, the time "
+                        f"steps of {arrays['values'].name!r}, got {lengths[row]}"
+                    )
+                sequence = sequence[: lengths[row]]
+            target = None if targets is None else targets[row]
+            if isinstance(target, str):
+                self.check_class(target, f"{self._path}: {arrays['target'].name}[{index}]")
+            yield Example(f"{self._path}: {arrays['values'].name}[{index}]", {_INDEX: index}, (sequence,), target)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """An array that is being read."""
+
+    path: Path
+    name: str
+    reader: ArrayReader
+
+    def __str__(self) -> str:
+        return f"{self.path}: array {shown(self.name)}"
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}, array {shown(self.name)}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.reader.dtype
+
+    def read(self, count: int) -> NDArray[Any]:
+        with array_errors(self.place, SAVE_AGAIN):
+            return self.reader.read(count)

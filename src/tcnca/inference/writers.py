@@ -1,0 +1,225 @@
+"""Write predictions: tables with the rows of the input, or arrays."""
+
+from __future__ import annotations
+
+import abc
+import csv
+import json
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tcnca.errors import DataError
+from tcnca.inference.readers import Example
+from tcnca.models import Predictions
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+
+
+class Writer(abc.ABC):
+    """Writes predictions as they come."""
+
+    @abc.abstractmethod
+    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        """Write the predictions of some examples."""
+
+
+class TableWriter(Writer):
+    """Writes CSV: the columns of the input, then the predicted class and the probability of each class, or the values.
+
+    A forecast has a row for each step of each series: `index`, `step` and the values.
+    """
+
+    def __init__(self, file: TextIO, delimiter: str, probabilities: bool) -> None:
+        self._file, self._probabilities = file, probabilities
+        self._csv = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        self._columns: list[str] = []
+        self._count = 0
+
+    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        """Write a row for each example, and the header before the first."""
+        forecast = predictions.values is not None and predictions.values.ndim == 3
+        if not self._columns:
+            self._columns = ["index"] if forecast else list(examples[0].row)
+            self._csv.writerow([*self._columns, *self._new_columns(predictions)])
+        for number, example in enumerate(examples):
+            if forecast:
+                assert predictions.values is not None
+                for step, values in enumerate(predictions.values[number], 1):
+                    self._csv.writerow([self._count, step, *map(_number, values)])
+            else:
+                self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
+            self._count += 1
+        self._file.flush()
+
+    def _new_columns(self, predictions: Predictions) -> list[str]:
+        if predictions.values is None:
+            assert predictions.classes is not None
+            chances = [f"probability_{name}" for name in predictions.classes] if self._probabilities else []
+            new = ["prediction", *chances]
+        else:
+            new = numbered("prediction", predictions.values.shape[-1])
+            new = ["step", *new] if predictions.values.ndim == 3 else new
+        return unused_names(new, self._columns)
+
+    def _kept(self, example: Example) -> Iterator[Any]:
+        for name in example.row:
+            if name not in self._columns:
+                raise DataError(
+                    f"{example.place}: expected the columns of the first row, got another, {name!r}; write a .jsonl, "
+                    "whose rows can differ, with -o"
+                )
+        for name in self._columns:
+            value = example.row.get(name)
+            yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
+
+
+class JSONWriter(Writer):
+    """Writes JSON Lines: the row of the input with `prediction`, and `probabilities` by class."""
+
+    def __init__(self, file: TextIO, probabilities: bool) -> None:
+        self._file, self._probabilities = file, probabilities
+        self._names: list[str] = []
+
+    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        """Write a line for each example."""
+        self._names = self._names or unused_names(["prediction", "probabilities"], list(examples[0].row))
+        for number, example in enumerate(examples):
+            new: dict[str, Any] = {}
+            if predictions.values is not None:
+                values = predictions.values[number]
+                # As the input of a line of numbers: without brackets around a single feature.
+                plain = _nested(values[..., 0] if values.shape[-1] == 1 else values)
+                new[self._names[0]] = plain
+            elif predictions.labels is not None and predictions.classes is not None:
+                label, *chances = _fields(predictions, number, self._probabilities)
+                new[self._names[0]] = label
+                if self._probabilities:
+                    new[self._names[1]] = dict(zip(predictions.classes, chances, strict=True))
+            for name in new:
+                if name in example.row:
+                    raise DataError(
+                        f"{example.place}: expected no field {name!r}, which the first row has not; rename it"
+                    )
+            self._file.write(_json({**example.row, **new}) + "\n")
+        self._file.flush()
+
+
+class ArrayWriter(Writer):
+    """Writes arrays: `labels`, `probabilities` and `classes`, or `values`, in an .npz; `values` alone in an .npy.
+
+    The arrays grow in files of their own until the number of examples is known.
+    """
+
+    def __init__(self, path: Path, out: Path, probabilities: bool) -> None:
+        self._path, self._single, self._probabilities = path, out.suffix.lower() == ".npy", probabilities
+        self._folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{out.name}-")
+        self._parts: dict[str, _GrowingArray] = {}
+        self._classes: tuple[str, ...] | None = None
+
+    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        """Append the predictions to the arrays."""
+        self._classes = predictions.classes
+        found: dict[str, NDArray[Any]] = {}
+        if predictions.values is not None:
+            found["values"] = predictions.values
+        elif predictions.classes is not None and predictions.probabilities is not None:
+            found["labels"] = np.array(predictions.labels, _label_dtype(predictions.classes))
+            if self._probabilities:
+                found["probabilities"] = predictions.probabilities
+        for name, values in found.items():
+            if name not in self._parts:
+                self._parts[name] = _GrowingArray(Path(self._folder.name, name), values)
+            self._parts[name].append(values)
+
+    def close(self) -> None:
+        """Write the file."""
+        if self._single:
+            with self._path.open("wb") as file:
+                self._parts["values"].copy_to(file)
+        else:
+            with zipfile.ZipFile(self._path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+                for name, part in self._parts.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        part.copy_to(member)
+                if self._classes is not None and self._probabilities:
+                    with archive.open("classes.npy", "w") as member:
+                        np.lib.format.write_array(member, np.array(self._classes, _label_dtype(self._classes)))
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the files of the arrays."""
+        for part in self._parts.values():
+            part.file.close()
+        self._folder.cleanup()
+
+
+class _GrowingArray:
+    """The rows of an array, in a file without a header."""
+
+    def __init__(self, path: Path, like: NDArray[Any]) -> None:
+        self.file: Any = path.open("w+b")
+        self._dtype, self._row, self._count = like.dtype, like.shape[1:], 0
+
+    def append(self, values: NDArray[Any]) -> None:
+        self.file.write(np.ascontiguousarray(values).tobytes())
+        self._count += len(values)
+
+    def copy_to(self, file: BinaryIO | Any) -> None:
+        """Write a whole .npy."""
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self._count, *self._row)}
+        np.lib.format.write_array_header_1_0(file, header)
+        self.file.seek(0)
+        shutil.copyfileobj(self.file, file)
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """Return `count` names, with numbers if there are several."""
+    return [name] if count == 1 else [f"{name}_{number}" for number in range(1, count + 1)]
+
+
+def unused_names(names: Sequence[str], used: Sequence[str]) -> list[str]:
+    """Return names with the smallest number that makes all of them different from those that are used."""
+    number, found = 1, list(names)
+    while set(found) & set(used):
+        number += 1
+        found = [f"{name}_{number}" for name in names]
+    return found
+
+
+def _fields(predictions: Predictions, number: int, probabilities: bool) -> list[Any]:
+    """Return the class and the probabilities, or the values, of one example."""
+    if predictions.values is not None:
+        return [_number(value) for value in predictions.values[number]]
+    assert predictions.labels is not None
+    assert predictions.probabilities is not None
+    chances = [_number(value) for value in predictions.probabilities[number]] if probabilities else []
+    return [predictions.labels[number], *chances]
+
+
+def _number(value: Any) -> float | None:
+    """Return a number with as many digits as tell a float32 from all others; None for NaN and infinity."""
+    return float(str(value)) if np.isfinite(value) else None
+
+
+def _nested(values: NDArray[np.float32]) -> Any:
+    return [_nested(part) for part in values] if values.ndim else _number(values[()])
+
+
+def _label_dtype(classes: Sequence[str]) -> Any:
+    """Return the type of labels in an array: integers if all names are integers."""
+    return np.int64 if all(_INTEGER.fullmatch(name) for name in classes) else np.array(classes).dtype
+
+
+def _json(row: Mapping[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False)
+    return json.dumps(row) if _SURROGATE.search(text) else text
