@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.packed import PackedStep
 from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
+from tcnca.generation.step import positions, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.models.model import suggest_arguments
@@ -116,8 +118,7 @@ def stream(
                     last, state = prefill(model, prompt, lengths, sampler.observe)
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
-                    if should_capture(model, prompt.device, max_new_tokens):
-                        step = GraphedStep(model, state)
+                    step = _make_step(model, state, max_new_tokens)
                 elif step is not None:
                     last = step(token)
                 else:
@@ -160,6 +161,17 @@ def _excluded(model: SequenceModel) -> Tensor | None:
         return None
     tokens = torch.arange(vocab_size, device=model.embedding.weight.device)
     return (tokens >= first) | (tokens == (-1 if padding is None else padding))
+
+
+def _make_step(model: SequenceModel, state: ModelState, max_new_tokens: int) -> GraphedStep | PackedStep | None:
+    """Return a faster step than the model's own, or None if there is none."""
+    device = model.embedding.weight.device
+    if should_capture(model, device, max_new_tokens):
+        return GraphedStep(model, state)
+    if device.type != "cpu" or torch.is_autocast_enabled("cpu") or unsupported_reason(model, state) is not None:
+        return None
+    position = positions(state)
+    return PackedStep(model, state) if bool((position == position[0]).all()) else None
 
 
 def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:
