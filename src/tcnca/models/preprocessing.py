@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, Range, shown
-from tcnca.errors import ConfigError, InputError, VocabularyError
+from tcnca.config import Config, Range
+from tcnca.errors import ConfigError, InputError, VocabularyError, shown
 
 
 class Preprocessing(Config):
