@@ -15,23 +15,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
 import math
-import re
-import reprlib
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, dataclass_transform, get_args, get_origin
 
-import yaml
-
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, shorten, shown
+from tcnca.yaml_reader import parse_overrides
 
 # Names from other libraries, by the key that they stand for. `tests/models/test_config.py` checks that none of them
 # hides a key of ours, except `batch_size`, which would otherwise be read as `eval.batch_size`.
@@ -321,9 +316,7 @@ def check(name: str, value: Any, hint: Any) -> Any:
         return _convert(value.tolist() if hasattr(value, "tolist") else value, hint)
     except _UnfitError as error:
         where, value, hint = f"{name}{error.path}".removeprefix("."), error.value, error.hint
-        # A file can contain keys of any size.
-        where = where if len(where) <= _MAX_SHOWN else f"{where[:_MAX_SHOWN]}…"
-        where = f"{where}: " if where else ""
+        where = f"{shorten(where)}: " if where else ""
         choices = [each for each in _members(hint) if get_origin(each) is Literal]
         known = [str(each) for choice in choices for each in get_args(choice)]
         close = closest(value, known)
@@ -331,22 +324,6 @@ def check(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError(f"{where}did you mean {close}? Got {shown(value)}") from None
         beginning = f"did you mean {close}? Expected" if close else "expected"
         raise ConfigError(f"{where}{beginning} {_describe(hint, value)}, got {shown(value)}") from None
-
-
-def shown(value: Any) -> str:
-    """Return a value as Python writes it, shortened: a file can contain values of any size."""
-    try:
-        text = _SHORT.repr(value)
-        return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-    except ValueError:
-        # Python refuses to write integers of thousands of digits.
-        return f"a value of type {type(value).__name__} that is too large to print"
-
-
-_MAX_SHOWN = 300
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
-_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:
@@ -744,119 +721,4 @@ def _nested(changes: Mapping[str, Any], start: Mapping[str, Any] | None = None) 
             place[part] = dict(inner) if isinstance(inner, Mapping) else {}
             place = place[part]
         place[name] = value
-    return found
-
-
-# ---- Texts: YAML and KEY=VALUE
-
-
-_MAX_YAML = 2**15
-"""Characters a YAML text may have. Recipes have a few thousand; the parser needs a second for this many."""
-_MAX_DEPTH = 50
-"""Lists and dictionaries that may be inside of each other."""
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, None is null and a date is a text.
-
-    A key that is given twice is an error, and so is an alias: a few nested ones expand to gigabytes.
-    """
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse aliases, and values that are nested too deeply."""
-        problem = "aliases (*name) are not allowed" if self.check_event(yaml.AliasEvent) else ""
-        problem = "it is nested too deeply" if self.depth > _MAX_DEPTH else problem
-        if problem:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value; one that cannot be is an error of YAML with its place."""
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            problem = f"{shown(node.value)} is not a value"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Refuse a second value for a key, which would silently replace the first."""
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    problem = f"the key {shown(key.value)[1:-1]} is given twice"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_TAG = "tag:yaml.org,2002:"
-# PyYAML reads 010 as 8, 1:30 as 90 and 1_000 as 1000. Here numbers are those of YAML 1.2.
-_YamlLoader.yaml_implicit_resolvers = {
-    first: [pair for pair in resolvers if pair[0].removeprefix(_TAG) not in ("timestamp", "int", "float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*|0x[0-9a-fA-F]+)$")
-_FLOAT = re.compile(
-    r"(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_YamlLoader.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
-_YamlLoader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
-_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"None$"), ["N"])
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value that a text of YAML stands for, or raise a ConfigError that says what is wrong and where."""
-    if len(text) > _MAX_YAML:
-        raise ConfigError(f"expected YAML of at most {_MAX_YAML:,} characters, got {len(text):,}")
-    try:
-        return yaml.load(text, _YamlLoader)
-    except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f", in line {error.problem_mark.line + 1}"
-        raise ConfigError(f"expected YAML ({error.problem}{where})") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"expected YAML ({' '.join(str(error).split())})") from error
-
-
-def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
-    """Return the keys and values of a YAML file; errors begin with `label`, by default the path."""
-    label = label or str(path)
-    try:
-        # The limit is in characters, of which none has more than four bytes.
-        with path.open("rb") as file:
-            values = parse_yaml(file.read(4 * _MAX_YAML + 1).decode())
-        return check("", values, dict[str, Any])
-    except OSError as error:
-        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{label}: expected text, got {error.reason} at byte {error.start}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{label}: {error}") from error
-
-
-def parse_value(text: str) -> Any:
-    """Return the value that a text of the command line stands for."""
-    try:
-        return parse_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{str(error).replace(', in line 1)', ')')}, got {shown(text)}") from error
-
-
-def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the keys and values of texts such as `lr=1e-3`. The last value of a key counts."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"{shown(text)[1:-1]}: expected KEY=VALUE, got no value; for example lr=0.001")
-        key = key.strip()
-        if not value.strip():
-            raise ConfigError(f"{shown(key)[1:-1]}: expected a value after the equals sign, got nothing")
-        found[key] = prefixed(f"{shown(key)[1:-1]}: ", functools.partial(parse_value, value))
     return found

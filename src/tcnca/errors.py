@@ -1,5 +1,11 @@
 """The errors that the library raises. Each message names the field, what is expected and what it got."""
 
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import Any
+
 
 class TcncaError(ValueError):
     """Base of every error raised on purpose by this library."""
@@ -67,3 +73,31 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in _OUT_OF_MEMORY))
     )
+
+
+# ---- Values in messages
+
+
+_MAX_CHARACTERS = 300
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
+
+
+def shown(value: Any) -> str:
+    """Return a value as Python writes it, shortened: a file can contain values of any size."""
+    try:
+        return shorten(_SHORT.repr(value))
+    except ValueError:
+        # Python refuses to write integers of thousands of digits.
+        return f"a value of type {type(value).__name__} that is too large to print"
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text that is too long for a message."""
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+
+
+def escape_control(text: str) -> str:
+    """Escape control characters except newlines: texts from files must not control a terminal."""
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)

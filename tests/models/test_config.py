@@ -39,10 +39,10 @@ from tcnca.config import (
     Probability,
     _kinds,
     keys,
-    parse_overrides,
     resolve,
 )
 from tcnca.training import Recipe
+from tcnca.yaml_reader import parse_overrides
 from tests.examples import small_config
 
 

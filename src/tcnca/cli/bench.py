@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from tcnca.config import PositiveInt, check, shown
-from tcnca.errors import ConfigError
+from tcnca.config import PositiveInt, check
+from tcnca.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from tcnca.bench import Report, Settings

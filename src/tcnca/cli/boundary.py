@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tcnca.errors import DiskFullError, PeerError, Stopped, TcncaError, is_out_of_memory
+from tcnca.errors import DiskFullError, PeerError, Stopped, TcncaError, escape_control, is_out_of_memory, shorten
 from tcnca.version import __version__
 
 DEBUG = "TCNCA_DEBUG"
 """Environment variable that shows the traceback of every error."""
 _BUG = 70
 """Exit code of an error that is not the user's, as in sysexits.h."""
-_MAX_REASON = 300
-"""Characters of the message of an unexpected error, which can fill pages."""
 
 
 @contextlib.contextmanager
@@ -32,8 +29,7 @@ def report_errors() -> Iterator[None]:
     except TcncaError as error:
         _end(error, f"Error: {error}", 1)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        reason = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}…"
+        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()))
         if is_out_of_memory(error):
             advice = "a smaller batch.size, a larger grad_accum_steps or activation_checkpointing=true need less"
             _end(error, f"Error: not enough memory; in training, {advice} ({reason})", 1)
@@ -52,9 +48,7 @@ def _end(error: BaseException, text: str, code: int) -> NoReturn:
     """Print a text and the notes of an error, and end the process."""
     if os.environ.get(DEBUG, "0") not in ("", "0"):
         traceback.print_exception(error)
-    text = "; ".join([text, *getattr(error, "__notes__", ())])
-    # Values from files must not control the terminal.
-    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    text = escape_control("; ".join([text, *getattr(error, "__notes__", ())]))
     # Standard error may be closed, or its reader may have ended.
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tcnca.config import shown
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, shown
 
 _LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from tcnca.config import shown
-from tcnca.errors import DataError
+from tcnca.errors import DataError, shown
 
 Compression = Literal["gz", "xz", "bz2", "zip"]
 

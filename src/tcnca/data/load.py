@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tcnca.config import check_choice, shown
+from tcnca.config import check_choice
 from tcnca.data.archives import check_source
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.custom.options import draw_splits, input_digests
@@ -23,7 +23,7 @@ from tcnca.data.prepare import data_folder
 from tcnca.data.schema import SPLITS, Columns, Content, Kind, concatenate, take
 from tcnca.data.store import Dataset, checksum
 from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, PairTask, RegressionTask, Task
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 
 STREAM_EVAL_SIZE = 500
 """Validation and test examples that are generated for a stream if the data set is not prepared."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tcnca.config import NonNegativeInt, Range, check, shown
+from tcnca.config import NonNegativeInt, Range, check
 from tcnca.data.schema import BLOCK, Column, Columns, Kind, Ragged, num_examples
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 from tcnca.files import read_json
 from tcnca.models.preprocessing import Role
 

@@ -19,11 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import shown
 from tcnca.data.manifest import AGAIN, FORMAT, MANIFEST, Manifest, check_columns, check_manifest, read_manifest
 from tcnca.data.npy import array_errors, map_array
 from tcnca.data.schema import Column, Columns, Ragged, check_offsets, num_examples
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 from tcnca.files import disk_errors
 from tcnca.version import __version__
 

@@ -15,11 +15,10 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import shown
 from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
-from tcnca.errors import CheckpointError, ConfigError, DataError, InputError, Stopped
+from tcnca.errors import CheckpointError, ConfigError, DataError, InputError, Stopped, shown
 from tcnca.files import atomic_path
 from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, read_lines
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer

@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import Config, shown
+from tcnca.config import Config
 from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.arrays import SAVE_AGAIN, VALUE_NAMES, NamedArray, label_names
 from tcnca.data.custom.options import list_names, unknown_name
@@ -35,7 +35,7 @@ from tcnca.data.custom.tables import (
     text_field,
 )
 from tcnca.data.npy import ArrayReader, array_errors, check_memory, list_arrays
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 from tcnca.files import parse_json
 from tcnca.models import SequenceModel, ValueInputConfig
 from tcnca.models.prediction import PredictionKind, class_names, prediction_kind

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import LayerCount, Probability, TokenCount, Width, check, shown
-from tcnca.errors import ConfigError
+from tcnca.config import LayerCount, Probability, TokenCount, Width, check
+from tcnca.errors import ConfigError, shown
 from tcnca.layers.ema import EMA, EMAConfig
 from tcnca.layers.linear import Dropout
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions

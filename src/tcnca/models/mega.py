@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcnca.config import shown
-from tcnca.errors import CheckpointError, TcncaError
+from tcnca.errors import CheckpointError, TcncaError, shown
 from tcnca.layers import AttentionConfig, EMAConfig
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig

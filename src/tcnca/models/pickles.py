@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tcnca.config import shown
-from tcnca.errors import CheckpointError
+from tcnca.errors import CheckpointError, shown
 from tcnca.files import check_regular
 
 _MAX_PICKLE = 2**25

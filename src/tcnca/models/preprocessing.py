@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, PositiveInt, Range, shown
-from tcnca.errors import ConfigError, InputError, VocabularyError
+from tcnca.config import Config, PositiveInt, Range
+from tcnca.errors import ConfigError, InputError, VocabularyError, shown
 
 Role = Literal["text", "second", "label", "values", "lengths", "labels", "targets"]
 """What a column of a table (`text`, `second`, `label`) or an array (the others) is used for."""

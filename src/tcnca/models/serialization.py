@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tcnca.config import check, shown
-from tcnca.errors import CheckpointError, ConfigError
+from tcnca.config import check
+from tcnca.errors import CheckpointError, ConfigError, shown
 from tcnca.files import read_json
 from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing

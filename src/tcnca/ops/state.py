@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tcnca.config import shown
-from tcnca.errors import ConfigError, StateError, TcncaError
+from tcnca.errors import ConfigError, StateError, TcncaError, shown
 from tcnca.files import check_regular, parse_json
 
 _FORMAT = "tcnca-state-3"

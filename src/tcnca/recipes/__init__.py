@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from tcnca.config import closest, read_yaml, shown
-from tcnca.errors import ConfigError
+from tcnca.config import closest
+from tcnca.errors import ConfigError, shown
+from tcnca.yaml_reader import read_yaml
 
 FAMILIES: dict[str, str] = {
     "tcnca": "TCNCA (paper): residual TCN and chunked attention, joined by MEGA's gates",

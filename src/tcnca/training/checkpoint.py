@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from tcnca.config import NonNegativeInt, Seconds, shown
-from tcnca.errors import CheckpointError, ConfigError
+from tcnca.config import NonNegativeInt, Seconds
+from tcnca.errors import CheckpointError, ConfigError, shown
 from tcnca.files import atomic_write, disk_errors, parse_json, read_json, to_json
 from tcnca.models import SequenceModel, save
 from tcnca.models.serialization import BEST_FILE, CONFIG_FILE, WEIGHTS_FILE, fill

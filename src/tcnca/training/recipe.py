@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 import yaml
 
-from tcnca.config import Config, KeysOf, OwnKeys, apply, canonical, check_choice, parse_overrides, prefixed
+from tcnca.config import Config, KeysOf, OwnKeys, apply, canonical, check_choice, prefixed
 from tcnca.data import CustomOptions, Task, load_task
 from tcnca.errors import ConfigError
 from tcnca.models import (
@@ -31,6 +31,7 @@ from tcnca.training.config import (
     RuntimeConfig,
     ScheduleConfig,
 )
+from tcnca.yaml_reader import parse_overrides
 
 # Models for data of each kind, as a task would set them up, to check keys before there is data.
 _STAND_INS: dict[str, list[dict[str, Any]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import NonNegativeInt, Seconds
-from tcnca.errors import TrainingError
+from tcnca.errors import TrainingError, escape_control
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
 from tcnca.training.logger import read_log
@@ -144,8 +143,8 @@ def write_report(folder: Path, result: Result) -> None:
         text += ["", f"![Loss, validation, learning rate and speed over the steps]({CURVES})"]
     if launches:
         text += ["", "Repeat with", "", "```sh", launches[0].command, "```"]
-    # Names and commands come from the files of the run, and must not control a terminal.
-    atomic_write(folder / REPORT, re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "", "\n".join(text)) + "\n")
+    # Names and commands come from the files of the run.
+    atomic_write(folder / REPORT, escape_control("\n".join(text)) + "\n")
 
 
 def score_rows(result: Result) -> list[tuple[str, str, str, str]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tcnca.config import check, shown
+from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
-from tcnca.errors import CheckpointError, ConfigError, TrainingError
+from tcnca.errors import CheckpointError, ConfigError, TrainingError, shown
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import shown
 from tcnca.data.custom.options import (
     SPLIT_NAMES,
     TABLE_OPTIONS,
@@ -28,7 +27,7 @@ from tcnca.data.custom.options import (
 )
 from tcnca.data.npy import array_errors, list_arrays, read_array, read_member
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
-from tcnca.errors import DataError
+from tcnca.errors import DataError, shown
 from tcnca.models.preprocessing import Role
 
 ARRAY_SUFFIXES = (".npy", ".npz")

@@ -24,10 +24,10 @@ from typing import TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.config import Config, closest, shown
+from tcnca.config import Config, closest
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Kind, take
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 
 Part = TypeVar("Part")
 

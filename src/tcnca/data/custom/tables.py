@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcnca.config import shown
 from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.options import (
     ARRAY_OPTIONS,
@@ -30,7 +29,7 @@ from tcnca.data.custom.options import (
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.npy import array_errors, check_memory
 from tcnca.data.schema import Column, Content, Ragged
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, shown
 from tcnca.files import parse_json
 
 JSON_LINES = (".jsonl", ".ndjson")

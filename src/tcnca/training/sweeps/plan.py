@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from tcnca.config import canonical, check, check_choice, parse_overrides, parse_value, prefixed, read_yaml, resolve, shown
+from tcnca.config import canonical, check, check_choice, prefixed, resolve
 from tcnca.data import Task
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, shown
 from tcnca.recipes import find
 from tcnca.training.distributed import check_device
 from tcnca.training.provenance import RECIPE, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
+from tcnca.yaml_reader import parse_overrides, parse_value, read_yaml
 
 VARIANT = "variant"
 """The key whose values are names of variants."""
