@@ -145,6 +145,7 @@ class PoolState(State):
     """
 
     _sums: ClassVar[frozenset[str]] = frozenset({"summary"})
+    _replaced: ClassVar[bool] = True
 
     summary: Tensor
     position: Tensor

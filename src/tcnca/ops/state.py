@@ -12,11 +12,12 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import ConfigError, StateError, TcncaError, shown
 from tcnca.files import check_regular, parse_json
+from tcnca.ops.padding import take_time
 
 _FORMAT = "tcnca-state-3"
 _MAX_HEADER = 2**24
@@ -47,6 +49,9 @@ class State:
     """
 
     _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
+    # Fields `[batch, size, channels]` in which a call writes the token at time `t` to slot `t mod size`.
+    _rings: ClassVar[frozenset[str]] = frozenset()
+    _replaced: ClassVar[bool] = False  # whether a call with inplace=True makes new tensors, and overwrites none
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -156,6 +161,38 @@ class State:
             raise StateError(f"index: expected values from 0 to {batch - 1}, the state's batch, got {index.tolist()}")
         return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device, torch.long)))
 
+    @classmethod
+    def cat(cls, states: Sequence[Self]) -> Self:
+        """Return one state with the sequences of several states of one model, in their order."""
+        if not states:
+            raise StateError("states: expected at least 1, got none")
+        for state in states:
+            state.check_not_consumed()
+        first, *others = (pytree.tree_flatten(state) for state in states)
+        if any(structure != first[1] for _, structure in others):
+            raise StateError("states: expected states of one model, got those of several")
+        parts = zip(first[0], *(leaves for leaves, _ in others), strict=True)
+        return pytree.tree_unflatten([None if same[0] is None else _cat(same) for same in parts], first[1])
+
+    def snapshot(self, max_tokens: int) -> Snapshot[Self]:
+        """Keep what the next `max_tokens` tokens of each sequence will overwrite, for `rollback`.
+
+        Only calls with `inplace=True` overwrite a state. Without it, the earlier state is the snapshot. A snapshot
+        copies `max_tokens + 1` slots of each ring buffer and chunk, where `clone` copies all of them.
+        """
+        self.check_not_consumed()
+        return Snapshot(self, max_tokens)
+
+    def rollback(self, snapshot: Snapshot[Self]) -> Self:
+        """Return the state as it was when `snapshot` was made, to the bit, in its own memory.
+
+        This state must have followed from it by calls with `inplace=True` that read at most `max_tokens` tokens of each
+        sequence, and cannot be used again. A snapshot can be used several times, until the state is rolled back to an
+        earlier one.
+        """
+        self.check_not_consumed()
+        return snapshot.restore(self)
+
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file."""
         self.check_not_consumed()
@@ -179,6 +216,102 @@ class State:
             raise StateError(f"{path}: {error}") from error
         # Copied: the file may change while it is mapped.
         return state.map(lambda tensor: tensor.to(device, copy=True))
+
+
+AnyState = TypeVar("AnyState", bound=State)
+
+
+class Snapshot(Generic[AnyState]):
+    """What the next `max_tokens` tokens will overwrite in a state; see `State.snapshot`."""
+
+    def __init__(self, state: AnyState, max_tokens: int) -> None:
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise StateError(f"max_tokens: expected an integer of at least 1, got {max_tokens!r}")
+        self.max_tokens = max_tokens
+        # The same memory, which calls overwrite or leave alone, but never free.
+        self._state = state.map(torch.Tensor.detach)
+        # A call of one token also writes the next slot of a row in which that token is padding.
+        self._saved = [(part, _save_slots(part, max_tokens + 1)) for part in _overwritten(self._state)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        copies = [tensor for _, saved in self._saved for tensor in saved if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in copies)
+
+    def restore(self, state: AnyState) -> AnyState:
+        """Roll back a state that followed from that of the snapshot; see `State.rollback`."""
+        self._check(state)
+        for part, (slots, values) in self._saved:
+            if slots is None:
+                part.tensor.copy_(values)
+            else:
+                part.tensor.scatter_(1, slots.unsqueeze(-1).expand_as(values), values)
+        state.consume()
+        return self._state.map(lambda tensor: tensor)
+
+    def _check(self, state: AnyState) -> None:
+        now, before = _overwritten(state), self._saved
+        if pytree.tree_structure(state) != pytree.tree_structure(self._state) or len(now) != len(before):
+            raise StateError("snapshot: expected one of this state, got one of another model")
+        positions = [
+            (a.tensor, b.tensor, c) for a, (b, (_, c)) in zip(now, before, strict=True) if a.name == "position"
+        ]
+        if not positions:
+            return
+        shared = [(new, saved) for new, old, saved in positions if new.data_ptr() == old.data_ptr()]
+        if not shared:
+            raise StateError(
+                "snapshot: expected one of this state, got one of another state; a state continues from a snapshot by "
+                "calls with inplace=True, and without it the earlier state is still valid"
+            )
+        read = shared[0][0] - shared[0][1]
+        if bool(((read < 0) | (read > self.max_tokens)).any()):
+            raise StateError(
+                f"snapshot: expected 0 to {self.max_tokens} tokens (max_tokens) since it was made, got {read.tolist()}"
+            )
+
+
+class _Part(NamedTuple):
+    """A tensor of a state; `position` (`[batch]`) says where a ring buffer is written next, and is None for others."""
+
+    name: str
+    tensor: Tensor
+    position: Tensor | None
+
+
+def _overwritten(state: State) -> list[_Part]:
+    """Return the tensors that calls with `inplace=True` may overwrite."""
+
+    def parts(value: Any, name: str, position: Tensor | None) -> Iterator[_Part]:
+        if isinstance(value, Tensor):
+            yield _Part(name, value, position)
+        elif isinstance(value, tuple):
+            for each in value:
+                yield from parts(each, name, position)
+        elif isinstance(value, State) and not value._replaced:
+            for field in dataclasses.fields(value):
+                ring = field.name in value._rings
+                yield from parts(getattr(value, field.name), field.name, value.position if ring else None)  # type: ignore[attr-defined]
+
+    return list(parts(state, "", None))
+
+
+def _save_slots(part: _Part, count: int) -> tuple[Tensor | None, Tensor]:
+    """Return the next `count` slots of a ring buffer and their values; None and a copy of any other tensor."""
+    tensor, size = part.tensor, part.tensor.shape[1] if part.position is not None else 0
+    if part.position is None or count >= size:
+        return None, tensor.clone()
+    slots = (part.position.unsqueeze(1) + torch.arange(count, device=tensor.device)) % size
+    return slots, take_time(tensor, slots)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the batch. Caches of full attention have a slot for each token: shorter ones are padded."""
+    if tensors[0].dim() == 3:
+        slots = max(tensor.shape[1] for tensor in tensors)
+        tensors = [F.pad(tensor, (0, 0, 0, slots - tensor.shape[1])) for tensor in tensors]
+    return torch.cat(list(tensors))
 
 
 def read_tensors(path: Path, error: type[TcncaError]) -> tuple[dict[str, Tensor], dict[str, str]]:

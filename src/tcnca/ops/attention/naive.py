@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ class AttentionState(State):
     values: `[batch, slots, d_value]`.
     position: `[batch]`, tokens seen so far.
     """
+
+    _rings: ClassVar[frozenset[str]] = frozenset({"keys", "values"})
 
     keys: Tensor
     values: Tensor

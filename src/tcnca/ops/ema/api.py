@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class EMAState(State):
         input is subtracted again after `truncation` steps. None otherwise.
     position: `[batch]`, tokens seen so far.
     """
+
+    _rings: ClassVar[frozenset[str]] = frozenset({"window"})
 
     hidden: Tensor
     window: Tensor | None

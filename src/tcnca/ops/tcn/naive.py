@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ class TCNState(State):
     buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
     position: `[batch]`, number of tokens seen so far.
     """
+
+    _rings: ClassVar[frozenset[str]] = frozenset({"buffers"})
 
     buffers: tuple[Tensor, ...]
     position: Tensor
