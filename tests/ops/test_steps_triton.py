@@ -157,11 +157,6 @@ def assert_rows_can_be_loaded(make: Step, model: SequenceModel) -> None:
     assert_close(found, torch.cat(alone))
 
 
-@interpreted
-def test_rows_can_be_loaded_in_the_interpreter() -> None:
-    assert_rows_can_be_loaded(FusedStep, small_model(MODELS["tcnca"], torch.float32))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tcnca", "mega", "tcn-mlp", "tcnca-simple"])
 def test_rows_can_be_loaded(name: str) -> None:
