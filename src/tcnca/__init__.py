@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TcncaError,
         VocabularyError,
     )
-    from tcnca.generation import generate, stream, stream_text, stream_texts
+    from tcnca.generation import generate, speculative_generate, stream, stream_text, stream_texts
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -80,6 +80,7 @@ __all__ = [
     "presets",
     "save",
     "score",
+    "speculative_generate",
     "stream",
     "stream_text",
     "stream_texts",

@@ -13,6 +13,7 @@ from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
+from tcnca.generation.speculative import speculative_generate
 from tcnca.generation.step import positions, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
@@ -20,7 +21,7 @@ from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 from tcnca.ops.driver import capture_graph
 
-__all__ = ["generate", "stream", "stream_text", "stream_texts"]
+__all__ = ["generate", "speculative_generate", "stream", "stream_text", "stream_texts"]
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
