@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TcncaError,
         VocabularyError,
     )
-    from tcnca.generation import generate, speculative_generate, stream, stream_text, stream_texts
+    from tcnca.generation import PrefixCache, generate, speculative_generate, stream, stream_text, stream_texts
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -59,6 +59,7 @@ __all__ = [
     "ModelState",
     "PairHeadConfig",
     "Predictions",
+    "PrefixCache",
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",

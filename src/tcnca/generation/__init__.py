@@ -11,6 +11,7 @@ from tcnca.errors import InputError
 from tcnca.generation.fused import CacheDtype, FusedStep, Quantization
 from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.packed import PackedStep
+from tcnca.generation.prefix import PrefixCache
 from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.speculative import speculative_generate
@@ -21,7 +22,7 @@ from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 from tcnca.ops.driver import capture_graph
 
-__all__ = ["generate", "speculative_generate", "stream", "stream_text", "stream_texts"]
+__all__ = ["PrefixCache", "generate", "speculative_generate", "stream", "stream_text", "stream_texts"]
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
@@ -60,6 +61,7 @@ def stream(
     generator: torch.Generator | None = None,
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, `[batch]`, as soon as it is known.
 
@@ -85,6 +87,7 @@ def stream(
         quantization: `int8` to round the weights of matrix products to 8 bits for the generated tokens. The prompt is
             read with the model's own weights.
         cache_dtype: `float8` to round the values of the attention's chunk to 8 bits, on a GPU.
+        prefix_cache: reads the prompts, from the longest beginning that it has read before.
     """
     if not model.config.head.generates:
         raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
@@ -98,6 +101,8 @@ def stream(
             raise InputError(f"{name}: expected {expected!r} or None, got {value!r}")
     if quantization is not None or cache_dtype is not None:
         _check_rounding(model, cache_dtype)
+    if prefix_cache is not None and prefix_cache.model is not model:
+        raise InputError("prefix_cache: expected one of this model, got one of another model")
     if num_samples < 1:
         raise InputError(f"num_samples: expected at least 1, got {num_samples}")
     if seed is not None and generator is not None:
@@ -124,7 +129,10 @@ def stream(
                     )
                     seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
                     sampler.assign(range(batch), options, seeds)
-                    last, state = prefill(model, prompt, lengths, sampler.observe)
+                    if prefix_cache is None:
+                        last, state = prefill(model, prompt, lengths, sampler.observe)
+                    else:
+                        last, state = prefix_cache.prefill(prompt, lengths, sampler.observe)
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
                     step = _make_step(model, state, max_new_tokens, sampler, quantization, cache_dtype)
@@ -159,6 +167,7 @@ def generate(
     generator: torch.Generator | None = None,
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> Tensor:
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))

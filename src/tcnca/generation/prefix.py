@@ -1,0 +1,172 @@
+"""Prefix cache: prompts that begin like an earlier one continue from its state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcnca.errors import InputError
+from tcnca.generation.prompts import evaluating, piece_length
+from tcnca.models import Lengths, ModelState, SequenceModel
+
+_MIN_BLOCK = 256
+"""Tokens between two states that are kept, at least: pieces should be worth a call of the model."""
+_ITEM = 8
+"""Bytes of a token."""
+
+
+class Prefix(NamedTuple):
+    """A prompt up to some token: the logits after it, `[1, vocab_size]`, and the state."""
+
+    logits: Tensor
+    state: ModelState
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logits and the state."""
+        return self.state.nbytes + self.logits.numel() * self.logits.element_size()
+
+
+class PrefixCache:
+    """Reads prompts from the longest beginning that it has read before.
+
+    The states at the end of each prompt, and after every `block_size` tokens of it, are kept. The least recently used
+    ones are removed when they take more than `max_bytes`. Their size does not depend on the number of tokens, except
+    with full attention; for long prompts, larger blocks leave room for more prompts. Results equal those without a
+    cache up to rounding, and exactly if the prompt is cut into the same pieces. The cache must be cleared when weights
+    of the model change.
+
+    Args:
+        model: a language model.
+        max_bytes: of all states, on the device of the model.
+        block_size: number of tokens; by default whole chunks of the attention, at least 256 tokens.
+    """
+
+    def __init__(self, model: SequenceModel, max_bytes: int = 2**30, block_size: int | None = None) -> None:
+        if not model.config.head.generates:
+            raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
+        if max_bytes < 0:
+            raise InputError(f"max_bytes: expected at least 0, got {max_bytes}")
+        if block_size is not None and block_size < 1:
+            raise InputError(f"block_size: expected at least 1, or None, got {block_size}")
+        attention = model.config.attention
+        chunk = 1 if attention is None else attention.chunk_size or 1
+        self.model, self.max_bytes = model, max_bytes
+        self.block_size = block_size or -(-_MIN_BLOCK // chunk) * chunk
+        self.hits = 0
+        """Prompts of which a beginning was known."""
+        self.misses = 0
+        """Prompts that were read from their first token."""
+        self.reused_tokens = 0
+        """Tokens that did not have to be read."""
+        self.nbytes = 0
+        """Bytes of all states."""
+        # By the hash of the tokens; the last one was used most recently.
+        self._prefixes: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """Return the number of states."""
+        return len(self._prefixes)
+
+    def __repr__(self) -> str:
+        return f"PrefixCache(states={len(self)}, nbytes={self.nbytes:,}, hits={self.hits}, misses={self.misses})"
+
+    def clear(self) -> None:
+        """Remove all states."""
+        self._prefixes.clear()
+        self._lengths.clear()
+        self.nbytes = 0
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        prompt: Tensor,
+        lengths: Lengths | None = None,
+        on_piece: Callable[[Tensor, Tensor | None], None] | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Read prompts, and return the logits after the last token of each, `[batch, vocab_size]`, and the state.
+
+        Args:
+            prompt: `[batch, time]`, whole numbers, at least one token in each row.
+            lengths: `[batch]`, valid tokens of each row; the rest is padding.
+            on_piece: is called with the prompts, and which of their tokens are valid; None if all are.
+        """
+        self.model.embedding.check_shape("prompt", prompt)
+        valid, padding = None, self.model.embedding.pad_token_id
+        if lengths is not None:
+            ends = torch.as_tensor(lengths, device=prompt.device).unsqueeze(1)
+            valid = torch.arange(prompt.shape[1], device=prompt.device) < ends
+        elif padding is not None:
+            valid = prompt.long() != padding
+        rows = prompt.unbind() if valid is None else [row[kept] for row, kept in zip(prompt, valid, strict=True)]
+        if any(not len(row) for row in rows):
+            raise InputError("prompt: expected at least 1 token in each row, got an empty row")
+        with evaluating(self.model):
+            read = [list(self.pieces(row))[-1] for row in rows]
+        if on_piece is not None:
+            on_piece(prompt.long(), valid)
+        return torch.cat([prefix.logits for prefix in read]), ModelState.cat([prefix.state for prefix in read])
+
+    def pieces(self, prompt: Tensor, max_tokens: int | None = None) -> Iterator[Prefix]:
+        """Read a prompt `[time]`, and yield after each piece of at most `max_tokens` tokens, the last time at its end.
+
+        The prefixes belong to the cache. Their memory must not be written to.
+        """
+        width = piece_length(self.model, 1) if max_tokens is None else max_tokens
+        tokens = prompt.long()
+        data = tokens.cpu().numpy().tobytes()
+        begin, prefix = self._find(data)
+        self.hits += begin > 0
+        self.misses += begin == 0
+        self.reused_tokens += begin
+        if prefix is not None:
+            yield prefix
+        digest = hashlib.sha256(data[: begin * _ITEM])
+        while begin < len(tokens):
+            # Up to the next multiple of a piece or of a block, wherever the known beginning ends.
+            end = min(len(tokens), *((begin // size + 1) * size for size in (width, self.block_size)))
+            prefix = self._read(tokens[begin:end], prefix)
+            digest.update(data[begin * _ITEM : end * _ITEM])
+            if end % self.block_size == 0 or end == len(tokens):
+                self._keep(digest.digest(), end, prefix)
+            yield prefix
+            begin = end
+
+    def _read(self, tokens: Tensor, prefix: Prefix | None) -> Prefix:
+        # Without `inplace`, since the state may be kept. The padding token counts as a token here.
+        lengths = None if self.model.embedding.pad_token_id is None else [len(tokens)]
+        logits, state = self.model(tokens.unsqueeze(0), lengths=lengths, state=None if prefix is None else prefix.state)
+        assert state is not None
+        return Prefix(logits[:, -1].clone(), state)
+
+    def _find(self, data: bytes) -> tuple[int, Prefix | None]:
+        """Return the number of tokens of the longest beginning that is known, and what is known."""
+        keys, digest, done = [], hashlib.sha256(), 0
+        for length in sorted(length for length in self._lengths if length * _ITEM <= len(data)):
+            digest.update(data[done : length * _ITEM])
+            keys.append(digest.digest())
+            done = length * _ITEM
+        for key in reversed(keys):
+            if key in self._prefixes:
+                self._prefixes.move_to_end(key)
+                return self._prefixes[key]
+        return 0, None
+
+    def _keep(self, key: bytes, length: int, prefix: Prefix) -> None:
+        if prefix.nbytes > self.max_bytes or key in self._prefixes:
+            return
+        self._prefixes[key] = length, prefix
+        self._lengths[length] += 1
+        self.nbytes += prefix.nbytes
+        while self.nbytes > self.max_bytes:
+            _, (length, prefix) = self._prefixes.popitem(last=False)
+            self.nbytes -= prefix.nbytes
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]
