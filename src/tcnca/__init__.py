@@ -17,7 +17,16 @@ if TYPE_CHECKING:
         TcncaError,
         VocabularyError,
     )
-    from tcnca.generation import PrefixCache, generate, speculative_generate, stream, stream_text, stream_texts
+    from tcnca.generation import (
+        Batcher,
+        PrefixCache,
+        Request,
+        generate,
+        speculative_generate,
+        stream,
+        stream_text,
+        stream_texts,
+    )
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -46,6 +55,7 @@ __all__ = [
     "EMA",
     "TCN",
     "AttentionConfig",
+    "Batcher",
     "CheckpointError",
     "ChunkedAttention",
     "ClassifierHeadConfig",
@@ -63,6 +73,7 @@ __all__ = [
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
+    "Request",
     "SequenceModel",
     "StateError",
     "TCNConfig",

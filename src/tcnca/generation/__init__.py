@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.batching import Batcher, Request
 from tcnca.generation.fused import CacheDtype, FusedStep, Quantization
 from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.packed import PackedStep
@@ -15,14 +16,23 @@ from tcnca.generation.prefix import PrefixCache
 from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.speculative import speculative_generate
-from tcnca.generation.step import positions, unsupported_reason
+from tcnca.generation.step import ModelStep, Step, positions, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 from tcnca.ops.driver import capture_graph
 
-__all__ = ["PrefixCache", "generate", "speculative_generate", "stream", "stream_text", "stream_texts"]
+__all__ = [
+    "Batcher",
+    "PrefixCache",
+    "Request",
+    "generate",
+    "speculative_generate",
+    "stream",
+    "stream_text",
+    "stream_texts",
+]
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
@@ -221,6 +231,14 @@ def _make_step(
     if many and fused_reason(model, state) is None:
         return FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
     return GraphedStep(model, state) if should_capture(model, device, max_new_tokens) else None
+
+
+def make_step(model: SequenceModel, state: ModelState) -> Step:
+    """Return the fastest step for sequences that join and leave a batch, at different positions."""
+    device = model.embedding.weight.device
+    if device.type != "cpu" and not torch.is_autocast_enabled(device.type) and fused_reason(model, state) is None:
+        return FusedStep(model, state)
+    return ModelStep(model, state)
 
 
 def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:

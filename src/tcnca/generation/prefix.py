@@ -21,8 +21,9 @@ _ITEM = 8
 
 
 class Prefix(NamedTuple):
-    """A prompt up to some token: the logits after it, `[1, vocab_size]`, and the state."""
+    """The first `length` tokens of a prompt: the logits after them, `[1, vocab_size]`, and the state."""
 
+    length: int
     logits: Tensor
     state: ModelState
 
@@ -67,7 +68,7 @@ class PrefixCache:
         self.nbytes = 0
         """Bytes of all states."""
         # By the hash of the tokens; the last one was used most recently.
-        self._prefixes: OrderedDict[bytes, tuple[int, Prefix]] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -108,25 +109,27 @@ class PrefixCache:
         if any(not len(row) for row in rows):
             raise InputError("prompt: expected at least 1 token in each row, got an empty row")
         with evaluating(self.model):
-            read = [list(self.pieces(row))[-1] for row in rows]
+            read = [list(self.pieces(row))[-1][1] for row in rows]
         if on_piece is not None:
             on_piece(prompt.long(), valid)
         return torch.cat([prefix.logits for prefix in read]), ModelState.cat([prefix.state for prefix in read])
 
-    def pieces(self, prompt: Tensor, max_tokens: int | None = None) -> Iterator[Prefix]:
-        """Read a prompt `[time]`, and yield after each piece of at most `max_tokens` tokens, the last time at its end.
+    def pieces(self, prompt: Tensor, max_tokens: int | None = None) -> Iterator[tuple[int, Prefix]]:
+        """Read a prompt `[time]` in pieces of at most `max_tokens` tokens.
 
-        The prefixes belong to the cache. Their memory must not be written to.
+        Yields the number of tokens of each piece and what is known after it. A known beginning is a piece of 0 tokens.
+        The prefixes belong to the cache; their memory must not be written to.
         """
         width = piece_length(self.model, 1) if max_tokens is None else max_tokens
         tokens = prompt.long()
         data = tokens.cpu().numpy().tobytes()
-        begin, prefix = self._find(data)
+        prefix = self._find(data)
+        begin = 0 if prefix is None else prefix.length
         self.hits += begin > 0
         self.misses += begin == 0
         self.reused_tokens += begin
         if prefix is not None:
-            yield prefix
+            yield 0, prefix
         digest = hashlib.sha256(data[: begin * _ITEM])
         while begin < len(tokens):
             # Up to the next multiple of a piece or of a block, wherever the known beginning ends.
@@ -134,39 +137,40 @@ class PrefixCache:
             prefix = self._read(tokens[begin:end], prefix)
             digest.update(data[begin * _ITEM : end * _ITEM])
             if end % self.block_size == 0 or end == len(tokens):
-                self._keep(digest.digest(), end, prefix)
-            yield prefix
+                self._keep(digest.digest(), prefix)
+            yield end - begin, prefix
             begin = end
 
     def _read(self, tokens: Tensor, prefix: Prefix | None) -> Prefix:
         # Without `inplace`, since the state may be kept. The padding token counts as a token here.
         lengths = None if self.model.embedding.pad_token_id is None else [len(tokens)]
-        logits, state = self.model(tokens.unsqueeze(0), lengths=lengths, state=None if prefix is None else prefix.state)
+        tokens = tokens.unsqueeze(0).to(self.model.embedding.weight.device)
+        logits, state = self.model(tokens, lengths=lengths, state=None if prefix is None else prefix.state)
         assert state is not None
-        return Prefix(logits[:, -1].clone(), state)
+        length = tokens.shape[1] + (0 if prefix is None else prefix.length)
+        return Prefix(length, logits[:, -1].clone(), state)
 
-    def _find(self, data: bytes) -> tuple[int, Prefix | None]:
-        """Return the number of tokens of the longest beginning that is known, and what is known."""
+    def _find(self, data: bytes) -> Prefix | None:
+        """Return the longest known beginning of a prompt."""
         keys, digest, done = [], hashlib.sha256(), 0
-        for length in sorted(length for length in self._lengths if length * _ITEM <= len(data)):
-            digest.update(data[done : length * _ITEM])
+        for end in sorted(length * _ITEM for length in self._lengths if length * _ITEM <= len(data)):
+            digest.update(data[done:end])
             keys.append(digest.digest())
-            done = length * _ITEM
+            done = end
         for key in reversed(keys):
             if key in self._prefixes:
                 self._prefixes.move_to_end(key)
                 return self._prefixes[key]
-        return 0, None
+        return None
 
-    def _keep(self, key: bytes, length: int, prefix: Prefix) -> None:
+    def _keep(self, key: bytes, prefix: Prefix) -> None:
         if prefix.nbytes > self.max_bytes or key in self._prefixes:
             return
-        self._prefixes[key] = length, prefix
-        self._lengths[length] += 1
+        self._prefixes[key] = prefix
+        self._lengths[prefix.length] += 1
         self.nbytes += prefix.nbytes
         while self.nbytes > self.max_bytes:
-            _, (length, prefix) = self._prefixes.popitem(last=False)
-            self.nbytes -= prefix.nbytes
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]
+            _, oldest = self._prefixes.popitem(last=False)
+            self.nbytes -= oldest.nbytes
+            self._lengths[oldest.length] -= 1
+            self._lengths += Counter()  # without those of which there are none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,43 @@ from tcnca.ops import AttentionState, EMAState, TCNState
 
 Parts = dict[str, Tensor]
 """The state of a layer: `ring` of a TCN, `hidden` of an EMA, `keys` and `values` of the attention."""
+
+
+class Step(Protocol):
+    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`."""
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Take a step. The next one may overwrite the logits."""
+
+    def state(self) -> ModelState:
+        """Return the state after the last token, as a copy."""
+
+    def load(self, row: int, state: ModelState) -> None:
+        """Continue one row from another state, of batch size 1."""
+
+
+class ModelStep:
+    """A step of the model itself, for any language model whose state has a fixed size; see `Step`."""
+
+    def __init__(self, model: SequenceModel, state: ModelState) -> None:
+        self.model, self._state = model, state.clone()
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Take a step."""
+        logits, state = self.model(token.unsqueeze(1), state=self._state, inplace=True)
+        assert state is not None
+        self._state = state
+        return logits[:, -1]
+
+    def state(self) -> ModelState:
+        """Return the state after the last token, as a copy."""
+        return self._state.clone()
+
+    def load(self, row: int, state: ModelState) -> None:
+        """Continue one row from another state, of batch size 1."""
+        new = state.tensors()
+        for name, tensor in self._state.tensors().items():
+            tensor[row].copy_(new[name][0])
 
 
 def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
