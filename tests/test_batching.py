@@ -249,7 +249,7 @@ def test_refusals() -> None:
     model = small_model()
     for name in ("max_batch_size", "prefill_tokens"):
         with pytest.raises(InputError, match=f"{name}: expected at least 1, got 0"):
-            Batcher(model, **{name: 0})
+            Batcher(model, **{name: 0})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="temprature: no such argument; use temperature"):
         Batcher(model, temprature=1.0)
     with pytest.raises(InputError, match="model: expected attention in chunks, got full attention"):
@@ -258,7 +258,7 @@ def test_refusals() -> None:
         Batcher(model, prefix_cache=PrefixCache(small_model()))
     batcher = Batcher(model)
     start = prompt(1, 4)[0]
-    with pytest.raises(InputError, match="prompt: expected shape .* at least 1 token"):
+    with pytest.raises(InputError, match=r"prompt: expected shape .* at least 1 token"):
         batcher.submit([], 5)
     with pytest.raises(InputError, match=r"prompt: expected shape \[time\], got \[2, 4\]"):
         batcher.submit(prompt(2, 4), 5)
