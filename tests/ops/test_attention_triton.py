@@ -220,20 +220,21 @@ def assert_continuing_is_right(device: str, dtype: torch.dtype, activation: str)
     case = Case(shape=(2, 75, 20, 40), chunk_size=30, activation=activation, dtype=dtype)
     q, k, v, bias = case.leaves(device)
     options: dict[str, Any] = {"chunk_size": 30, "bias": bias, "activation": activation, "return_state": True}
-    whole, last = chunked_attention(q, k, v, backend="naive", **options)
+    whole, _ = chunked_attention(q, k, v, backend="naive", **options)
     read = torch.tensor([22, 5], device=device)
     index = torch.arange(53, device=device) + read.unsqueeze(1)
     rest = [part.gather(1, index.unsqueeze(-1).expand(-1, -1, part.shape[2])) for part in (q, k, v)]
     expected = whole.gather(1, index.unsqueeze(-1).expand(-1, -1, 40))
-    found, states = {}, {}
+    gradients, states = [], []
     for backend in ("triton", "naive"):
         _, state = chunked_attention(q[:, :22], k[:, :22], v[:, :22], lengths=read, backend=backend, **options)
-        found[backend], states[backend] = chunked_attention(*rest, state=state, backend=backend, **options)
-        assert_close(found[backend], expected, backend)
-    assert last is not None
-    for name, tensor in states["naive"].tensors().items():
-        assert torch.equal(states["triton"].tensors()[name], tensor), name
-    gradients = [torch.autograd.grad(out.square().sum(), rest + [bias], retain_graph=True) for out in found.values()]
+        out, after = chunked_attention(*rest, state=state, backend=backend, **options)
+        assert_close(out, expected, backend)
+        assert after is not None
+        states.append(after.tensors())
+        gradients.append(torch.autograd.grad(out.square().sum(), [*rest, bias], retain_graph=True))
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
     for ours, theirs in zip(*gradients, strict=True):
         assert_close(ours, theirs)
 
