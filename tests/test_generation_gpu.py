@@ -39,7 +39,7 @@ def test_captured_step_equals_the_model(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILY)
 def test_generation_with_a_graph_equals_the_plain_loop(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(family).cuda().eval()
+    model = small_model(family, torch.float32).cuda().eval()
     prompt = torch.randint(VOCABULARY, (2, 11), device="cuda")
     results = []
     for reason in (None, "the fused step is left out", "so is the graph"):

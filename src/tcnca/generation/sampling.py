@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import InputError
-from tcnca.ops.dispatch import INTERPRETED, kernels_enabled, should_use
+from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import current_stream
 
 _BLOCK = 1024
@@ -195,7 +195,7 @@ class Sampler:
 
     def launch(self, logits: Tensor) -> None:
         """Write the next tokens to `token`. A CUDA graph can capture it if `fused`."""
-        if self.fused:
+        if self.fused and logits.dtype in KERNEL_DTYPES:
             logits = logits.contiguous()
             if self._kernel is None or self._kernel[1][0].data_ptr() != logits.data_ptr():
                 self._kernel = self._make_kernel(logits)
