@@ -181,6 +181,7 @@ def test_an_error_in_one_prompt_does_not_end_the_others(monkeypatch: pytest.Monk
 
 
 def test_an_error_in_a_step_ends_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcnca.generation.make_step", ModelStep)
     model = lively_model()
     batcher = Batcher(model, 1, temperature=0.0)
     first, second = (batcher.submit(start, 5) for start in prompt(2, 6))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tcnca import Batcher, Request, SequenceModel
 from tcnca.generation.fused import FusedStep
@@ -30,7 +31,6 @@ STEPS = pytest.mark.parametrize(
         pytest.param(FusedStep, "cuda", id="fused", marks=pytest.mark.gpu),
     ],
 )
-TIMES = pytest.mark.parametrize("time", [64, pytest.param(20_000, marks=pytest.mark.slow)])
 
 
 class Forced:
@@ -40,27 +40,27 @@ class Forced:
 
     Args:
         model: the model.
-        x: sequences, `[sequences, time]`.
+        sequences: tokens, `[time]` each.
     """
 
-    def __init__(self, model: SequenceModel, x: Tensor) -> None:
-        self.model, self.x = model, x
-        self.expected = deepcopy(model).double()(x, return_state=False).logits
+    def __init__(self, model: SequenceModel, sequences: list[Tensor]) -> None:
+        self.model, self.sequences = model, sequences
+        precise = deepcopy(model).double()
+        self.expected = [precise(x.unsqueeze(0), return_state=False).logits[0] for x in sequences]
         self.rows: list[list[int]] = []  # sequence and position
 
     def read(self, *sizes: tuple[int, int]) -> ModelState:
         """Return the state after the first tokens of some sequences: their numbers, and how many tokens."""
-        numbers, lengths = (list(each) for each in zip(*sizes, strict=True))
-        state = self.model(self.x[numbers, : max(lengths)], lengths=lengths).state
+        tokens = pad_sequence([self.sequences[number][:length] for number, length in sizes], batch_first=True)
+        state = self.model(tokens, lengths=[length for _, length in sizes]).state
         assert state is not None
         return state
 
     def run(self, step: Step, count: int, what: str) -> None:
         """Take `count` steps with the next tokens of each row."""
-        numbers = torch.tensor([number for number, _ in self.rows], device=self.x.device)
-        places = torch.tensor([place for _, place in self.rows], device=self.x.device)
-        logits = torch.stack([step(self.x[numbers, places + time]).clone() for time in range(count)], 1)
-        expected = torch.stack([self.expected[number, place : place + count] for number, place in self.rows])
+        tokens = torch.stack([self.sequences[number][place : place + count] for number, place in self.rows])
+        logits = torch.stack([step(token).clone() for token in tokens.unbind(1)], 1)
+        expected = torch.stack([self.expected[number][place : place + count] for number, place in self.rows])
         assert_close(logits, expected, what)
         for row in self.rows:
             row[1] += count
@@ -69,14 +69,14 @@ class Forced:
 @FAMILIES
 @DTYPES
 @STEPS
-@TIMES
+@pytest.mark.parametrize("time", [64, pytest.param(20_000, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_steps_equal_the_parallel_forward(
     family: str, dtype: torch.dtype, make: MakeStep, device: str, time: int, tmp_path: Path
 ) -> None:
     model = small_model(family, dtype).to(device)
     part = time // 8
-    forced = Forced(model, torch.randint(VOCABULARY, (4, time + 2), device=device))
+    forced = Forced(model, list(torch.randint(VOCABULARY, (4, time), device=device)))
     forced.rows = [[0, 2], [1, 1]]
     step = make(model, forced.read((0, 2), (1, 1)))
     forced.run(step, 2 * part, "steps")
@@ -127,14 +127,14 @@ class ForcedSampler:
             if request is not None and request not in reading:
                 assert request.seed is not None  # the number of the sequence
                 self.found.setdefault(request, []).append(logits[slot].clone())
-                tokens[slot] = self.forced.x[request.seed, len(request.prompt) + len(request.tokens)]
+                tokens[slot] = self.forced.sequences[request.seed][len(request.prompt) + len(request.tokens)]
         return tokens
 
 
 @FAMILIES
 @DTYPES
 @STEPS
-@TIMES
+@pytest.mark.parametrize("time", [64, pytest.param(2_000, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_continuous_batches_equal_the_parallel_forward(
     family: str, dtype: torch.dtype, make: MakeStep, device: str, time: int, monkeypatch: pytest.MonkeyPatch
@@ -142,25 +142,24 @@ def test_continuous_batches_equal_the_parallel_forward(
     """One long sequence, and short ones that join and leave around it."""
     monkeypatch.setattr("tcnca.generation.make_step", make)
     model = small_model(family, dtype).to(device)
-    sequences = 20
-    forced = Forced(model, torch.randint(VOCABULARY, (sequences, time), device=device))
+    lengths = [time] + [64] * 19
+    forced = Forced(model, [torch.randint(VOCABULARY, (length,), device=device) for length in lengths])
     batcher = Batcher(model, 5, prefill_tokens=7)
     sampler = ForcedSampler(batcher, forced)
     batcher._sampler = sampler  # type: ignore[assignment]
-    batcher.submit(forced.x[0, :3], time - 3, seed=0)
-    for number in range(1, sequences):
-        prompt = 1 + 5 * number % 17
-        batcher.submit(forced.x[number, :prompt], min(3 + 7 * number % 23, time - prompt), seed=number)
+    batcher.submit(forced.sequences[0][:3], time - 3, seed=0)
+    for number in range(1, len(lengths)):
+        batcher.submit(forced.sequences[number][: 1 + 5 * number % 17], 3 + 7 * number % 23, seed=number)
         for _ in range(number % 4):
             batcher.step()
     for _ in batcher:
         pass
-    assert len(sampler.found) == sequences
+    assert len(sampler.found) == len(lengths)
     found, expected = [], []
     for request, logits in sampler.found.items():
         assert request.finish_reason == "length"
         begin = len(request.prompt) - 1
         found.append(torch.stack(logits))
-        expected.append(forced.expected[request.seed, begin : begin + request.max_new_tokens])
+        expected.append(forced.expected[request.seed or 0][begin : begin + request.max_new_tokens])
     assert_close(found[0], expected[0], "the long sequence")
     assert_close(torch.cat(found[1:]), torch.cat(expected[1:]), "the others")
