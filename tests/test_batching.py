@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import Batcher, InputError, PrefixCache, Preprocessing, Request, TokenInputConfig, VocabularyError, generate
-from tcnca.generation import batching
+from tcnca import Batcher, InputError, PrefixCache, Preprocessing, TokenInputConfig, VocabularyError, generate
+from tcnca.generation import Request, batching
 from tcnca.generation.step import ModelStep
-from tests.examples import FAMILY, VOCABULARY, small_config, small_model
+from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_config, small_model
 from tests.test_generation import count_calls, lively_model, prompt
 
 FAMILIES = pytest.mark.parametrize("family", [family for family in FAMILY if family != "mega-full"])
@@ -60,6 +60,20 @@ def test_sequences_are_those_that_run_alone(
     for number, (request, start, options) in enumerate(requests):
         assert request.finish_reason == "length"
         assert request.tokens == _alone(model, start, request.max_new_tokens, number, options), number
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - set(FAMILY)))
+def test_every_kind_of_model(name: str) -> None:
+    config = VARIANTS[name]
+    if config.attention is not None and config.attention.chunk_size is None:
+        config = config.override(chunk_size=8)
+    model = small_model(config)
+    batcher = Batcher(model, 4, prefill_tokens=5)
+    requests = [batcher.submit(prompt(1, time)[0], 4 + time, seed=time) for time in (3, 9, 1, 7, 5)]
+    for _ in batcher:
+        pass
+    for request in requests:
+        assert request.tokens == _alone(model, request.prompt, request.max_new_tokens, request.seed or 0, {})
 
 
 def test_tokens_come_as_they_are_known() -> None:

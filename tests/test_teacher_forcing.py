@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tcnca import Batcher, Request, SequenceModel
+from tcnca import Batcher, SequenceModel
+from tcnca.generation import Request
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.step import ModelStep, Step

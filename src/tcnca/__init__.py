@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tcnca.generation import (
         Batcher,
         PrefixCache,
-        Request,
         generate,
         speculative_generate,
         stream,
@@ -73,7 +72,6 @@ __all__ = [
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
-    "Request",
     "SequenceModel",
     "StateError",
     "TCNConfig",

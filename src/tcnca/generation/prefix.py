@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ class PrefixCache:
         if any(not len(row) for row in rows):
             raise InputError("prompt: expected at least 1 token in each row, got an empty row")
         with evaluating(self.model):
-            read = [list(self.pieces(row))[-1][1] for row in rows]
+            read = [deque(self.pieces(row), maxlen=1)[0][1] for row in rows]
         if on_piece is not None:
             on_piece(prompt.long(), valid)
         return torch.cat([prefix.logits for prefix in read]), ModelState.cat([prefix.state for prefix in read])
@@ -118,7 +118,7 @@ class PrefixCache:
         """Read a prompt `[time]` in pieces of at most `max_tokens` tokens.
 
         Yields the number of tokens of each piece and what is known after it. A known beginning is a piece of 0 tokens.
-        The prefixes belong to the cache; their memory must not be written to.
+        The prefixes belong to the cache; their memory must not be written to. The model must be in evaluation mode.
         """
         width = piece_length(self.model, 1) if max_tokens is None else max_tokens
         tokens = prompt.long()
@@ -141,6 +141,7 @@ class PrefixCache:
             yield end - begin, prefix
             begin = end
 
+    @torch.no_grad()
     def _read(self, tokens: Tensor, prefix: Prefix | None) -> Prefix:
         # Without `inplace`, since the state may be kept. The padding token counts as a token here.
         lengths = None if self.model.embedding.pad_token_id is None else [len(tokens)]
