@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,13 +76,12 @@ class PackedStep:
         for run in self._ops:
             run()
         self._positions += 1
-        self._position += 1
         return self.logits
 
     @torch.no_grad()
     def state(self) -> ModelState:
         """Return the state after the last token, as a copy."""
-        return pack(self.model, [self._restore(parts) for parts in self._parts], self._positions)
+        return pack(self.model, [self._restore(parts) for parts in self._parts], torch.from_numpy(self._positions))
 
     @torch.no_grad()
     def load(self, row: int, state: ModelState) -> None:
@@ -91,49 +91,49 @@ class PackedStep:
         for parts, new in zip(self._parts, unpack(state), strict=True):
             for name, part in self._arrange(new).items():
                 parts[name][row] = part[0]
-        self._positions[row] = positions(state)[0]
-        self._set_positions(self._positions)
+        self._positions[row] = positions(state).item()
+        self._set_positions(torch.from_numpy(self._positions))
 
     # The slots of the ring buffers and of the chunk.
 
     def _build_slots(self) -> None:
         """Prepare what the slots of all steps have in common, and of all layers."""
-        config, rows = self.model.config, torch.arange(self.batch)
-        self._lags = config.mixer.kernel_size - 1 if isinstance(config.mixer, TCNConfig) else 0
-        if isinstance(config.mixer, TCNConfig) and self._lags:
-            depth = config.mixer.depth
-            self._dilations = config.mixer.dilation_factor ** torch.arange(depth).unsqueeze(1)
+        mixer, rows = self.model.config.mixer, np.arange(self.batch)
+        self._lags = mixer.kernel_size - 1 if isinstance(mixer, TCNConfig) else 0
+        if isinstance(mixer, TCNConfig) and self._lags:
+            self._dilations = mixer.dilation_factor ** np.arange(mixer.depth)[:, None]
             sizes = self._lags * self._dilations
-            self._sizes: list[int] = sizes.flatten().tolist()
+            self._sizes: list[int] = sizes[:, 0].tolist()
             self._first = sizes.cumsum(0) - sizes + rows * sum(self._sizes)
-            self._back = torch.arange(1, self._lags + 1)
-            self._now = torch.zeros(depth, self.batch, dtype=torch.long)
-            self._past = torch.zeros(depth, self.batch, self._lags, dtype=torch.long)
+            # The slots of lag 1, 2, … when the newest input is in slot 0, 1, …
+            self._turns = (np.arange(self._lags)[:, None] - np.arange(1, self._lags + 1)) % self._lags
+            self._now = np.zeros((mixer.depth, self.batch), dtype=np.int64)
+            self._past = np.zeros((mixer.depth, self.batch, self._lags), dtype=np.int64)
         attention: Any = self.model.layers[0].block.attention  # type: ignore[union-attr]
         self._chunk: int = 0 if attention is None else attention.chunk_size
         # Two threads share the chunk of a single sequence, its even and its odd slots.
         self._padding = self._chunk % 2 if self.batch == 1 else 0
-        self._cells, self._starts = rows * (self._chunk + self._padding), torch.zeros_like(rows)
-        self._row_cells = self._cells.clone()
+        self._row_cells = rows * (self._chunk + self._padding)
+        self._places, self._cells = np.zeros_like(rows), np.zeros_like(rows)
 
     def _set_positions(self, position: Tensor) -> None:
-        self._positions, self._position = position, int(position[0])
+        self._positions = position.numpy()
         self._equal = bool((position == position[0]).all())
 
     def _find_slots(self) -> None:
-        """Find where this step reads and writes, in every layer."""
+        """Find where this step reads and writes, in every layer. NumPy has less overhead for such small arrays."""
         if self._chunk:
-            places = self._positions % self._chunk
-            torch.add(places, self._row_cells, out=self._cells)
-            torch.sub(self._chunk - 1, places, out=self._starts)
-            place = self._position % self._chunk if self._equal else int(places.max())
-            self._length = place + 1
+            np.remainder(self._positions, self._chunk, out=self._places)
+            np.add(self._places, self._row_cells, out=self._cells)
+            self._place = int(self._places[0] if self._equal else self._places.max())
+            self._length = self._place + 1
             self._length += self._length % 2 if self.batch == 1 else 0
         if self._lags:
-            turn = self._positions // self._dilations % self._lags
-            first = self._first + self._positions % self._dilations * self._lags
-            torch.add(first, turn, out=self._now)
-            torch.add(first.unsqueeze(2), (turn.unsqueeze(2) - self._back) % self._lags, out=self._past)
+            rounds, phases = np.divmod(self._positions, self._dilations)
+            turns = rounds % self._lags
+            first = self._first + phases * self._lags
+            np.add(first, turns, out=self._now)
+            np.add(first[..., None], self._turns[turns], out=self._past)
 
     def _arrange(self, parts: Parts) -> Parts:
         """Return the parts in the order of this step: inputs that it reads together lie together in the rings."""
@@ -221,19 +221,18 @@ class PackedStep:
         """Attend from the scaled query and the key `[batch, 2, d_key]`, with `values` `[batch, d_value]`."""
         key_cache, value_cache, table = parts["keys"], parts["values"], self._position_table(attention)
         query, d_value = both[:, 0].unsqueeze(2), values.shape[1]
+        places, cells = torch.from_numpy(self._places), torch.from_numpy(self._cells)
         if attention.config.position == "rope":
-            chunk = self._chunk
-            self._add(lambda: both.copy_(rotate(both, (self._positions % chunk).unsqueeze(1).expand(-1, 2))))
-        self._add(key_cache.flatten(0, 1).index_copy_, 0, self._cells, both[:, 1])
-        self._add(value_cache.flatten(0, 1).index_copy_, 0, self._cells, values)
+            self._add(lambda: both.copy_(rotate(both, places.unsqueeze(1))))
+        self._add(key_cache.flatten(0, 1).index_copy_, 0, cells, both[:, 1])
+        self._add(value_cache.flatten(0, 1).index_copy_, 0, cells, values)
 
         def weights(length: int) -> Tensor:
             if self._equal:
-                place = self._position % self._chunk
-                bias = table.as_strided((1, length, 1), (0, 1, 0), self._chunk - 1 - place)
+                bias = table.as_strided((1, length, 1), (0, 1, 0), self._chunk - 1 - self._place)
             else:
                 windows = table.as_strided((self._chunk, length), (1, 1))
-                bias = windows.index_select(0, self._starts).unsqueeze(2)
+                bias = windows.index_select(0, self._chunk - 1 - places).unsqueeze(2)
             return torch.baddbmm(bias, key_cache.narrow(1, 0, length), query).softmax(1)
 
         out = attended.unsqueeze(1)
@@ -282,7 +281,7 @@ class PackedStep:
         if ring is not None and lags:
             cells, taps = ring.flatten(0, 1), self._empty(config.depth, batch, lags, width)
             kernels = weight[:, :, 1:].transpose(1, 2).unsqueeze(1).contiguous()
-            self._add(torch.index_select, cells, 0, self._past.flatten(), out=taps.view(-1, width))
+            self._add(torch.index_select, cells, 0, torch.from_numpy(self._past).flatten(), out=taps.view(-1, width))
             self._add(torch.mul, taps, kernels, out=taps)
             self._add(torch.sum, taps, 2, out=sums)
         if mixer.bias is not None:
@@ -302,7 +301,7 @@ class PackedStep:
                 self._add_activation(config.activation, y)
                 self._add(out.addcmul_, mixer.gain[block].detach(), y)
         if ring is not None and lags:
-            self._add(cells.index_copy_, 0, self._now.flatten(), inputs[:-1].flatten(0, 1))
+            self._add(cells.index_copy_, 0, torch.from_numpy(self._now).flatten(), inputs[:-1].flatten(0, 1))
         mixed = inputs[-1]
         if mixer.omega is not None:
             self._add(mixed.addcmul_, normed, mixer.omega.detach())
@@ -366,6 +365,8 @@ class PackedStep:
             return
         groups = math.gcd(weight.shape[0], GROUPS)
         matrices = weight.contiguous().unflatten(0, (groups, -1))
+        # One row as a matrix of columns would have a leading dimension of 1, with which products are slow.
+        x = x.flatten().unsqueeze(0) if self.batch == 1 else x
         columns, y = x.t().expand(groups, -1, -1), out.t().unflatten(0, (groups, -1))
         if accumulate:
             if bias is not None:
