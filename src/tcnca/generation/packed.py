@@ -32,6 +32,9 @@ from tcnca.ops.ema.naive import ema_coefficients
 GROUPS = 16
 """Parts of a matrix, which threads share. PyTorch multiplies several matrices and vectors in parallel, but not one."""
 
+INT8_INPUTS = 16
+"""Inputs that PyTorch's product with int8 matrices reads at once, without a check of how many there are."""
+
 
 class PackedStep:
     """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`.
@@ -355,7 +358,7 @@ class PackedStep:
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         if self.quantization == "int8":
             levels, scale = quantize_rows(weight)
-            if has_int8_product():
+            if weight.shape[1] % INT8_INPUTS == 0 and has_int8_product():
                 self._add_int8(x, levels, scale, bias, out, accumulate)
                 return
             weight = (levels * scale.unsqueeze(1)).to(self.dtype)
