@@ -1,22 +1,19 @@
-"""Weights of 8 bits: symmetric, with one scale for each output."""
+"""Weights in 8 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-LEVELS = 127
-"""Largest magnitude of a quantized weight."""
+_LARGEST = 127
 
 
-@torch.no_grad()
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 weights `[outputs, inputs]` and float32 scales `[outputs]`, whose product is near `weight`.
+    """Return a matrix `[out, in]` as int8, and the float32 factor of each row, `[out]`.
 
-    The scales are numbers of bfloat16, so that kernels which take them in that type read them exactly.
+    The factors are exact in bfloat16, since some kernels take them in that type.
     """
-    largest = weight.detach().float().abs().amax(1)
-    # A row of zeros has any scale.
-    scale = torch.where(largest > 0, largest / LEVELS, 1.0).bfloat16().float()
-    levels = (weight.detach().float() / scale.unsqueeze(1)).round().clamp(-LEVELS, LEVELS)
-    return levels.to(torch.int8), scale
+    rows = weight.detach().float()
+    scale = (rows.abs().amax(1) / _LARGEST).bfloat16().float()
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (rows / scale.unsqueeze(1)).round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scale
