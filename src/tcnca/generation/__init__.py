@@ -16,7 +16,7 @@ from tcnca.generation.prefix import PrefixCache
 from tcnca.generation.prompts import evaluating, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.speculative import speculative_generate
-from tcnca.generation.step import ModelStep, Step, positions, unsupported_reason
+from tcnca.generation.step import ModelStep, Step, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.models.model import suggest_arguments
@@ -224,10 +224,7 @@ def _make_step(
     if torch.is_autocast_enabled(device.type):
         return None
     if device.type == "cpu":
-        if unsupported_reason(model, state) is not None:
-            return None
-        position = positions(state)
-        return PackedStep(model, state) if bool((position == position[0]).all()) else None
+        return PackedStep(model, state, quantization) if unsupported_reason(model, state) is None else None
     if many and fused_reason(model, state) is None:
         return FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
     return GraphedStep(model, state) if should_capture(model, device, max_new_tokens) else None
@@ -236,8 +233,11 @@ def _make_step(
 def make_step(model: SequenceModel, state: ModelState) -> Step:
     """Return the fastest step for sequences that join and leave a batch, at different positions."""
     device = model.embedding.weight.device
-    if device.type != "cpu" and not torch.is_autocast_enabled(device.type) and fused_reason(model, state) is None:
-        return FusedStep(model, state)
+    if not torch.is_autocast_enabled(device.type):
+        if device.type == "cpu" and unsupported_reason(model, state) is None:
+            return PackedStep(model, state)
+        if device.type != "cpu" and fused_reason(model, state) is None:
+            return FusedStep(model, state)
     return ModelStep(model, state)
 
 

@@ -11,9 +11,9 @@ _LARGEST = 127
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix `[out, in]` as int8, and the float32 factor of each row, `[out]`.
 
-    The largest magnitude of a row becomes 127.
+    The factors are exact in bfloat16, since some kernels take them in that type.
     """
     rows = weight.detach().float()
-    scale = rows.abs().amax(1) / _LARGEST
+    scale = (rows.abs().amax(1) / _LARGEST).bfloat16().float()
     scale = torch.where(scale > 0, scale, 1.0)
-    return (rows / scale.unsqueeze(1)).round().to(torch.int8), scale
+    return (rows / scale.unsqueeze(1)).round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scale

@@ -1,0 +1,163 @@
+"""Steps on a CPU equal the model: at any batch size and position, in any dtype, and closely with int8 weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca import SequenceModel, TokenInputConfig
+from tcnca.errors import StateError
+from tcnca.generation import packed
+from tcnca.generation.packed import PackedStep
+from tcnca.generation.quantize import quantize_rows
+from tests.comparison import assert_close, relative_error
+from tests.examples import VOCABULARY, small_config, small_model
+from tests.ops.test_steps_triton import MODELS, assert_steps
+
+FAMILIES = ("tcnca", "mega", "tcnca-simple", "tcn-mlp", "ema-mlp-scale")
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_equals_the_model(name: str, batch: int, ragged: bool) -> None:
+    assert_steps(PackedStep, small_model(MODELS[name]), batch, 14, ragged)
+
+
+def test_a_chunk_of_odd_size_equals_the_model() -> None:
+    assert_steps(PackedStep, small_model("tcnca", chunk_size=5), 1, 22, ragged=False)
+
+
+@pytest.mark.parametrize("tokens", [300, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_steps_equal_the_parallel_forward_in_float32(name: str, tokens: int) -> None:
+    model = small_model(MODELS[name], torch.float32)
+    x = torch.randint(VOCABULARY, (2, tokens))
+    with torch.no_grad():
+        expected = model(x, return_state=False).logits
+    step = PackedStep(model, model.initial_state(2))
+    found = torch.stack([step(token).clone() for token in x.unbind(1)], 1)
+    assert_close(found, expected)
+    assert_close(found[:, -20:], expected[:, -20:])
+
+
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "rope-rms"])
+def test_a_row_can_be_replaced_by_a_sequence_at_another_position(name: str) -> None:
+    model = small_model(MODELS[name])
+    x, other = torch.randint(VOCABULARY, (3, 20)), torch.randint(VOCABULARY, (1, 27))
+    with torch.no_grad():
+        expected, after = (model(each, return_state=False).logits for each in (x, other))
+        step, alone = PackedStep(model, model.initial_state(3)), model(other[:, :7]).state
+        assert alone is not None
+        for place in range(20):
+            if place == 9:
+                step.load(1, alone)
+            tokens = x[:, place].clone()
+            if place >= 9:
+                tokens[1] = other[0, place - 2]
+            logits = step(tokens)
+            wanted = expected[:, place].clone()
+            if place >= 9:
+                wanted[1] = after[0, place - 2]
+            assert_close(logits, wanted)
+        for place in range(7, 18):
+            alone = model(other[:, place : place + 1], state=alone).state
+            assert alone is not None
+        for key, tensor in step.state().reorder([1]).tensors().items():
+            assert_close(tensor.double(), alone.tensors()[key].double(), key)
+
+
+def test_only_a_single_sequence_replaces_a_row() -> None:
+    model = small_model("tcnca")
+    step = PackedStep(model, model.initial_state(3))
+    with pytest.raises(StateError, match="state: expected a batch of 1, got 2"):
+        step.load(0, model.initial_state(2))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "rope-rms", "rotary-bias-batch", "scaled-gelu"])
+def test_bfloat16_is_as_near_to_the_exact_result_as_the_model(name: str) -> None:
+    model = small_model(MODELS[name], torch.bfloat16)
+    exact = small_model(MODELS[name], torch.float32)
+    exact.load_state_dict({key: weight.float() for key, weight in model.state_dict().items()})
+    x = torch.randint(VOCABULARY, (4, 40))
+    with torch.no_grad():
+        expected, rounded = (each(x, return_state=False).logits.float() for each in (exact, model))
+    step = PackedStep(model, model.initial_state(4))
+    found = torch.stack([step(token).float() for token in x.unbind(1)], 1)
+    assert relative_error(found, expected) < 1.5 * relative_error(rounded, expected)
+
+
+def test_quantized_rows_are_within_half_a_level() -> None:
+    weight = torch.randn(30, 50) * torch.logspace(-4, 4, 30).unsqueeze(1)
+    weight[3] = 0.0
+    levels, scale = quantize_rows(weight)
+    assert levels.dtype == torch.int8
+    assert levels.abs().max() == 127
+    assert torch.equal(scale.bfloat16().float(), scale)
+    error = (levels * scale.unsqueeze(1) - weight).abs() / scale.unsqueeze(1)
+    assert error.max() <= 0.5 + 1e-4
+    assert not levels[3].any()
+
+
+def trained_model() -> tuple[SequenceModel, Tensor]:
+    """A model of the bytes of this file, trained for a moment, and a text to score."""
+    with open(__file__, "rb") as file:
+        text = torch.tensor(list(file.read()))
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 32, "d_ff": 64, "d_key": 16, "d_value": 32, "chunk_size": 16}
+    model = SequenceModel(small_config("tcnca", input=TokenInputConfig(vocab_size=256), **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        rows = torch.stack([text[start : start + 65] for start in torch.randint(len(text) - 65, (16,))])
+        logits = model(rows[:, :-1], return_state=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval(), text[: 8 * 101].view(8, 101)
+
+
+def bits_per_byte(model: SequenceModel, text: Tensor, **options: Any) -> float:
+    step = PackedStep(model, model.initial_state(len(text)), **options)
+    logits = torch.stack([step(token).clone() for token in text[:, :-1].unbind(1)], 1)
+    return float(F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())) / math.log(2)
+
+
+def test_int8_weights_cost_less_than_a_hundredth_of_a_bit_per_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = trained_model()
+    exact = bits_per_byte(model, text)
+    assert exact < 5, "the model has learned something"
+    quantized = bits_per_byte(model, text, quantization="int8")
+    assert 0 < abs(quantized - exact) < 0.01
+    monkeypatch.setattr(packed, "has_int8_product", lambda: False)
+    dequantized = bits_per_byte(model, text, quantization="int8")
+    assert 0 < abs(dequantized - exact) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["tcnca", "tcnca-simple"])
+def test_int8_products_are_those_of_the_quantized_weights(
+    name: str, batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(name, dtype, d_model=32, d_ff=48, d_key=16, d_value=32)
+    x = torch.randint(VOCABULARY, (batch, 12))
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(packed, "has_int8_product", lambda available=available: available)
+        step = PackedStep(model, model.initial_state(batch), quantization="int8")
+        found.append(torch.stack([step(token).float() for token in x.unbind(1)]))
+    assert 0 < relative_error(*found) < 3e-2
+
+
+def test_int8_works_for_widths_that_the_kernel_does_not_take() -> None:
+    model = small_model("tcnca", torch.float32)
+    x = torch.randint(VOCABULARY, (2, 12))
+    step, exact = (PackedStep(model, model.initial_state(2), quantization=kind) for kind in ("int8", None))
+    for token in x.unbind(1):
+        assert 0 < relative_error(step(token), exact(token)) < 0.1
