@@ -48,9 +48,7 @@ class PackedStep:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, model: SequenceModel, state: ModelState, quantization: Literal["int8"] | None = None
-    ) -> None:
+    def __init__(self, model: SequenceModel, state: ModelState, quantization: Literal["int8"] | None = None) -> None:
         assert isinstance(model.embedding, TokenEmbedding)
         assert isinstance(model.head, LanguageModelHead)
         self.model, self.batch, self.dtype = model, state.batch_size, model.embedding.weight.dtype
