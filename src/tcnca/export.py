@@ -91,6 +91,8 @@ def export_onnx(
     """
     graph = graph or ("step" if model.config.head.generates else "sequence")
     path = Path(path)
+    if path.is_dir():
+        raise ExportError(f"{path}: expected a file to write, got a folder")
     _check(model, graph, length, batch_size)
     fixed = {name: size for name, size in (("time", length), ("time2", length), ("batch", batch_size)) if size}
     function = _Step(_portable(model)) if graph == "step" else _Sequence(_portable(model))
@@ -359,7 +361,9 @@ def _compare(function: _Function, fixed: dict[str, int], path: Path) -> float:
             got = dict(zip(function.outputs, map(torch.from_numpy, results), strict=True))
             worst = max(worst, *(_difference(name, expected[name], got[name]) for name in function.outputs))
             next_x = {"x": function.draw(len(inputs["x"]))}
-            inputs, theirs = (next_x | {name[len("next_") :]: new[name] for name in function.outputs[1:]} for new in (expected, got))
+            inputs, theirs = (
+                next_x | {name[len("next_") :]: new[name] for name in function.outputs[1:]} for new in (expected, got)
+            )
     return worst
 
 

@@ -12,6 +12,7 @@ from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
     from tcnca.export import OnnxExport
+    from tcnca.models import SequenceModel
 
 
 def export(
@@ -29,7 +30,10 @@ def export(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of sequences. (default: any number)")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Export a trained model to ONNX, and compare the file with PyTorch if ONNX Runtime is installed."""
+    """Write a trained model to an ONNX file, and compare it with PyTorch if ONNX Runtime is installed.
+
+    The file takes raw values. Its metadata has what else a program needs: class names, byte map, shapes of the state.
+    """
     if onnx.exists() and not force:
         raise ConfigError(f"--onnx: expected a new file, got {onnx}, which exists; --force replaces it")
 
@@ -39,6 +43,20 @@ def export(
     with Console(stderr=True).status(f"exporting {run}"):
         done = export_onnx(_load(run), onnx, graph, length=length, batch_size=batch_size)
     _print(done)
+
+
+def _load(run: Path) -> SequenceModel:
+    """Load a model, with the chunk size with which its run is evaluated."""
+    from tcnca.models import load
+    from tcnca.training import load_recipe
+    from tcnca.training.provenance import RECIPE
+
+    model = load(run)
+    if model.config.attention is not None and (run / RECIPE).is_file():
+        chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
+        if chunk_size is not None:
+            model.set_chunk_size(chunk_size)
+    return model
 
 
 def _print(done: OnnxExport) -> None:
