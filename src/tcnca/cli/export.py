@@ -11,7 +11,7 @@ from rich.console import Console
 from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tcnca.export import OnnxExport
+    from tcnca.export import Graph, OnnxExport
     from tcnca.models import SequenceModel
 
 
@@ -39,7 +39,7 @@ def export(
 
     from tcnca.export import export_onnx
 
-    graph = None if step is None else "step" if step else "sequence"
+    graph: Graph | None = None if step is None else "step" if step else "sequence"
     with Console(stderr=True).status(f"exporting {run}"):
         done = export_onnx(_load(run), onnx, graph, length=length, batch_size=batch_size)
     _print(done)
