@@ -19,7 +19,7 @@ LAYERS = (
     ("models",),
     ("data",),
     ("training",),
-    ("bench", "inference", "report", "search"),
+    ("bench", "export", "inference", "report", "search"),
     ("generation", "scoring", "cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         DataError,
+        ExportError,
         InputError,
         StateError,
         TcncaError,
         VocabularyError,
     )
+    from tcnca.export import export_onnx
     from tcnca.generation import (
         Batcher,
         PrefixCache,
@@ -61,6 +63,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EMAConfig",
+    "ExportError",
     "InputError",
     "LanguageModelHeadConfig",
     "ModelConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "__version__",
     "build",
     "data",
+    "export_onnx",
     "generate",
     "load",
     "load_mega_checkpoint",
@@ -97,8 +101,11 @@ __all__ = [
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation", "scoring")
-_MODULES = (*("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "scoring", "training"),)
+_SOURCES = ("errors", "layers", "models", "generation", "scoring", "export")
+_MODULES = (
+    *("bench", "data", "export", "generation", "inference", "layers", "models", "ops", "recipes", "scoring"),
+    "training",
+)
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

@@ -51,6 +51,10 @@ class KernelError(TcncaError):
     """A kernel that cannot be compiled, loaded or started. Says what can be done."""
 
 
+class ExportError(TcncaError):
+    """A model that cannot be exported, or not in this way."""
+
+
 class Stopped(SystemExit):
     """A signal has stopped the command line. Like Ctrl-C, it is not an error."""
 

@@ -7,13 +7,15 @@ operators. A backend that is requested by name runs the call, or raises an error
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -99,9 +101,24 @@ def _constant(function: Function) -> Function:
     return function
 
 
+_WITHOUT_KERNELS = contextvars.ContextVar("_WITHOUT_KERNELS", default=False)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let `auto` use PyTorch's own operators only, inside the block: other programs do not have the kernels."""
+    token = _WITHOUT_KERNELS.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_KERNELS.reset(token)
+
+
 @_constant
 def kernels_enabled() -> bool:
-    """Return whether the environment lets `auto` use kernels."""
+    """Return whether the environment, and a block of `without_kernels`, let `auto` use kernels."""
+    if _WITHOUT_KERNELS.get():
+        return False
     setting = os.environ.get(SETTING) or "auto"
     if setting not in SETTINGS:
         raise ConfigError(f"{SETTING}: expected {' or '.join(SETTINGS)} in the environment, got {setting!r}")

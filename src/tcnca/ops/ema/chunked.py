@@ -145,7 +145,12 @@ def _toeplitz(log_decay: Tensor, weight: Tensor, distance: int, block: int, trun
     first, end = (distance - 1) * block + 1, (distance + 1) * block
     start, stop = max(first, 0), end if truncation is None else min(end, truncation)
     kernel = (_powers(log_decay, start, stop - start) * weight.unsqueeze(-1)).sum(1)
-    return F.pad(kernel, (start - first, end - stop)).unfold(-1, block, 1).flip(1)
+    kernel = F.pad(kernel, (start - first, end - stop))
+    if _is_symbolic(block):
+        # A window of `unfold` has a fixed size.
+        place = torch.arange(block, device=kernel.device)
+        return kernel[:, place + place.flip(0).unsqueeze(1)]
+    return kernel.unfold(-1, block, 1).flip(1)
 
 
 def _powers(log_decay: Tensor, start: int, length: int) -> Tensor:
