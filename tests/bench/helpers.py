@@ -20,6 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "layer": {"lengths": (70,), "batches": (1,)},
     "model": {"lengths": (70,), "batches": (1,), "num_layers": 1},
     "lra": {"lengths": (70,), "batches": (2,), "num_layers": 1},
+    "generate": {"lengths": (5,), "batches": (2,), "num_layers": 1},
 }
 
 
@@ -97,6 +98,7 @@ OPS = [
 ]
 _STEP = {"forward": 20.0, "backward": 40.0, "optimizer": 1.0, "step": 61.0}
 _MODEL: dict[str, int | str] = {"batch": 8, "length": 8192, "num_layers": 12}
+_TOKEN: dict[str, int | str] = {"batch": 8, "position": 64, "num_layers": 6, "d_model": 256}
 _TASKS = ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
 LRA = [
     timed(name, {"task": task, "batch": 2, "length": 1024, "num_layers": 4}, inference=inference, **_STEP)
@@ -108,4 +110,5 @@ REPORTS = {
     "layer": report("layer", [timed("tcnca", {"batch": 1, "length": 64}, forward=1.0, backward=2.0)]),
     "model": report("model", [timed(name, _MODEL, **_STEP) for name in ("tcnca", "mega-fft-compiled")]),
     "lra": report("lra", LRA),
+    "generate": report("generate", [timed(name, _TOKEN, forward=2.0) for name in ("mega-int8", "tcnca-model")]),
 }

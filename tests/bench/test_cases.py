@@ -25,6 +25,8 @@ def test_every_candidate_exists() -> None:
     assert names["ops"] == both | {f"{name}-bi" for name in both} | others
     for suite in ("layer", "model", "lra"):
         assert names[suite] == {"tcnca", "tcnca-linear", "mega-fft", "mega-scan"}
+    steps = {f"{family}{kind}" for family in ("tcnca", "tcnca-linear", "mega") for kind in ("", "-int8", "-model")}
+    assert names["generate"] == steps
     assert len({case.sizes["task"] for suite, case in CASES if suite == "lra"}) == 6
     keys = [(suite, case.name, tuple(case.sizes.items())) for suite, case in CASES]
     assert len(set(keys)) == len(keys)
@@ -43,8 +45,9 @@ def test_candidates_are_also_compiled(suite: str) -> None:
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[case_id(*each) for each in CASES])
 def test_candidate_agrees_with_its_oracle(case: BenchCase) -> None:
     # A stricter bound than the case's own, which must allow TF32.
-    assert max(case.check_errors().values()) < 2e-5
-    assert case.tolerance <= 1e-3
+    int8 = case.name.endswith("-int8")
+    assert max(case.check_errors().values()) < (0.03 if int8 else 2e-5)
+    assert case.tolerance <= (0.1 if int8 else 1e-3)
     for phase, cost in case.cost.items():
         assert cost.bytes > 0, phase
         assert cost.flops > 0 or case.name == "copy" or phase == "optimizer"

@@ -108,7 +108,9 @@ def test_changed_results_are_refused(place: list[str | int], value: object, tmp_
         read_json(path)
 
 
-@pytest.mark.parametrize(("suite", "suffix"), [("ops", "png"), ("layer", "svg"), ("model", "pdf"), ("lra", "svg")])
+@pytest.mark.parametrize(
+    ("suite", "suffix"), [("ops", "png"), ("layer", "svg"), ("model", "pdf"), ("lra", "svg"), ("generate", "svg")]
+)
 def test_plots_are_written(suite: str, suffix: str, tmp_path: Path) -> None:
     path = save_plot(tmp_path / f"plot.{suffix}", REPORTS[suite])
     assert path is not None

@@ -62,7 +62,7 @@ def test_suite_is_timed_in_eager_mode_and_as_a_graph(suite: str) -> None:
             continue
         assert (result.status, result.reason) == ("timed", ""), case.name
         for phase, modes in result.times.items():
-            assert set(modes) == {"eager", "graph"}, (case.name, phase)
+            assert set(modes) == {"eager", "graph"} if case.graph else {"eager"}, (case.name, phase)
             assert all(timing.median > 0 for timing in modes.values())
         assert result.peak_bytes is not None
         assert result.peak_bytes > 0

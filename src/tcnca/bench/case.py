@@ -107,6 +107,8 @@ class BenchCase:
     """Whether to compare all gradients as one vector, as for models, instead of one by one."""
     isolated: bool = True
     """Whether to time each phase separately from cold caches, or as consecutive training steps."""
+    graph: bool = True
+    """Whether to time it as a CUDA graph as well; not what launches graphs itself."""
 
     def check_errors(self) -> dict[str, float]:
         """Return the relative errors of the output and, if there are leaves, of the gradients."""

@@ -30,7 +30,10 @@ _COLORS = {
     "tcnca-linear": "#e69f00",
     "mega-fft": "#0072b2",
     "mega-scan": "#009e73",
+    "mega": "#0072b2",
 }
+# Hatches of candidates that are another one in a different way.
+_VARIANTS = {"-compiled": "//", "-int8": "\\\\", "-model": "xx"}
 # Curves of the operators, in the order of the legend.
 _CURVES = {
     "fft-ema-published": "FFT-EMA as published",
@@ -82,6 +85,7 @@ def draw(report: Report) -> Figure:
         "layer": "One layer of the EnWik8 models",
         "model": "A training step of the EnWik8 models",
         "lra": "Encoders of Long-Range Arena",
+        "generate": "Generation of a token by the EnWik8 models",
     }[report.suite]
     ending = " (interrupted)" if report.interrupted else ""
     title = f"{title} · {report.hardware['name']} · {settings['dtype']}{ending}"
@@ -209,9 +213,10 @@ def _draw_bars(
     width = 0.84 / len(results)
     for index, (result, label, heights) in enumerate(zip(results, labels, bars, strict=True)):
         offset = (index - (len(results) - 1) / 2) * width
-        style: dict[str, Any] = {"hatch": "//", "edgecolor": "white"} if result.name.endswith("-compiled") else {}
+        name = next((name for name in _VARIANTS if result.name.endswith(name)), "")
+        style: dict[str, Any] = {"hatch": _VARIANTS[name], "edgecolor": "white"} if name else {}
         spots = [groups.index(group) + offset for group in heights]
-        color = _COLORS[result.name.removesuffix("-compiled")]
+        color = _COLORS[result.name.removesuffix(name)]
         drawn = axes.bar(spots, [height for height, _ in heights.values()], 0.92 * width, color=color, **style)
         drawn.set_label(label)
         axes.bar_label(drawn, [text for _, text in heights.values()], fontsize=6.5, padding=1)

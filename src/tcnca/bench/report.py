@@ -259,9 +259,15 @@ def _lra_means(ratios: Sequence[Ratio]) -> Iterator[Ratio]:
 
 
 def _speed_and_memory(report: Report) -> Iterator[Ratio]:
-    """Yield tokens per second and peak memory of training steps, which have their own goals."""
+    """Yield tokens per second, and peak memory of training steps, which have their own goals."""
+    fields: dict[str, Any]
+    for result in report.timed if report.suite == "generate" else ():
+        if seconds := result.seconds("forward", EAGER):
+            title, speed = f"{result.label}: tokens per second", result.tokens / seconds
+            fields = {"suite": "generate", "sizes": result.sizes, "phase": "forward", "mode": EAGER}
+            yield Ratio(title=title, value=speed, unit="tokens/s", **fields)
     for result in report.timed if report.suite == "model" else ():
-        fields: dict[str, Any] = {"suite": "model", "sizes": result.sizes, "phase": "step"}
+        fields = {"suite": "model", "sizes": result.sizes, "phase": "step"}
         for mode in MODES:
             if seconds := result.seconds("step", mode):
                 title, speed = f"{result.label}: {_SPEED}", result.tokens / seconds

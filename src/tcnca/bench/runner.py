@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tcnca.bench.case import BenchCase, Settings
+from tcnca.bench.generation import generation_cases
 from tcnca.bench.models import layer_cases, lra_cases, model_cases
 from tcnca.bench.operators import ops_cases
 from tcnca.bench.report import EAGER, GRAPH, Report, Result
@@ -25,6 +26,7 @@ SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
     "layer": layer_cases,
     "model": model_cases,
     "lra": lra_cases,
+    "generate": generation_cases,
 }
 _MAX_REASON = 300
 """Characters of an error that are kept: compiler errors can fill pages."""
@@ -129,7 +131,7 @@ def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -
         for phase, timing in timer.eager(phases, case.isolated).items():
             times[phase] = {EAGER: timing}
         peak = timer.peak_memory(phases, before)
-    for phases in groups if timer.on_gpu else ():
+    for phases in groups if timer.on_gpu and case.graph else ():
         try:
             for phase, timing in timer.graph(phases, case.isolated).items():
                 times[phase][GRAPH] = timing

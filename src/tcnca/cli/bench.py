@@ -108,6 +108,27 @@ def model(
 
 
 @app.command()
+def generate(
+    lengths: Annotated[
+        str | None, typer.Option("--positions", help="Tokens before the first step. (default: 64,1024)")
+    ] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes. (default: 1,8)")] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers. (default: as in the presets, 6 of width 256 on a CPU)")
+    ] = None,
+    dtype: _Dtype = None,
+    only: _Only = None,
+    seconds: _Seconds = 2.0,
+    repeat: _Repeat = None,
+    device: _Device = None,
+    json: _Json = None,
+    plot: _Plot = None,
+) -> None:
+    """Measure the generation of a token by the EnWik8 models: the model itself, the fast step, and int8 weights."""
+    _run("generate", **locals())
+
+
+@app.command()
 def lra(
     lengths: Annotated[
         int | None,

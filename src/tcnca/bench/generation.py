@@ -1,0 +1,132 @@
+"""`tcnca bench generate`: one token of the EnWik8 models, by the model itself and by the steps of generation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcnca.bench.case import DEEP_TOLERANCE, BenchCase, Settings, Workload
+from tcnca.bench.timing import Cost
+from tcnca.errors import ConfigError
+from tcnca.generation.fused import FusedStep
+from tcnca.generation.packed import PackedStep
+from tcnca.models import ModelConfig, ModelState, SequenceModel, TokenInputConfig, preset
+
+# Batch sizes, and positions in the first chunk: as many keys and values are read.
+BATCHES, POSITIONS = (1, 8), (64, 1024)
+# Six layers of width 256, 7.5 M parameters.
+CPU_SIZES = {"num_layers": 6, "d_model": 256, "d_ff": 512, "vocab_size": 256}
+_CHECK_TOKENS, _CHECK_LAYERS = 12, 2
+_INT8_TOLERANCE = 0.1
+_FAMILIES = {"tcnca": "TCNCA", "tcnca-linear": "TCNCA-linear", "mega": "MEGA"}
+
+Step = Callable[[Tensor], Tensor]
+
+
+class _Kind(NamedTuple):
+    """A way to take a step."""
+
+    suffix: str
+    label: str
+    quantization: Any = None
+
+
+_KINDS = (_Kind("", ""), _Kind("-int8", ", int8", "int8"), _Kind("-model", ", the model itself"))
+
+
+def generation_cases(settings: Settings) -> list[BenchCase]:
+    """Return every model, with each way to take a step, at each batch size and position."""
+    if settings.dtype not in DEEP_TOLERANCE:
+        raise ConfigError("--dtype: expected float32 or bfloat16, got float16")
+    return [
+        _case(settings, family, kind, batch, position)
+        for batch, position in itertools.product(settings.batches or BATCHES, settings.lengths or POSITIONS)
+        for family, kind in itertools.product(_FAMILIES, _KINDS)
+    ]
+
+
+def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: int) -> BenchCase:
+    config = preset(f"{family}-enwik8").model.override(**({} if settings.on_gpu else CPU_SIZES))
+    if settings.num_layers is not None:
+        config = config.override(num_layers=settings.num_layers)
+    int8 = kind.quantization is not None
+    return BenchCase(
+        name=family + kind.suffix,
+        label=_FAMILIES[family] + kind.label,
+        sizes={"batch": batch, "position": position, "num_layers": config.num_layers, "d_model": config.d_model},
+        tokens=batch,
+        build=functools.partial(_workload, config, settings, kind, batch, position),
+        build_check=functools.partial(_check, config, settings, kind),
+        cost={"forward": _cost(config, settings, int8, batch, position)},
+        tolerance=_INT8_TOLERANCE if int8 else DEEP_TOLERANCE[settings.dtype],
+        isolated=False,
+        graph=False,
+    )
+
+
+def _make_step(model: SequenceModel, state: ModelState, kind: _Kind) -> Step:
+    if kind.suffix == "-model":
+        states = [state]
+
+        @torch.no_grad()
+        def step(token: Tensor) -> Tensor:
+            logits, after = model(token.unsqueeze(1), state=states[0], inplace=True)
+            assert after is not None
+            states[0] = after
+            return logits[:, 0]
+
+        return step
+    if model.embedding.weight.is_cuda:
+        return FusedStep(model, state, quantization=kind.quantization)
+    return PackedStep(model, state, kind.quantization)
+
+
+def _workload(config: ModelConfig, settings: Settings, kind: _Kind, batch: int, position: int) -> Workload:
+    model = SequenceModel(config).to(settings.device, settings.dtype).eval()
+    with torch.no_grad():
+        state = model(torch.randint(_vocab_size(config), (batch, position), device=settings.device)).state
+    assert state is not None
+    step, token = _make_step(model, state, kind), torch.randint(_vocab_size(config), (batch,), device=settings.device)
+    return Workload(lambda: step(token))
+
+
+def _check(config: ModelConfig, settings: Settings, kind: _Kind) -> tuple[Workload, Workload]:
+    """Build steps of a shallow model from its first token on, and the parallel forward pass of it in float64."""
+    config = config.override(num_layers=min(config.num_layers, _CHECK_LAYERS))
+    exact = SequenceModel(config).to(settings.dtype).double().eval()
+    model = SequenceModel(config).to(settings.device, settings.dtype).eval()
+    model.load_state_dict(exact.state_dict())
+    tokens = torch.randint(_vocab_size(config), (2, _CHECK_TOKENS))
+
+    def run() -> Tensor:
+        step = _make_step(model, model.initial_state(2), kind)
+        return torch.stack([step(token).clone() for token in tokens.to(settings.device).unbind(1)], 1)
+
+    @torch.no_grad()
+    def oracle() -> Tensor:
+        return exact(tokens, return_state=False).logits
+
+    return Workload(run), Workload(oracle)
+
+
+def _vocab_size(config: ModelConfig) -> int:
+    assert isinstance(config.input, TokenInputConfig)
+    return config.input.vocab_size
+
+
+def _cost(config: ModelConfig, settings: Settings, int8: bool, batch: int, position: int) -> Cost:
+    """Minimal cost: weights and the chunk are read once."""
+    with torch.device("meta"):
+        model = SequenceModel(config)
+    attention = config.attention
+    assert attention is not None
+    length = position % (attention.chunk_size or position) + 1
+    size = settings.dtype.itemsize
+    weights = sum(weight.numel() for weight in model.parameters()) * (1 if int8 else size)
+    chunk = config.num_layers * batch * length * (attention.d_key + attention.d_value) * size
+    return Cost(weights + chunk, 2 * batch * model.macs_per_token(length))
