@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcnca import Batcher, InputError, PrefixCache, Preprocessing, TokenInputConfig, VocabularyError, generate
 from tcnca.generation import Request, batching
-from tcnca.generation.step import ModelStep
+from tcnca.generation.steps import ModelStep
 from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_config, small_model
 from tests.test_generation import count_calls, lively_model, prompt
 
@@ -128,7 +128,7 @@ def test_the_batch_is_as_large_as_needed(monkeypatch: pytest.MonkeyPatch) -> Non
             sizes.append(len(token))
             return super().__call__(token)
 
-    monkeypatch.setattr("tcnca.generation.make_step", Spy)
+    monkeypatch.setattr("tcnca.generation.batching.make_step", lambda model, state, **_: Spy(model, state))
     model = lively_model()
     batcher = Batcher(model, 6, temperature=0.0)
     long = batcher.submit(prompt(1, 4)[0], 60)
@@ -195,7 +195,7 @@ def test_an_error_in_one_prompt_does_not_end_the_others(monkeypatch: pytest.Monk
 
 
 def test_an_error_in_a_step_ends_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tcnca.generation.make_step", ModelStep)
+    monkeypatch.setattr("tcnca.generation.batching.make_step", lambda model, state, **_: ModelStep(model, state))
     model = lively_model()
     batcher = Batcher(model, 1, temperature=0.0)
     first, second = (batcher.submit(start, 5) for start in prompt(2, 6))

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tcnca.generation import MIN_GRAPH_TOKENS, GraphedStep, generate, should_capture, stream
+from tcnca.generation import generate, stream
+from tcnca.generation.fused import FusedStep
+from tcnca.generation.steps import MIN_GRAPH_TOKENS, GraphedStep, ModelStep, has_fixed_state, make_step
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
 
-def test_nothing_is_captured_without_a_gpu_or_for_few_tokens() -> None:
-    model = small_model()
-    assert not should_capture(model, torch.device("cpu"), 100)
-    assert should_capture(model, torch.device("cuda"), MIN_GRAPH_TOKENS)
-    assert not should_capture(model, torch.device("cuda"), MIN_GRAPH_TOKENS - 1)
+def test_what_has_no_fixed_state_is_not_captured() -> None:
+    assert has_fixed_state(small_model())
     # The state of full attention grows.
-    assert not should_capture(small_model("mega-full"), torch.device("cuda"), 100)
+    assert not has_fixed_state(small_model("mega-full"))
     # A model of feed-forward nets has no state.
-    assert not should_capture(small_model("tcn-mlp", mixer=None), torch.device("cuda"), 100)
+    assert not has_fixed_state(small_model("tcn-mlp", mixer=None))
+
+
+@pytest.mark.gpu
+def test_each_model_gets_its_fastest_step() -> None:
+    def kind(name: str, dtype: torch.dtype, tokens: int | None, **changes: Any) -> type:
+        model = small_model(name, dtype, **changes).cuda()
+        return type(make_step(model, model.initial_state(2), max_new_tokens=tokens))
+
+    assert kind("tcnca", torch.float32, MIN_GRAPH_TOKENS) is FusedStep
+    assert kind("tcnca", torch.float32, None) is FusedStep
+    assert kind("tcnca", torch.float32, MIN_GRAPH_TOKENS - 1) is ModelStep
+    assert kind("tcnca", torch.float64, None) is GraphedStep
+    assert kind("mega-full", torch.float32, None) is ModelStep
 
 
 @pytest.mark.gpu
@@ -44,9 +58,9 @@ def test_generation_with_a_graph_equals_the_plain_loop(family: str, monkeypatch:
     results = []
     for reason in (None, "the fused step is left out", "so is the graph"):
         if reason is not None:
-            monkeypatch.setattr("tcnca.generation.fused_reason", lambda *_, reason=reason: reason)
+            monkeypatch.setattr("tcnca.generation.fused.unsupported_reason", lambda *_, reason=reason: reason)
         if reason == "so is the graph":
-            monkeypatch.setattr("tcnca.generation.should_capture", lambda *_: False)
+            monkeypatch.setattr("tcnca.generation.steps.has_fixed_state", lambda *_: False)
         results.append(generate(model, prompt, 40, temperature=0.0))
         results.append(generate(model, prompt, 40, top_k=5, repetition_penalty=1.2, seed=3, num_samples=3))
     for found, expected in zip(results, results[-2:] * 3, strict=True):

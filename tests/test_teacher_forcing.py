@@ -16,7 +16,8 @@ from tcnca import Batcher, SequenceModel
 from tcnca.generation import Request
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
-from tcnca.generation.step import ModelStep, Step
+from tcnca.generation.step import Step
+from tcnca.generation.steps import ModelStep
 from tcnca.models import ModelState
 from tests.comparison import assert_close
 from tests.examples import VOCABULARY, small_model
@@ -141,7 +142,7 @@ def test_continuous_batches_equal_the_parallel_forward(
     family: str, dtype: torch.dtype, make: MakeStep, device: str, time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One long sequence, and short ones that join and leave around it."""
-    monkeypatch.setattr("tcnca.generation.make_step", make)
+    monkeypatch.setattr("tcnca.generation.batching.make_step", lambda model, state, **_: make(model, state))
     model = small_model(family, dtype).to(device)
     lengths = [time] + [64] * 19
     forced = Forced(model, [torch.randint(VOCABULARY, (length,), device=device) for length in lengths])

@@ -83,7 +83,7 @@ def _make_step(model: SequenceModel, state: ModelState, kind: _Kind) -> Step:
         return step
     if model.embedding.weight.is_cuda:
         return FusedStep(model, state, quantization=kind.quantization)
-    return PackedStep(model, state, kind.quantization)
+    return PackedStep(model, state, quantization=kind.quantization)
 
 
 def _workload(config: ModelConfig, settings: Settings, kind: _Kind, batch: int, position: int) -> Workload:

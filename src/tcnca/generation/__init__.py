@@ -9,19 +9,16 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.generation.batching import Batcher, Request
-from tcnca.generation.fused import CacheDtype, FusedStep, Quantization
-from tcnca.generation.fused import unsupported_reason as fused_reason
-from tcnca.generation.packed import PackedStep
 from tcnca.generation.prefix import PrefixCache
 from tcnca.generation.prompts import evaluating, prefill
-from tcnca.generation.sampling import Sampler, SamplingOptions
+from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
 from tcnca.generation.speculative import speculative_generate
-from tcnca.generation.step import ModelStep, Step, unsupported_reason
+from tcnca.generation.step import CacheDtype, Quantization, Step
+from tcnca.generation.steps import check_rounding, make_step
 from tcnca.generation.text import stream_text, stream_texts
-from tcnca.models import Lengths, ModelState, SequenceModel
+from tcnca.models import Lengths, SequenceModel
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
-from tcnca.ops.driver import capture_graph
 
 __all__ = [
     "Batcher",
@@ -33,11 +30,6 @@ __all__ = [
     "stream_text",
     "stream_texts",
 ]
-
-MIN_GRAPH_TOKENS = 8
-"""Capturing a CUDA graph costs about as much as this number of steps."""
-_WARM_UP_STEPS = 2
-"""Steps on the captured stream, in which libraries allocate their workspaces."""
 
 _suggest = suggest_arguments(
     {
@@ -106,11 +98,7 @@ def stream(
     options = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    for name, value, expected in (("quantization", quantization, "int8"), ("cache_dtype", cache_dtype, "float8")):
-        if value not in (None, expected):
-            raise InputError(f"{name}: expected {expected!r} or None, got {value!r}")
-    if quantization is not None or cache_dtype is not None:
-        _check_rounding(model, cache_dtype)
+    check_rounding(model, quantization, cache_dtype)
     if prefix_cache is not None and prefix_cache.model is not model:
         raise InputError("prefix_cache: expected one of this model, got one of another model")
     if num_samples < 1:
@@ -128,11 +116,11 @@ def stream(
         raise InputError(f"prompt: expected at least 1 token in each row, got a row of padding ({padding})")
 
     def tokens() -> Iterator[Tensor]:
-        token, step = None, None
+        step: Step | None = None
         for _ in range(max_new_tokens):
             # Around each step only: between two tokens the caller has its own modes.
             with torch.no_grad(), evaluating(model):
-                if token is None:
+                if step is None:
                     batch, vocab_size = prompt.shape[0] * num_samples, model.embedding.weight.shape[0]
                     sampler = Sampler(
                         batch, vocab_size, prompt.device, excluded=excluded_tokens(model), generator=generator
@@ -145,15 +133,17 @@ def stream(
                         last, state = prefix_cache.prefill(prompt, lengths, sampler.observe)
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
-                    step = _make_step(model, state, max_new_tokens, sampler, quantization, cache_dtype)
+                    step = make_step(
+                        model,
+                        state,
+                        sampler,
+                        max_new_tokens=max_new_tokens,
+                        quantization=quantization,
+                        cache_dtype=cache_dtype,
+                    )
                     token = sampler(last)
-                elif isinstance(step, FusedStep) and sampler.fused:
-                    token = step.next()
-                elif step is not None:
-                    token = sampler(step(token))
                 else:
-                    logits, state = model(token.unsqueeze(1), state=state, inplace=True)
-                    token = sampler(logits[:, -1])
+                    token = step.next()
             yield token
 
     # The checks above run when `stream` is called, the model when its result is iterated.
@@ -182,106 +172,3 @@ def generate(
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))
     return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0)
-
-
-def excluded_tokens(model: SequenceModel) -> Tensor | None:
-    """Return which tokens are never generated, `[vocab_size]`: the padding, and those that mean no text."""
-    preprocessing, vocab_size = model.preprocessing, model.embedding.weight.shape[0]
-    known = preprocessing.byte_map or preprocessing.symbols
-    first, padding = len(known) if known else vocab_size, model.embedding.pad_token_id
-    if first == vocab_size and padding is None:
-        return None
-    tokens = torch.arange(vocab_size, device=model.embedding.weight.device)
-    return (tokens >= first) | (tokens == (-1 if padding is None else padding))
-
-
-def _check_rounding(model: SequenceModel, cache_dtype: CacheDtype | None) -> None:
-    """Raise an error if generation cannot round weights or the cache of this model."""
-    state = model.initial_state(1)
-    device = model.embedding.weight.device
-    if device.type == "cpu":
-        reason = unsupported_reason(model, state)
-        if cache_dtype is not None:
-            reason = "cache_dtype: expected None on a CPU"
-    else:
-        reason = fused_reason(model, state, cache_dtype)
-    if reason is not None:
-        raise InputError(f"quantization, cache_dtype: expected None for this model; {reason}")
-
-
-def _make_step(
-    model: SequenceModel,
-    state: ModelState,
-    max_new_tokens: int,
-    sampler: Sampler,
-    quantization: Quantization | None,
-    cache_dtype: CacheDtype | None,
-) -> FusedStep | GraphedStep | PackedStep | None:
-    """Return a faster step than the model's own, or None if there is none."""
-    device = model.embedding.weight.device
-    many = max_new_tokens >= MIN_GRAPH_TOKENS
-    # Weights that autocast has converted live for one replay only.
-    if torch.is_autocast_enabled(device.type):
-        return None
-    if device.type == "cpu":
-        return PackedStep(model, state, quantization) if unsupported_reason(model, state) is None else None
-    if many and fused_reason(model, state) is None:
-        return FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
-    return GraphedStep(model, state) if should_capture(model, device, max_new_tokens) else None
-
-
-def make_step(model: SequenceModel, state: ModelState) -> Step:
-    """Return the fastest step for sequences that join and leave a batch, at different positions."""
-    device = model.embedding.weight.device
-    if not torch.is_autocast_enabled(device.type):
-        if device.type == "cpu" and unsupported_reason(model, state) is None:
-            return PackedStep(model, state)
-        if device.type != "cpu" and fused_reason(model, state) is None:
-            return FusedStep(model, state)
-    return ModelStep(model, state)
-
-
-def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:
-    """Whether a CUDA graph can generate the tokens, and is faster."""
-    mixer, attention = model.config.mixer, model.config.attention
-    # The state of full attention grows, and a model of feed-forward nets has none.
-    fixed = mixer is not None if attention is None else attention.chunk_size is not None
-    long = max_new_tokens >= MIN_GRAPH_TOKENS
-    # Weights that autocast has converted live for one replay only.
-    return device.type == "cuda" and long and fixed and not torch.is_autocast_enabled("cuda")
-
-
-class GraphedStep:
-    """A step of one token as a CUDA graph: a few hundred small kernels with one launch.
-
-    Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`. The memory of the given state is
-    reused, and the logits are overwritten by the next step.
-    """
-
-    def __init__(self, model: SequenceModel, state: ModelState) -> None:
-        before = state.tensors()
-        self._token = next(iter(before.values())).new_zeros(state.batch_size, dtype=torch.long)
-        with torch.cuda.device(self._token.device):
-            # PyTorch's default capture stream belongs to the device of the first capture.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP_STEPS):
-                    model(self._token.unsqueeze(1), state=state.clone(), inplace=True)
-            torch.cuda.current_stream().wait_stream(stream)
-            # Other threads, for example one that pins memory, may continue: the capture concerns this thread only.
-            with capture_graph(stream, error_mode="thread_local") as self._graph:
-                logits, after = model(self._token.unsqueeze(1), state=state, inplace=True)
-                assert after is not None
-                for name, tensor in after.tensors().items():
-                    if tensor.data_ptr() != before[name].data_ptr():
-                        before[name].copy_(tensor)
-        # Replays read and write this memory, so it must stay alive.
-        self._held = before, after
-        self._logits = logits[:, -1]
-
-    def __call__(self, token: Tensor) -> Tensor:
-        """Run the step."""
-        self._token.copy_(token)
-        self._graph.replay()
-        return self._logits

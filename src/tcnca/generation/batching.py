@@ -14,8 +14,9 @@ from tcnca.config import closest
 from tcnca.errors import InputError
 from tcnca.generation.prefix import Prefix, PrefixCache
 from tcnca.generation.prompts import evaluating
-from tcnca.generation.sampling import Sampler, SamplingOptions
-from tcnca.generation.step import Step
+from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
+from tcnca.generation.step import CacheDtype, Quantization, Step
+from tcnca.generation.steps import check_rounding, has_fixed_state, make_step
 from tcnca.models import ModelState, SequenceModel
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
@@ -110,6 +111,7 @@ class Batcher:
             two.
         prefill_tokens: tokens of prompts that are read between two steps, about.
         prefix_cache: reads the prompts, from the longest beginning that it has read before.
+        quantization, cache_dtype: as in `tcnca.stream`.
         options: defaults of the options of sequences: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
             as in `tcnca.stream`.
     """
@@ -121,6 +123,8 @@ class Batcher:
         *,
         prefill_tokens: int = 2048,
         prefix_cache: PrefixCache | None = None,
+        quantization: Quantization | None = None,
+        cache_dtype: CacheDtype | None = None,
         **options: Any,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("prefill_tokens", prefill_tokens)):
@@ -128,13 +132,12 @@ class Batcher:
                 raise InputError(f"{name}: expected at least 1, got {value}")
         if prefix_cache is not None and prefix_cache.model is not model:
             raise InputError("prefix_cache: expected one of this model, got one of another model")
-        attention = model.config.attention
-        if attention is not None and attention.chunk_size is None:
+        check_rounding(model, quantization, cache_dtype)
+        if model.config.attention is not None and not has_fixed_state(model):
             raise InputError("model: expected attention in chunks, got full attention, whose state grows; use generate")
-        from tcnca.generation import excluded_tokens
-
         self.model, self.max_batch_size, self.prefill_tokens = model, max_batch_size, prefill_tokens
         self.options = _replace(SamplingOptions(), options)
+        self._rounding: dict[str, Any] = {"quantization": quantization, "cache_dtype": cache_dtype}
         if prefix_cache is None:
             prefix_cache = PrefixCache(model, max_bytes=0, block_size=prefill_tokens)
         self._cache = prefix_cache
@@ -300,8 +303,6 @@ class Batcher:
 
     def _resize(self, used: int, example: ModelState | None = None) -> None:
         """Make room for `used` sequences. Free rows continue from any state; from the example if there is no other."""
-        from tcnca.generation import make_step
-
         size, kept = self._size(used), [row for row, request in enumerate(self._rows) if request is not None]
         if kept:
             assert self._step is not None
@@ -309,7 +310,7 @@ class Batcher:
         else:
             assert example is not None
             state = example.repeat(size)
-        self._step = make_step(self.model, state)
+        self._step = make_step(self.model, state, **self._rounding)
         self._rows, self._places = [self._rows[row] for row in kept] + [None] * (size - len(kept)), None
 
     def _finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,9 @@ SECTOR = 32
 """Bytes of the values that lie together in the cache: what a GPU reads at once."""
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs convert 8-bit floats."""
-Quantization = Literal["int8"]
-CacheDtype = Literal["float8"]
 
 
-def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: CacheDtype | None = None) -> str | None:
+def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: str | None = None) -> str | None:
     """Return what the kernels cannot run, or None if they can run the model."""
     weight, config = model.embedding.weight, model.config
     if weight.dtype not in KERNEL_DTYPES:
@@ -59,15 +57,13 @@ def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: Cac
     return step.unsupported_reason(model, state)
 
 
-class FusedStep:
-    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`.
-
-    The weights are read when it is built. The logits are overwritten by the next step.
+class FusedStep(step.Step):
+    """A step for NVIDIA GPUs. The weights are read when it is built.
 
     Args:
         model: a language model that `unsupported_reason` accepts.
         state: the state after the preceding tokens, which is copied.
-        sampler: chooses the tokens of `next`, which begin with its last ones.
+        sampler: chooses the tokens of `next`, in the same graph.
         quantization: `int8` to round the weights of matrix products to 8 bits, with a factor for each output.
         cache_dtype: `float8` to round the values of the attention to 8 bits.
         programmatic: whether kernels start before the preceding one ends; by default where that is faster.
@@ -80,13 +76,14 @@ class FusedStep:
         state: ModelState,
         sampler: Sampler | None = None,
         *,
-        quantization: Quantization | None = None,
-        cache_dtype: CacheDtype | None = None,
+        quantization: step.Quantization | None = None,
+        cache_dtype: step.CacheDtype | None = None,
         programmatic: bool | None = None,
     ) -> None:
+        super().__init__(sampler)
         weight = model.embedding.weight
         self.model, self.batch, self.device, self.dtype = model, state.batch_size, weight.device, weight.dtype
-        self.quantization, self.sampler = quantization, sampler
+        self.quantization = quantization
         self.cache_dtype = self.dtype if cache_dtype is None else torch.float8_e4m3fn
         if programmatic is None:
             capable = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= PROGRAMMATIC_CAPABILITY
@@ -108,6 +105,8 @@ class FusedStep:
     def next(self) -> Tensor:
         """Take a step with the last tokens of the sampler, and return its next ones, `[batch]`."""
         assert self.sampler is not None
+        if not self.sampler.fused:
+            return super().next()
         self.sampler.prepare()
         self._replay(sampled=True)
         return self.token.clone()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tcnca.errors import StateError
 from tcnca.generation.quantize import quantize_rows
-from tcnca.generation.step import Parts, pack, positions, unpack
+from tcnca.generation.sampling import Sampler
+from tcnca.generation.step import Parts, Quantization, Step, pack, positions, unpack
 from tcnca.layers import EMA, TCN, ChunkedAttention, TCNConfig
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
@@ -36,19 +37,26 @@ INT8_INPUTS = 16
 """Inputs that PyTorch's product with int8 matrices reads at once, without a check of how many there are."""
 
 
-class PackedStep:
-    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`.
-
-    The weights are read when it is built. The logits are overwritten by the next step.
+class PackedStep(Step):
+    """A step for CPUs. The weights are read when it is built.
 
     Args:
         model: a language model that `unsupported_reason` accepts.
         state: the state after the preceding tokens, which is copied.
+        sampler: chooses the tokens of `next`.
         quantization: `int8` for matrices of 8 bits.
     """
 
     @torch.no_grad()
-    def __init__(self, model: SequenceModel, state: ModelState, quantization: Literal["int8"] | None = None) -> None:
+    def __init__(
+        self,
+        model: SequenceModel,
+        state: ModelState,
+        sampler: Sampler | None = None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> None:
+        super().__init__(sampler)
         assert isinstance(model.embedding, TokenEmbedding)
         assert isinstance(model.head, LanguageModelHead)
         self.model, self.batch, self.dtype = model, state.batch_size, model.embedding.weight.dtype

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import InputError
+from tcnca.models import SequenceModel
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import current_stream
 
@@ -52,6 +53,17 @@ class SamplingOptions:
             raise InputError(f"top_p: expected a number above 0 and at most 1, or None, got {self.top_p}")
         if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
             raise InputError(f"min_p: expected a number from 0 to 1, or None, got {self.min_p}")
+
+
+def excluded_tokens(model: SequenceModel) -> Tensor | None:
+    """Return which tokens are never generated, `[vocab_size]`: the padding, and those that mean no text."""
+    preprocessing, vocab_size = model.preprocessing, model.embedding.weight.shape[0]
+    known = preprocessing.byte_map or preprocessing.symbols
+    first, padding = len(known) if known else vocab_size, model.embedding.pad_token_id
+    if first == vocab_size and padding is None:
+        return None
+    tokens = torch.arange(vocab_size, device=model.embedding.weight.device)
+    return (tokens >= first) | (tokens == (-1 if padding is None else padding))
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.generation.prompts import evaluating, prefill
+from tcnca.generation.sampling import excluded_tokens
 from tcnca.models import Lengths, ModelState, SequenceModel
 
 
@@ -37,7 +38,7 @@ def speculative_generate(
     Returns:
         `[batch, max_new_tokens]`.
     """
-    from tcnca.generation import excluded_tokens, stream
+    from tcnca.generation import stream
 
     for each in (model, draft_model):
         stream(each, prompt, max_new_tokens, lengths=lengths)  # checks its arguments

@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import abc
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, Layer
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import AttentionState, EMAState, TCNState
 
+Quantization = Literal["int8"]
+CacheDtype = Literal["float8"]
 Parts = dict[str, Tensor]
 """The state of a layer: `ring` of a TCN, `hidden` of an EMA, `keys` and `values` of the attention."""
 
 
-class Step(Protocol):
-    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`."""
+class Step(abc.ABC):
+    """Maps the tokens `[batch]` to the logits of the next ones, `[batch, vocab_size]`, for rows at any position.
 
+    Args:
+        sampler: chooses the tokens of `next`.
+    """
+
+    def __init__(self, sampler: Sampler | None) -> None:
+        self.sampler = sampler
+
+    @abc.abstractmethod
     def __call__(self, token: Tensor) -> Tensor:
         """Take a step. The next one may overwrite the logits."""
 
+    @abc.abstractmethod
     def state(self) -> ModelState:
         """Return the state after the last token, as a copy."""
 
+    @abc.abstractmethod
     def load(self, row: int, state: ModelState) -> None:
         """Continue one row from another state, of batch size 1."""
 
-
-class ModelStep:
-    """A step of the model itself, for any language model whose state has a fixed size; see `Step`."""
-
-    def __init__(self, model: SequenceModel, state: ModelState) -> None:
-        self.model, self._state = model, state.clone()
-
-    def __call__(self, token: Tensor) -> Tensor:
-        """Take a step."""
-        logits, state = self.model(token.unsqueeze(1), state=self._state, inplace=True)
-        assert state is not None
-        self._state = state
-        return logits[:, -1]
-
-    def state(self) -> ModelState:
-        """Return the state after the last token, as a copy."""
-        return self._state.clone()
-
-    def load(self, row: int, state: ModelState) -> None:
-        """Continue one row from another state, of batch size 1."""
-        new = state.tensors()
-        for name, tensor in self._state.tensors().items():
-            tensor[row].copy_(new[name][0])
+    def next(self) -> Tensor:
+        """Take a step with the last tokens of the sampler, and return its next ones, `[batch]`."""
+        assert self.sampler is not None
+        return self.sampler(self(self.sampler.token))
 
 
 def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
