@@ -18,9 +18,9 @@ LAYERS = (
     ("layers",),
     ("models",),
     ("data",),
-    ("training",),
+    ("generation", "training"),
     ("bench", "inference", "report", "search"),
-    ("generation", "scoring", "cli", "__init__", "__main__"),
+    ("cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
 

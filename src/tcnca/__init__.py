@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         VocabularyError,
     )
     from tcnca.generation import generate, stream, stream_text, stream_texts
+    from tcnca.inference import TextScorer, score
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         presets,
         save,
     )
-    from tcnca.scoring import TextScorer, score
 
 __all__ = [
     "EMA",
@@ -86,8 +86,8 @@ __all__ = [
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation", "scoring")
-_MODULES = (*("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "scoring", "training"),)
+_SOURCES = ("errors", "layers", "models", "generation", "inference")
+_MODULES = (*("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "training"),)
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

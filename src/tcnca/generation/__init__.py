@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.generation.packed import PackedStep
-from tcnca.generation.prompts import evaluating, prefill
+from tcnca.generation.prompts import prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.step import positions, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
-from tcnca.models import Lengths, ModelState, SequenceModel
+from tcnca.models import Lengths, ModelState, SequenceModel, evaluating
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 from tcnca.ops.driver import capture_graph

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,19 +12,6 @@ from tcnca.ops import take_time
 
 PREFILL_TOKENS = 16_384
 """Tokens of a batch that are read in one call."""
-
-
-@contextlib.contextmanager
-def evaluating(model: SequenceModel) -> Iterator[None]:
-    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    try:
-        if training:
-            model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def piece_length(model: SequenceModel, batch: int) -> int:
