@@ -227,13 +227,15 @@ def _print(console: Console, results: Sequence[_Result]) -> None:
     if len(results) != 1 or not (places := results[0].profile.places()):
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="most surprising places", title_justify="left")
+    for column in ("bits per byte", "line", "offset", "text"):
+        table.add_column(column, justify="left" if column == "text" else "right", no_wrap=True)
     last = max(places, key=lambda place: place.offset)
-    for column, greatest in (("bits per byte", 0), ("line", last.line), ("offset", last.offset)):
-        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), len(f"{greatest:,}")))
-    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    # What the numbers and the gaps between the columns leave.
+    width = console.width - len("bits per byte") - max(4, len(f"{last.line:,}")) - max(6, len(f"{last.offset:,}")) - 10
     for place in places:
         before, text, after = (escape_control(_decode(part), "") for part in (place.before, place.text, place.after))
         whole = Text.assemble((before[-_SHOWN_BEFORE:], "dim"), (text, "bold"), (after, "dim"))
+        whole.truncate(max(width, 10), overflow="ellipsis")
         table.add_row(f"{place.bits / place.length:.2f}", f"{place.line:,}", f"{place.offset:,}", whole)
     console.print(table)
 
