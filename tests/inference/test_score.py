@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,18 @@ def test_lines_and_standard_input(folder: Path) -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["line"] for row in rows] == list(range(1, 29))
     assert "bits per byte" in result.stderr
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_places_fit_the_terminal(folder: Path, width: int) -> None:
+    text = b"an ordinary line that is much longer than the terminal, so that most of it is cut off at the end\n" * 30
+    result = runner.invoke(app, ["score", str(folder), "-"], input=text, env={"COLUMNS": str(width)})
+    table = result.stdout.partition("most surprising places")[2]
+    assert re.search(r" bits per byte +line +offset +text ", table)
+    rows = re.findall(r"^ +\d+\.\d\d +\d+ +[\d,]+   .*$", table, re.MULTILINE)
+    assert len(rows) == 10
+    assert max(map(len, table.splitlines())) <= width
+    assert min(len(row.rstrip()) for row in rows) > width - 20
 
 
 def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PIECE = 2**16
 """Bytes that are read at once."""
 _STDIN = Path("-")
-_SHOWN_BEFORE = 24
+_SHOWN_BEFORE = 16
 """Characters of a line that are printed before its most surprising place."""
 
 

@@ -62,10 +62,9 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     the best checkpoint is read, or else the last one.
     """
     folder = _find_model(Path(folder))
-    if not (folder / CONFIG_FILE).exists():
-        got = (
-            f"a folder without {CONFIG_FILE}" if folder.is_dir() else "a file" if folder.exists() else "no such folder"
-        )
+    if not os.path.lexists(folder / CONFIG_FILE):
+        found = "a file" if folder.exists() else "no such folder"
+        got = f"a folder without {CONFIG_FILE}" if folder.is_dir() else found
         raise CheckpointError(f"{folder}: expected a run directory or a saved model, got {got}; check the path")
     config, preprocessing = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
