@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -204,6 +205,25 @@ def test_ctrl_c_prints_what_was_generated(folder: Path, monkeypatch: pytest.Monk
     assert result.stdout == "== sample 1 of 2 ==\none two\n== sample 2 of 2 ==\nuno dos"
     assert result.stderr.startswith("4 tokens in ")
     assert result.stderr.endswith("\nstopped by SIGINT\n")
+
+
+def test_a_long_prompt_shows_how_much_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def bar(what: str, shows: bool) -> Iterator[Any]:
+        seen.append(shows)
+        yield lambda *done: seen.append(done)
+        seen.append("ended")
+
+    monkeypatch.setattr("tcnca.cli.generate.progress_bar", bar)
+    monkeypatch.setattr("tcnca.generation.prompts.PREFILL_TOKENS", 2**14)
+    result = run(folder, "--prompt-file", "-", "--max-tokens", "2", stdin=b"a" * 40_000)
+    assert result.exit_code == 0, result.output
+    assert seen == [True, (16_384, 40_000), (32_768, 40_000), (40_000, 40_000), "ended"]
+    seen.clear()
+    assert run(folder, "--prompt", "a", "--max-tokens", "2").exit_code == 0
+    assert seen[0] is False
 
 
 class Terminal(io.StringIO):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from tcnca.cli.reporting import progress_bar
 from tcnca.errors import DataError, InputError, escape_control
+
+_LONG_PROMPT = 2**15
+"""Bytes of a prompt from which reading it shows a bar."""
 
 
 def generate(
@@ -63,10 +68,18 @@ def generate(
     from tcnca.inference.load import load_run
     from tcnca.training.distributed import dist_context
 
-    with dist_context(device) as dist:
+    with dist_context(device) as dist, contextlib.ExitStack() as bar:
         language_model = load_run(model, dist.device, best=best)
         if dtype is not None:
             language_model = language_model.to(getattr(torch, dtype))
+        progress = bar.enter_context(progress_bar("reading the prompt", len(text) > _LONG_PROMPT))
+        read = 0
+
+        def on_piece(piece: torch.Tensor, _: torch.Tensor | None) -> None:
+            nonlocal read
+            read += piece.shape[1]
+            progress(read, len(text) if language_model.preprocessing.byte_map else None)
+
         texts = stream_texts(
             language_model,
             text,
@@ -79,9 +92,10 @@ def generate(
             seed=seed,
             num_samples=num_samples,
             stop=stop or (),
+            on_piece=on_piece,
         )
         printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)
-        _print_texts(texts, printer, len(text), seed)
+        _print_texts(texts, printer, bar.close, f"a prompt of {len(text):,} bytes", seed)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
@@ -165,27 +179,32 @@ class _JSONPrinter(_Printer):
             self._current += 1
 
 
-def _print_texts(texts: Iterator[list[str | None]], printer: _Printer, read: int, seed: int) -> None:
+def _print_texts(
+    texts: Iterator[list[str | None]], printer: _Printer, end_progress: Callable[[], None], prompt: str, seed: int
+) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     counts = [0]
     begin = first = time.perf_counter()
     try:
         for new in texts:
-            first = time.perf_counter() if len(counts) == 1 else first
+            if len(counts) == 1:
+                first = time.perf_counter()
+                end_progress()
             counts.append(len(new) - new.count(None))
             printer.add(new)
     finally:
         # On Ctrl-C, too: with what was generated so far.
         if not isinstance(sys.exception(), Exception):
             now = time.perf_counter()
-            if len(counts) == 1:
-                first = now  # stopped while the prompt was read
+            if len(counts) == 1:  # stopped while the prompt was read
+                first = now
+                end_progress()
             printer.finish()
             seconds = now - first
             speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""
             typer.echo(
-                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after a prompt of {read:,} bytes in "
+                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after {prompt} in "
                 f"{first - begin:.2f} s; seed {seed}",
                 err=True,
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.generation.packed import PackedStep
-from tcnca.generation.prompts import prefill
+from tcnca.generation.prompts import OnPiece, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.step import positions, unsupported_reason
 from tcnca.generation.text import stream_text, stream_texts
@@ -55,6 +55,7 @@ def stream(
     lengths: Lengths | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    on_piece: OnPiece | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, `[batch]`, as soon as it is known.
 
@@ -77,6 +78,8 @@ def stream(
         seed: of the random numbers. Those of sample `i` of row `b` depend on the seed, `b` and `i` only, so that up to
             rounding the same sample is drawn with any `num_samples`, on any device.
         generator: of the random numbers, instead of a seed; by default PyTorch's.
+        on_piece: is called with each piece of the prompts that was read, `[batch, time]`, and which of its tokens are
+            valid; None if all are.
     """
     if not model.config.head.generates:
         raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
@@ -115,7 +118,7 @@ def stream(
                         seed=seed,
                         generator=generator,
                     )
-                    last, state = prefill(model, prompt, lengths, sampler.observe)
+                    last, state = prefill(model, prompt, lengths, _both(sampler.observe, on_piece))
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
                     step = _make_step(model, state, max_new_tokens)
@@ -150,6 +153,17 @@ def generate(
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))
     return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0)
+
+
+def _both(first: OnPiece, second: OnPiece | None) -> OnPiece:
+    """Return a function that calls both."""
+
+    def call(piece: Tensor, valid: Tensor | None) -> None:
+        first(piece, valid)
+        if second is not None:
+            second(piece, valid)
+
+    return call
 
 
 def _excluded(model: SequenceModel) -> Tensor | None:

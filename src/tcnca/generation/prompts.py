@@ -12,6 +12,8 @@ from tcnca.ops import take_time
 
 PREFILL_TOKENS = 16_384
 """Tokens of a batch that are read in one call."""
+OnPiece = Callable[[Tensor, Tensor | None], None]
+"""Called with the tokens of a piece, `[batch, time]`, and which of them are valid; None if all are."""
 
 
 def piece_length(model: SequenceModel, batch: int) -> int:
@@ -25,7 +27,7 @@ def prefill(
     model: SequenceModel,
     prompt: Tensor,
     lengths: Lengths | None = None,
-    on_piece: Callable[[Tensor, Tensor | None], None] | None = None,
+    on_piece: OnPiece | None = None,
 ) -> tuple[Tensor, ModelState]:
     """Read prompts in pieces, and return the logits after the last token of each prompt, and the state.
 
