@@ -64,6 +64,8 @@ def _run(connection: socket.socket) -> None:
             request += more
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
+        # Those of the server may be of another kind, such as a file that can be sought in.
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
         folder, arguments = json.loads(request)
         os.chdir(folder)
         code = _execute(arguments)
