@@ -174,17 +174,18 @@ def test_json_lines_have_a_continuation_each(folder: Path) -> None:
     assert row["tokens"] < 25
 
 
-def test_weights_can_be_of_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_cache_can_have_fewer_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def stream(model: SequenceModel, *_: Any, **__: Any) -> Iterator[list[str | None]]:
-        found.append(model.embedding.weight.dtype)
+    def stream(model: SequenceModel, *_: Any, **options: Any) -> Iterator[list[str | None]]:
+        found.append((model.embedding.weight.dtype, options["quantization"], options["cache_dtype"]))
         yield ["x"]
 
     monkeypatch.setattr("tcnca.generation.stream_texts", stream)
-    for options in ((), ("--dtype", "bfloat16")):
+    for options in ((), ("--dtype", "bfloat16"), ("--int8",), ("--float8-cache",)):
         assert run(folder, "--prompt", "a", *options).exit_code == 0
-    assert found == [torch.float32, torch.bfloat16]
+    full, half = torch.float32, torch.bfloat16
+    assert found == [(full, None, None), (half, None, None), (full, "int8", None), (full, None, "float8")]
 
 
 def test_a_new_seed_is_printed_and_repeats_the_text(folder: Path) -> None:

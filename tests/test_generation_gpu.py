@@ -39,11 +39,18 @@ def test_captured_step_equals_the_model(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILY)
 def test_generation_with_a_graph_equals_the_plain_loop(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(family).cuda().eval()
+    model = small_model(family, torch.float32).cuda().eval()
     prompt = torch.randint(VOCABULARY, (2, 11), device="cuda")
-    captured = generate(model, prompt, 40, temperature=0.0)
-    monkeypatch.setattr("tcnca.generation.should_capture", lambda *_: False)
-    assert torch.equal(captured, generate(model, prompt, 40, temperature=0.0))
+    results = []
+    for reason in (None, "the fused step is left out", "so is the graph"):
+        if reason is not None:
+            monkeypatch.setattr("tcnca.generation.fused_reason", lambda *_, reason=reason: reason)
+        if reason == "so is the graph":
+            monkeypatch.setattr("tcnca.generation.should_capture", lambda *_: False)
+        results.append(generate(model, prompt, 40, temperature=0.0))
+        results.append(generate(model, prompt, 40, top_k=5, repetition_penalty=1.2, seed=3, num_samples=3))
+    for found, expected in zip(results, results[-2:] * 3, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

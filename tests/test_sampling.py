@@ -11,9 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca.generation.sampling import _BLOCK, Sampler, SamplingOptions, choose, filter_logits, penalize
+from tcnca.generation import sampling
+from tcnca.generation.sampling import _BLOCK, Sampler, SamplingOptions, choose, penalize
 
 CPU = torch.device("cpu")
+
+
+def filter_logits(logits: Tensor, options: SamplingOptions) -> Tensor:
+    """All rows with the same options."""
+    top_k = options.top_k or logits.shape[1]
+    top_p = math.inf if options.top_p in (None, 1.0) else options.top_p
+    values = torch.tensor([options.temperature, top_k, top_p, options.min_p or 0.0])
+    return sampling.filter_logits(logits, *values.unsqueeze(1).expand(-1, len(logits)))
+
+
+def make_sampler(
+    options: SamplingOptions,
+    prompts: int,
+    num_samples: int,
+    vocab_size: int = 40,
+    device: torch.device = CPU,
+    *,
+    excluded: Tensor | None = None,
+    seed: int | None = None,
+) -> Sampler:
+    batch = prompts * num_samples
+    sampler = Sampler(batch, vocab_size, device, excluded=excluded)
+    seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
+    sampler.assign(range(batch), options, seeds)
+    return sampler
 
 
 def random_logits(seed: int, batch: int = 3, vocab_size: int = 40) -> Tensor:
@@ -69,7 +95,7 @@ def test_tiny_temperatures_take_the_most_likely_token() -> None:
 @given(seed=st.integers(0, 99), penalty=st.sampled_from([0.5, 1.3, 4.0]))
 def test_penalty_equals_its_plain_definition(seed: int, penalty: float) -> None:
     logits, seen = random_logits(seed), random_logits(seed + 1) > 0
-    got = penalize(logits, seen, penalty)
+    got = penalize(logits, seen, torch.full((3,), penalty))
     for row, occurred, result in zip(logits.tolist(), seen.tolist(), got.tolist(), strict=True):
         for logit, was_seen, value in zip(row, occurred, result, strict=True):
             expected = logit if not was_seen else logit / penalty if logit > 0 else logit * penalty
@@ -95,7 +121,7 @@ def test_extreme_quantiles_never_choose_an_excluded_token(uniform: float) -> Non
 
 
 def seeded(seed: int, num_samples: int, prompts: int = 1) -> Sampler:
-    return Sampler(SamplingOptions(), prompts, num_samples, 40, CPU, seed=seed)
+    return make_sampler(SamplingOptions(), prompts, num_samples, seed=seed)
 
 
 def drawn(sampler: Sampler, batch: int, steps: int) -> list[list[int]]:
@@ -116,7 +142,7 @@ def test_a_seeded_sample_does_not_depend_on_the_others() -> None:
 
 
 def test_penalty_counts_the_prompt_and_what_was_drawn() -> None:
-    sampler = Sampler(SamplingOptions(temperature=0.0, repetition_penalty=100.0), 2, 2, 6, CPU)
+    sampler = make_sampler(SamplingOptions(temperature=0.0, repetition_penalty=100.0), 2, 2, 6, CPU)
     valid = torch.tensor([[True, True], [True, False]])
     sampler.observe(torch.tensor([[5, 4], [3, 2]]), valid)
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]).expand(4, -1)
@@ -129,7 +155,7 @@ def test_penalty_counts_the_prompt_and_what_was_drawn() -> None:
 def test_excluded_tokens_are_never_chosen() -> None:
     excluded = torch.arange(40) != 11
     for temperature in (0.0, 1.0):
-        sampler = Sampler(SamplingOptions(temperature=temperature), 1, 3, 40, CPU, excluded=excluded, seed=1)
+        sampler = make_sampler(SamplingOptions(temperature=temperature), 1, 3, 40, CPU, excluded=excluded, seed=1)
         assert sampler(random_logits(0)).tolist() == [11, 11, 11]
 
 
@@ -139,8 +165,8 @@ def test_sampling_does_not_synchronize() -> None:
     options = SamplingOptions(repetition_penalty=1.2, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
     excluded, logits = (torch.arange(40) == 3).to(device), random_logits(0).to(device)
     prompt = torch.tensor([[1, 2]], device=device)
-    sampler = Sampler(options, 1, 3, 40, device, excluded=excluded, seed=1)
-    host = Sampler(options, 1, 3, 40, CPU, excluded=excluded.cpu(), seed=1)
+    sampler = make_sampler(options, 1, 3, 40, device, excluded=excluded, seed=1)
+    host = make_sampler(options, 1, 3, 40, CPU, excluded=excluded.cpu(), seed=1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -150,3 +176,28 @@ def test_sampling_does_not_synchronize() -> None:
         torch.cuda.set_sync_debug_mode("default")
     host.observe(prompt.cpu())
     assert torch.stack(tokens).tolist() == [host(logits.cpu()).tolist() for _ in range(20)]
+
+
+def test_rows_with_options_of_their_own_equal_those_alone() -> None:
+    options = [
+        SamplingOptions(temperature=0.0),
+        SamplingOptions(top_k=3, repetition_penalty=1.5),
+        SamplingOptions(temperature=0.7, top_p=0.6),
+        SamplingOptions(min_p=0.2),
+        SamplingOptions(temperature=1.3),
+    ]
+    together = Sampler(len(options), 40, CPU)
+    alone = [Sampler(1, 40, CPU) for _ in options]
+
+    def begin(row: int, seed: int) -> None:
+        together.assign([row], options[row], [(seed, row)])
+        alone[row].assign([0], options[row], [(seed, row)])
+
+    for row in range(len(options)):
+        begin(row, 5)
+    for number in range(60):
+        if number in (7, 31):
+            begin(number % len(options), number)
+        logits = random_logits(number, len(options))
+        expected = [sampler(logits[row : row + 1]).item() for row, sampler in enumerate(alone)]
+        assert together(logits).tolist() == expected

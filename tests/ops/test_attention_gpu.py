@@ -13,7 +13,16 @@ from torch import Tensor
 from tcnca.ops import ATTENTION_ACTIVATIONS, chunked_attention
 from tcnca.ops.driver import capture_graph
 from tests.comparison import assert_close
-from tests.ops.test_attention_triton import BRAIN, FULL, HALF, Case, assert_right, run_naive, run_triton
+from tests.ops.test_attention_triton import (
+    BRAIN,
+    FULL,
+    HALF,
+    Case,
+    assert_continuing_is_right,
+    assert_right,
+    run_naive,
+    run_triton,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +108,11 @@ def test_dropout_drops_the_same_in_both_directions() -> None:
     slope = torch.randn_like(weights)
     (gradient,) = torch.autograd.grad(weights, unit, slope)
     assert_close(gradient, weights.double().mT @ slope.double())
+
+
+@pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
+def test_continuing_is_right(activation: str) -> None:
+    assert_continuing_is_right("cuda", torch.float32, activation)
 
 
 def test_auto_takes_the_kernels_for_half_precision() -> None:

@@ -215,6 +215,36 @@ def test_the_state_is_that_of_the_naive_version_and_second_derivatives_are_refus
         gradient.sum().backward()
 
 
+def assert_continuing_is_right(device: str, dtype: torch.dtype, activation: str) -> None:
+    """Continue two rows at different places of their chunks, also in steps, and compare with one call."""
+    case = Case(shape=(2, 75, 20, 40), chunk_size=30, activation=activation, dtype=dtype)
+    q, k, v, bias = case.leaves(device)
+    options: dict[str, Any] = {"chunk_size": 30, "bias": bias, "activation": activation, "return_state": True}
+    whole, _ = chunked_attention(q, k, v, backend="naive", **options)
+    read = torch.tensor([22, 5], device=device)
+    index = torch.arange(53, device=device) + read.unsqueeze(1)
+    rest = [part.gather(1, index.unsqueeze(-1).expand(-1, -1, part.shape[2])) for part in (q, k, v)]
+    expected = whole.gather(1, index.unsqueeze(-1).expand(-1, -1, 40))
+    gradients, states = [], []
+    for backend in ("triton", "naive"):
+        _, state = chunked_attention(q[:, :22], k[:, :22], v[:, :22], lengths=read, backend=backend, **options)
+        out, after = chunked_attention(*rest, state=state, backend=backend, **options)
+        assert_close(out, expected, backend)
+        assert after is not None
+        states.append(after.tensors())
+        gradients.append(torch.autograd.grad(out.square().sum(), [*rest, bias], retain_graph=True))
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_close(ours, theirs)
+
+
+@interpreted
+@small
+def test_continuing_is_right_in_the_interpreter() -> None:
+    assert_continuing_is_right("cpu", FULL, "softmax")
+
+
 @not_interpreted
 def test_on_a_cpu_auto_is_naive_to_the_bit_and_triton_is_refused() -> None:
     q, k, v = (torch.randn(2, 9, size) for size in (3, 3, 5))
@@ -235,7 +265,7 @@ def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     naive: Any = importlib.import_module("tcnca.ops.attention.naive")
     optional = {"bias": None, "lengths": None, "state": None, **options}
     settings = {"chunk_size": 4, "causal": True, "activation": "softmax", "dropout": 0.0}
-    call = naive.AttentionCall(q, k, v, return_state=False, inplace=False, **settings, **optional)
+    call = naive.AttentionCall(q, k, v, return_state=False, inplace=False, **(settings | optional))
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
@@ -251,12 +281,20 @@ def test_unsupported_reasons_are_named() -> None:
             reason(q, q, v, lengths=torch.empty(2, dtype=torch.long)),
             reason(q.double(), q.double(), v.double()),
             reason(q.float(), q.float(), v),
-            reason(q, q, v, state=state),
+            reason(q, q, v, state=state, chunk_size=None),
             reason(wide, wide, v),
             reason(q.to("meta"), q.to("meta"), v.to("meta")),
         ]
         assert reason(q, q, v) is None
-    words = ["got cpu", "got torch.float64", "except under autocast", "state: expected None", "got 129", "on meta"]
+        assert reason(q, q, v, state=state) is None
+    words = [
+        "got cpu",
+        "got torch.float64",
+        "except under autocast",
+        "chunk_size: expected chunks",
+        "got 129",
+        "on meta",
+    ]
     for text, word in zip(found, words, strict=True):
         assert text is not None
         assert word in text

@@ -11,7 +11,7 @@ import pytest
 
 from tests.ops.interpreter import not_interpreted, unsupported_reason
 
-FILES = [str(Path(__file__).with_name(f"test_{name}_triton.py")) for name in ("ema", "attention", "steps")]
+FILES = [str(Path(__file__).with_name(f"test_{name}_triton.py")) for name in ("ema", "attention", "steps", "sampling")]
 
 
 @not_interpreted

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcnca import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.packed import PackedStep
+from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.step import unsupported_reason
 from tcnca.models import ModelState
+from tcnca.models.heads import LanguageModelHead
 from tests.comparison import assert_close
 from tests.examples import VARIANTS, VOCABULARY, small_config, small_model
 from tests.ops.interpreter import interpreted, not_interpreted
@@ -31,6 +34,7 @@ MODELS: dict[str, ModelConfig] = {name: small_config(name) for name in ("tcnca",
         "tcnca", activation="gelu", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True)
     ),
     "not-affine-gelu-tanh": small_config("mega", final_norm_affine=False, activation="gelu_tanh"),
+    "tcnca-untied": small_config("tcnca", **{"head.tie_embeddings": False}),
     "relu-untied": small_config("mega", activation="relu", **{"head.tie_embeddings": False}),
 }
 
@@ -81,6 +85,82 @@ def test_the_kernels_equal_the_model(name: str, batch: int) -> None:
     state = model.initial_state(batch)
     assert fused_reason(model, state) is None
     assert_steps(FusedStep, model, batch, 30, ragged=True)
+
+
+def rounded_to_int8(model: SequenceModel) -> SequenceModel:
+    """A copy with the weights of matrix products rounded."""
+    copy = deepcopy(model)
+    for module in copy.modules():
+        if isinstance(module, (nn.Linear, LanguageModelHead)) and module.weight is not None:
+            weight, scale = quantize_rows(module.weight)
+            module.weight.data = weight.to(module.weight.dtype) * scale.unsqueeze(1).to(module.weight.dtype)
+    return copy
+
+
+def assert_int8(model: SequenceModel, batch: int, tokens: int) -> None:
+    """Compare steps with int8 weights and those of a model with rounded weights."""
+    rounded = rounded_to_int8(model)
+    assert_steps(lambda _, state: FusedStep(model, state, quantization="int8"), rounded, batch, tokens, ragged=True)
+
+
+@interpreted
+def test_int8_weights_equal_rounded_ones_in_the_interpreter() -> None:
+    assert_int8(small_model(MODELS["relu-untied"], torch.float32), 1, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("name", ["tcnca-untied", "relu-untied"])
+def test_int8_weights_equal_rounded_ones(name: str, batch: int) -> None:
+    assert_int8(small_model(MODELS[name], torch.float32).cuda(), batch, 30)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 20])
+def test_the_values_of_a_float8_cache_are_rounded(batch: int) -> None:
+    config = small_config("tcnca", d_model=64, d_ff=128, d_key=32, d_value=64, chunk_size=16)
+    model = small_model(config, torch.float32).cuda()
+    x = torch.randint(VOCABULARY, (batch, 27), device="cuda")
+    with torch.no_grad():
+        state = model(x[:, :3]).state
+        assert state is not None
+        step = FusedStep(model, state, cache_dtype="float8")
+        logits = torch.stack([step(x[:, place]).clone() for place in range(3, 27)], 1)
+        expected, after = model(x, return_state=True)
+    assert after is not None
+    # The first layer reads nothing that was rounded.
+    found, values = (each.tensors()["layers.0.attention.values"] for each in (step.state(), after))
+    filled = 27 % 16
+    torch.testing.assert_close(
+        found[:, :filled], values[:, :filled].to(torch.float8_e4m3fn).float(), rtol=0.07, atol=1e-3
+    )
+    assert not torch.equal(found[:, :filled], values[:, :filled])
+    error = (logits - expected[:, 3:]).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error < 0.03
+
+
+def assert_rows_can_be_loaded(make: Step, model: SequenceModel) -> None:
+    """Replace one row of three by another sequence."""
+    x = torch.randint(VOCABULARY, (3, 40), device=model.embedding.weight.device)
+    with torch.no_grad():
+        state, other = model(x[:, :9]).state, model(x[1:2, 3:20]).state
+        assert state is not None
+        assert other is not None
+        step = make(model, state)
+        for place in (9, 10, 11):
+            step(x[:, place])
+        step.load(1, other)
+        assert step.state().tensors()["layers.0.mixer.position"].tolist() == [12, 17, 12]
+        tokens = torch.stack([x[0, 12:30], x[1, 20:38], x[2, 12:30]])
+        found = torch.stack([step(token).clone() for token in tokens.unbind(1)], 1)
+        alone = [model(x[0:1]).logits[:, 12:30], model(x[1:2, 3:]).logits[:, 17:35], model(x[2:3]).logits[:, 12:30]]
+    assert_close(found, torch.cat(alone))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcn-mlp", "tcnca-simple"])
+def test_rows_can_be_loaded(name: str) -> None:
+    assert_rows_can_be_loaded(FusedStep, small_model(MODELS[name], torch.float32).cuda())
 
 
 @pytest.mark.gpu

@@ -53,6 +53,12 @@ def generate(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights. (default: as saved)")
     ] = None,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Round the weights to 8 bits, after the prompt is read: faster.")
+    ] = False,
+    float8_cache: Annotated[
+        bool, typer.Option("--float8-cache", help="Round the values of the attention to 8 bits, on a GPU.")
+    ] = False,
 ) -> None:
     """Continue a prompt with a trained language model.
 
@@ -92,6 +98,8 @@ def generate(
             seed=seed,
             num_samples=num_samples,
             stop=stop or (),
+            quantization="int8" if int8 else None,
+            cache_dtype="float8" if float8_cache else None,
             on_piece=on_piece,
         )
         printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)

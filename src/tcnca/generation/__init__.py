@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.fused import CacheDtype, FusedStep, Quantization
+from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.prompts import OnPiece, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions
@@ -55,6 +57,8 @@ def stream(
     lengths: Lengths | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    quantization: Quantization | None = None,
+    cache_dtype: CacheDtype | None = None,
     on_piece: OnPiece | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, `[batch]`, as soon as it is known.
@@ -78,6 +82,9 @@ def stream(
         seed: of the random numbers. Those of sample `i` of row `b` depend on the seed, `b` and `i` only, so that up to
             rounding the same sample is drawn with any `num_samples`, on any device.
         generator: of the random numbers, instead of a seed; by default PyTorch's.
+        quantization: `int8` to round the weights of matrix products to 8 bits for the generated tokens. The prompt is
+            read with the model's own weights.
+        cache_dtype: `float8` to round the values of the attention's chunk to 8 bits, on a GPU.
         on_piece: is called with each piece of the prompts that was read, `[batch, time]`, and which of its tokens are
             valid; None if all are.
     """
@@ -88,6 +95,11 @@ def stream(
     options = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
+    for name, value, expected in (("quantization", quantization, "int8"), ("cache_dtype", cache_dtype, "float8")):
+        if value not in (None, expected):
+            raise InputError(f"{name}: expected {expected!r} or None, got {value!r}")
+    if quantization is not None or cache_dtype is not None:
+        _check_rounding(model, cache_dtype)
     if num_samples < 1:
         raise InputError(f"num_samples: expected at least 1, got {num_samples}")
     if seed is not None and generator is not None:
@@ -108,26 +120,24 @@ def stream(
             # Around each step only: between two tokens the caller has its own modes.
             with torch.no_grad(), evaluating(model):
                 if token is None:
+                    batch, vocab_size = prompt.shape[0] * num_samples, model.embedding.weight.shape[0]
                     sampler = Sampler(
-                        options,
-                        prompt.shape[0],
-                        num_samples,
-                        model.embedding.weight.shape[0],
-                        prompt.device,
-                        excluded=_excluded(model),
-                        seed=seed,
-                        generator=generator,
+                        batch, vocab_size, prompt.device, excluded=excluded_tokens(model), generator=generator
                     )
+                    seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
+                    sampler.assign(range(batch), options, seeds)
                     last, state = prefill(model, prompt, lengths, _both(sampler.observe, on_piece))
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
-                    step = _make_step(model, state, max_new_tokens)
+                    step = _make_step(model, state, max_new_tokens, sampler, quantization, cache_dtype)
+                    token = sampler(last)
+                elif isinstance(step, FusedStep) and sampler.fused:
+                    token = step.next()
                 elif step is not None:
-                    last = step(token)
+                    token = sampler(step(token))
                 else:
                     logits, state = model(token.unsqueeze(1), state=state, inplace=True)
-                    last = logits[:, -1]
-                token = sampler(last)
+                    token = sampler(logits[:, -1])
             yield token
 
     # The checks above run when `stream` is called, the model when its result is iterated.
@@ -149,6 +159,8 @@ def generate(
     lengths: Lengths | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    quantization: Quantization | None = None,
+    cache_dtype: CacheDtype | None = None,
 ) -> Tensor:
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))
@@ -166,7 +178,7 @@ def _both(first: OnPiece, second: OnPiece | None) -> OnPiece:
     return call
 
 
-def _excluded(model: SequenceModel) -> Tensor | None:
+def excluded_tokens(model: SequenceModel) -> Tensor | None:
     """Return which tokens are never generated, `[vocab_size]`: the padding, and those that mean no text."""
     preprocessing, vocab_size = model.preprocessing, model.embedding.weight.shape[0]
     known = preprocessing.byte_map or preprocessing.symbols
@@ -177,15 +189,42 @@ def _excluded(model: SequenceModel) -> Tensor | None:
     return (tokens >= first) | (tokens == (-1 if padding is None else padding))
 
 
-def _make_step(model: SequenceModel, state: ModelState, max_new_tokens: int) -> GraphedStep | PackedStep | None:
+def _check_rounding(model: SequenceModel, cache_dtype: CacheDtype | None) -> None:
+    """Raise an error if generation cannot round weights or the cache of this model."""
+    state = model.initial_state(1)
+    device = model.embedding.weight.device
+    if device.type == "cpu":
+        reason = unsupported_reason(model, state)
+        if cache_dtype is not None:
+            reason = "cache_dtype: expected None on a CPU"
+    else:
+        reason = fused_reason(model, state, cache_dtype)
+    if reason is not None:
+        raise InputError(f"quantization, cache_dtype: expected None for this model; {reason}")
+
+
+def _make_step(
+    model: SequenceModel,
+    state: ModelState,
+    max_new_tokens: int,
+    sampler: Sampler,
+    quantization: Quantization | None,
+    cache_dtype: CacheDtype | None,
+) -> FusedStep | GraphedStep | PackedStep | None:
     """Return a faster step than the model's own, or None if there is none."""
     device = model.embedding.weight.device
-    if should_capture(model, device, max_new_tokens):
-        return GraphedStep(model, state)
-    if device.type != "cpu" or torch.is_autocast_enabled("cpu") or unsupported_reason(model, state) is not None:
+    many = max_new_tokens >= MIN_GRAPH_TOKENS
+    # Weights that autocast has converted live for one replay only.
+    if torch.is_autocast_enabled(device.type):
         return None
-    position = positions(state)
-    return PackedStep(model, state) if bool((position == position[0]).all()) else None
+    if device.type == "cpu":
+        if unsupported_reason(model, state) is not None:
+            return None
+        position = positions(state)
+        return PackedStep(model, state) if bool((position == position[0]).all()) else None
+    if many and fused_reason(model, state) is None:
+        return FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
+    return GraphedStep(model, state) if should_capture(model, device, max_new_tokens) else None
 
 
 def should_capture(model: SequenceModel, device: torch.device, max_new_tokens: int) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tcnca.generation import step
+from tcnca.generation.quantize import quantize_rows
+from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
@@ -19,7 +21,9 @@ from tcnca.ops import TCNState, rotary_bias
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream
 from tcnca.ops.ema.naive import ema_coefficients
-from tcnca.ops.launcher import ALIGNMENT, Launch
+
+if TYPE_CHECKING:
+    from tcnca.ops.launcher import Launch
 
 MAX_WIDTH = 4096
 """Widest input that a program normalizes."""
@@ -29,11 +33,15 @@ TILE = 4096
 """Weights that a program without tensor cores holds."""
 MAX_PROGRAMMATIC_ROWS = 8
 """Rows up to which kernels start early: with more, those that wait take the place of those that run."""
-PANEL = 16
-"""Columns of the values that lie together in the cache."""
+SECTOR = 32
+"""Bytes of the values that lie together in the cache: what a GPU reads at once."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which GPUs convert 8-bit floats."""
+Quantization = Literal["int8"]
+CacheDtype = Literal["float8"]
 
 
-def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
+def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: CacheDtype | None = None) -> str | None:
     """Return what the kernels cannot run, or None if they can run the model."""
     weight, config = model.embedding.weight, model.config
     if weight.dtype not in KERNEL_DTYPES:
@@ -42,6 +50,12 @@ def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
         return f"d_model: expected widths of at most {MAX_WIDTH}"
     if not INTERPRETED and not (weight.is_cuda and kernels_enabled() and should_use("triton", weight.device, "a step")):
         return "device: expected an NVIDIA GPU and Triton"
+    if (
+        cache_dtype is not None
+        and weight.is_cuda
+        and torch.cuda.get_device_capability(weight.device) < FLOAT8_CAPABILITY
+    ):
+        return "cache_dtype: expected a GPU that converts 8-bit floats (compute capability 8.9), got an older one"
     return step.unsupported_reason(model, state)
 
 
@@ -53,55 +67,93 @@ class FusedStep:
     Args:
         model: a language model that `unsupported_reason` accepts.
         state: the state after the preceding tokens, which is copied.
+        sampler: chooses the tokens of `next`, which begin with its last ones.
+        quantization: `int8` to round the weights of matrix products to 8 bits, with a factor for each output.
+        cache_dtype: `float8` to round the values of the attention to 8 bits.
         programmatic: whether kernels start before the preceding one ends; by default where that is faster.
     """
 
     @torch.no_grad()
-    def __init__(self, model: SequenceModel, state: ModelState, programmatic: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: SequenceModel,
+        state: ModelState,
+        sampler: Sampler | None = None,
+        *,
+        quantization: Quantization | None = None,
+        cache_dtype: CacheDtype | None = None,
+        programmatic: bool | None = None,
+    ) -> None:
         weight = model.embedding.weight
         self.model, self.batch, self.device, self.dtype = model, state.batch_size, weight.device, weight.dtype
+        self.quantization, self.sampler = quantization, sampler
+        self.cache_dtype = self.dtype if cache_dtype is None else torch.float8_e4m3fn
         if programmatic is None:
             capable = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= PROGRAMMATIC_CAPABILITY
             programmatic = capable and self.batch <= MAX_PROGRAMMATIC_ROWS
         self.programmatic = programmatic and not INTERPRETED
-        self.token = torch.zeros(self.batch, dtype=torch.long, device=self.device)
+        self.token = torch.zeros(self.batch, dtype=torch.long, device=self.device) if sampler is None else sampler.token
         self._launches: list[tuple[Launch, list[Tensor]]] = []
-        self._positions = step.positions(state)
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        # Positions when the step was built or a row was loaded, less the steps before that.
+        self._positions, self._steps = step.positions(state), 0
         self._build(state)
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, token: Tensor) -> Tensor:
         """Take a step."""
         self.token.copy_(token)
-        self._positions += 1
-        if not self.token.is_cuda:
-            self._run()
-            return self.logits
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
+        self._replay(sampled=False)
         return self.logits
+
+    def next(self) -> Tensor:
+        """Take a step with the last tokens of the sampler, and return its next ones, `[batch]`."""
+        assert self.sampler is not None
+        self.sampler.prepare()
+        self._replay(sampled=True)
+        return self.token.clone()
 
     def state(self) -> ModelState:
         """Return the state after the last token, as a copy."""
         layers = [dict(parts) for parts in self._parts]
         for parts in layers:
             if "values" in parts:
-                parts["values"] = parts["values"].transpose(1, 2).flatten(2)
-        return step.pack(self.model, layers, self._positions)
+                parts["values"] = parts["values"].to(self.dtype).transpose(1, 2).flatten(2)
+        return step.pack(self.model, layers, self._positions + self._steps)
 
-    def _run(self) -> None:
+    def load(self, row: int, state: ModelState) -> None:
+        """Continue one row from another state, of batch size 1."""
+        for parts, new in zip(self._parts, step.unpack(state), strict=True):
+            for name, part in new.items():
+                if name == "values":
+                    part = part.unflatten(2, (-1, parts[name].shape[3])).transpose(1, 2)
+                parts[name][row].copy_(part[0])
+        position = step.positions(state)
+        self.slots[row] = (position % self._sizes).to(torch.int32)
+        self._positions[row] = position[0] - self._steps
+
+    def _replay(self, sampled: bool) -> None:
+        self._steps += 1
+        if not self.token.is_cuda:
+            self._run(sampled)
+            return
+        if sampled not in self._graphs:
+            self._capture(sampled)
+        self._graphs[sampled].replay()
+
+    def _run(self, sampled: bool) -> None:
         stream = 0 if INTERPRETED else current_stream(self.device.index or 0)
         for launch, tensors in self._launches:
             launch(stream, *tensors)
+        if sampled:
+            assert self.sampler is not None
+            self.sampler.launch(self.logits)
 
-    def _capture(self) -> None:
+    def _capture(self, sampled: bool) -> None:
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with capture_graph(stream, error_mode="thread_local") as self._graph:
-                self._run()
+            with capture_graph(stream, error_mode="thread_local") as self._graphs[sampled]:
+                self._run(sampled)
             torch.cuda.current_stream().wait_stream(stream)
 
     # The kernels of a step, in order.
@@ -116,6 +168,8 @@ class FusedStep:
         stages: int = 3,
         **constants: Any,
     ) -> None:
+        from tcnca.ops.launcher import ALIGNMENT, Launch
+
         launch = Launch(
             kernel,
             grid,
@@ -139,7 +193,7 @@ class FusedStep:
         width = config.d_model
         self.x, self.spare, self.normed, self.mixed = (self._empty(width) for _ in range(4))
         self.hidden = self._empty(max(config.d_ff, 1))
-        sizes = self._slot_sizes(state)
+        self._sizes = sizes = self._slot_sizes(state)
         self.slots = (self._positions.unsqueeze(1) % sizes).to(torch.int32).contiguous()
         self.blocks = len(sizes) - 1
         chunk = 1 if config.attention is None else config.attention.chunk_size or 1
@@ -182,9 +236,11 @@ class FusedStep:
         if not gated:
             self.x, self.spare = self.spare, self.x
         if block.attention is not None:
-            panel = math.gcd(block.attention.config.d_value, PANEL)
+            panel = math.gcd(block.attention.config.d_value, SECTOR // self.cache_dtype.itemsize)
             parts["keys"] = parts["keys"].contiguous()
-            parts["values"] = parts["values"].unflatten(2, (-1, panel)).transpose(1, 2).contiguous()
+            parts["values"] = (
+                parts["values"].unflatten(2, (-1, panel)).transpose(1, 2).contiguous().to(self.cache_dtype)
+            )
             self._add_attention(kernels, block, parts["keys"], parts["values"])
         net = layer.feed_forward
         if net is not None:
@@ -364,7 +420,9 @@ class FusedStep:
             assert bias is not None
             weight, bias = (_pad_rows(part, VALUES, columns) for part in (weight, bias))
         outputs = weight.shape[0]
-        weight = weight.detach().contiguous()
+        weight = scale = weight.detach().contiguous()
+        if self.quantization is not None:
+            weight, scale = quantize_rows(weight)
         self._add(
             kernels.linear,
             (-(-outputs // columns), -(-self.batch // rows) if dot else 1),
@@ -372,8 +430,8 @@ class FusedStep:
                 x,
                 x if second is None else second,
                 weight,
-                weight,
-                weight if bias is None else bias.detach().contiguous(),
+                scale,
+                scale if bias is None else bias.detach().contiguous(),
                 *self._norm(norm),
                 out,
                 out if gates is None else gates,
@@ -389,7 +447,7 @@ class FusedStep:
             DOT=dot,
             NORM="none" if norm is None else _norm_kind(norm),
             BIAS=bias is not None,
-            QUANTIZED=False,
+            QUANTIZED=self.quantization is not None,
             VALUES=VALUES,
             PADDED=-(-VALUES // columns) * columns,
             BLOCKS=self.blocks,

@@ -11,16 +11,21 @@ from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.ops import take_time
 
 PREFILL_TOKENS = 16_384
-"""Tokens of a batch that are read in one call."""
+"""Tokens of a batch that are read in one call on a CPU, by models up to the `PREFILL_WIDTH`; less by wider ones."""
+PREFILL_WIDTH = 512
+GPU_FACTOR = 8
+"""How many times as many are read in one call on a GPU, so that launching the kernels takes less time than they run."""
 OnPiece = Callable[[Tensor, Tensor | None], None]
 """Called with the tokens of a piece, `[batch, time]`, and which of them are valid; None if all are."""
 
 
 def piece_length(model: SequenceModel, batch: int) -> int:
     """Return how many tokens of each row are read in one call: whole chunks of the attention."""
-    attention = model.config.attention
+    attention, device = model.config.attention, model.embedding.weight.device
     chunk = 1 if attention is None else attention.chunk_size or 1
-    return max(PREFILL_TOKENS // batch // chunk, 1) * chunk
+    tokens = PREFILL_TOKENS * (GPU_FACTOR if device.type == "cuda" else 1)
+    tokens = tokens * PREFILL_WIDTH // max(model.config.d_model, PREFILL_WIDTH)
+    return max(tokens // batch // chunk, 1) * chunk
 
 
 def prefill(

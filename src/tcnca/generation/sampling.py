@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,13 @@ from torch import Tensor
 
 from tcnca.data.rng import CounterRNG
 from tcnca.errors import InputError
+from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
+from tcnca.ops.driver import current_stream
 
 _BLOCK = 1024
 """Random numbers of a sequence that are copied to the device at once."""
+MAX_SORTED = 1024
+"""Largest vocabulary that the kernel sorts."""
 _MIN_TEMPERATURE = 1e-30
 """Lower temperatures would be 0 in float32."""
 
@@ -48,27 +54,28 @@ class SamplingOptions:
             raise InputError(f"min_p: expected a number from 0 to 1, or None, got {self.min_p}")
 
 
-def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were `seen` (`[batch, vocab_size]`, true) less likely."""
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Make tokens that were `seen` (`[batch, vocab_size]`, true) less likely; `penalty` is `[batch]`."""
+    penalty = penalty.unsqueeze(1)
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filter_logits(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Return logits `[batch, vocab_size]` of the distribution to sample from, `-inf` for tokens that it excludes."""
+def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Return logits `[batch, vocab_size]` of the distribution to sample from, `-inf` for tokens that it excludes.
+
+    The options are `[batch]`; `top_p` is infinite for no limit. Tokens as likely as the least likely one that is kept
+    are kept, too.
+    """
     # Relative to the largest, so that a small temperature does not overflow.
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(options.temperature, _MIN_TEMPERATURE)
-    if options.top_k is not None and options.top_k < logits.shape[-1]:
-        least = logits.topk(options.top_k, -1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if options.top_p is not None and options.top_p < 1.0:
-        ordered, order = torch.sort(logits, stable=True, dim=-1, descending=True)
-        shares = ordered.softmax(-1)
-        # Tokens are kept until the more likely ones have enough probability, so that the first always is.
-        removed = shares.cumsum(-1) - shares >= options.top_p
-        logits = logits.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -math.inf)
-    if options.min_p:
-        logits = logits.masked_fill(logits < math.log(options.min_p), -math.inf)
-    return logits
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
+    ordered = logits.sort(-1, descending=True).values
+    least = ordered.gather(1, top_k.long().clamp(1, logits.shape[1]).unsqueeze(1) - 1)
+    ordered = ordered.masked_fill(ordered < least, -math.inf)
+    shares = ordered.softmax(-1)
+    # Tokens are kept until the more likely ones have enough probability, so that the first always is.
+    kept = shares.cumsum(-1) - shares < top_p.unsqueeze(1)
+    least = torch.maximum(least, ordered.masked_fill(~kept, 0.0).amin(-1, keepdim=True))
+    return logits.masked_fill((logits < least) | (logits.exp() < min_p.unsqueeze(1)), -math.inf)
 
 
 def choose(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -80,75 +87,158 @@ def choose(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses the next token of each sequence of a batch.
-
-    Without a seed, random numbers come from a generator of PyTorch. With one, those of a sequence depend on the seed,
-    on its prompt's row and on its number among the samples of that prompt only: on no other sequence and no device.
+    """Chooses the next token of each sequence of a batch, each with its own options and random numbers.
 
     Args:
-        options: the distribution.
-        prompts: number of prompts.
-        num_samples: number of sequences of each prompt; those of one prompt follow each other.
+        batch: number of sequences.
         vocab_size: number of tokens.
         device: of the logits.
         excluded: tokens that are never chosen, `[vocab_size]`, true; None for none.
-        seed: of the random numbers.
-        generator: of the random numbers, if there is no seed; None for PyTorch's.
+        generator: of the random numbers of sequences without a seed; None for PyTorch's.
     """
 
     def __init__(
         self,
-        options: SamplingOptions,
-        prompts: int,
-        num_samples: int,
+        batch: int,
         vocab_size: int,
         device: torch.device,
         *,
         excluded: Tensor | None = None,
-        seed: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.options, self._num_samples, self._generator = options, num_samples, generator
-        self._excluded = excluded
-        self._seen: Tensor | None = None
-        if options.repetition_penalty != 1.0:
-            self._seen = torch.zeros(prompts * num_samples, vocab_size, dtype=torch.bool, device=device)
-        keys = [] if seed is None else [(seed, row, sample) for row in range(prompts) for sample in range(num_samples)]
-        self._streams = [CounterRNG("generate", *key) for key in keys]
-        self._block: Tensor | None = None
-        self._used = 0
+        self.device, self.vocab_size, self._generator = device, vocab_size, generator
+        self._excluded = torch.zeros(vocab_size, dtype=torch.bool, device=device) if excluded is None else excluded
+        self._options = [SamplingOptions()] * batch
+        self._streams: list[CounterRNG | None] = [None] * batch
+        self._values = torch.empty(batch, 5, device=device)
+        self._seen = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
+        self._uniforms = torch.empty(batch, _BLOCK, device=device)
+        self._used = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        # Tokens so far, those after which the random numbers of each row end, and the first of these.
+        self._step, self._ends, self._next = 0, [0] * batch, 0
+        self.token = torch.zeros(batch, dtype=torch.long, device=device)
+        self._kernel: tuple[Any, list[Tensor]] | None = None
+        enabled = INTERPRETED or (kernels_enabled() and should_use("triton", device, "sampling"))
+        self.fused = enabled and vocab_size <= MAX_SORTED
+        self.assign(range(batch), SamplingOptions())
 
-    def observe(self, tokens: Tensor, valid: Tensor | None = None) -> None:
-        """Count tokens of the prompts, `[prompts, time]`, as seen; only those that are `valid`, if given."""
-        if self._seen is not None:
-            occurs = self._seen.new_zeros(tokens.shape[0], self._seen.shape[1], dtype=torch.int32)
+    def assign(self, rows: Sequence[int], options: SamplingOptions, seeds: Sequence[tuple[int, ...]] = ()) -> None:
+        """Begin new sequences.
+
+        Args:
+            rows: the rows of the batch.
+            options: the distribution.
+            seeds: of the random numbers of each row, which then depend on no other row and no device. Without seeds,
+                they come from the generator.
+        """
+        for number, row in enumerate(rows):
+            self._options[row], self._ends[row], self._next = options, self._step, self._step
+            self._streams[row] = CounterRNG("generate", *seeds[number]) if seeds else None
+        index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
+        values = torch.tensor(
+            [
+                options.repetition_penalty,
+                options.temperature,
+                min(options.top_k or self.vocab_size, self.vocab_size),
+                math.inf if options.top_p in (None, 1.0) else options.top_p,
+                options.min_p or 0.0,
+            ]
+        ).to(self.device, non_blocking=True)
+        self._values.index_copy_(0, index, values.expand(len(rows), -1))
+        self._seen.index_fill_(0, index, False)
+        self._greedy = all(each.temperature == 0.0 for each in self._options)
+        self._filters = any(each.top_k is not None or each.top_p is not None or each.min_p for each in self._options)
+        self._penalizes = any(each.repetition_penalty != 1.0 for each in self._options)
+
+    def observe(self, tokens: Tensor, valid: Tensor | None = None, rows: slice = slice(None)) -> None:
+        """Count tokens of prompts as seen.
+
+        Args:
+            tokens: `[prompts, time]`. Each prompt belongs to as many rows as each other, which follow each other.
+            valid: which tokens count, `[prompts, time]`; None for all.
+            rows: the rows of the batch; by default all.
+        """
+        if self._penalizes:
+            occurs = torch.zeros(tokens.shape[0], self.vocab_size, dtype=torch.int32, device=self.device)
             ones = torch.ones_like(tokens, dtype=torch.int32) if valid is None else valid.int()
             occurs.scatter_reduce_(1, tokens * (ones > 0), ones, "amax")
-            self._seen |= (occurs > 0).repeat_interleave(self._num_samples, 0)
+            seen = self._seen[rows]
+            seen |= (occurs > 0).repeat_interleave(len(seen) // len(tokens), 0)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the next token `[batch]` for logits `[batch, vocab_size]`, and count it as seen."""
-        logits = logits.float()
-        if self._seen is not None:
-            logits = penalize(logits, self._seen, self.options.repetition_penalty)
-        if self._excluded is not None:
-            logits = logits.masked_fill(self._excluded, -math.inf)
-        if self.options.temperature == 0.0:
-            token = logits.argmax(-1)
-        else:
-            token = choose(filter_logits(logits, self.options), self._uniform(logits))
-        if self._seen is not None:
-            self._seen.scatter_(1, token.unsqueeze(1), True)
-        return token
+        self.prepare()
+        self.launch(logits)
+        return self.token.clone()
 
-    def _uniform(self, logits: Tensor) -> Tensor:
-        if not self._streams:
-            return torch.rand(logits.shape[0], generator=self._generator, device=logits.device)
-        place = self._used % _BLOCK
-        if place == 0:
-            # In 24 bits: float32 would round larger ones up to 1.
-            numbers = np.stack([np.floor(stream.uniform(_BLOCK) * 2.0**24) * 2.0**-24 for stream in self._streams], 1)
-            self._block = torch.from_numpy(numbers.astype(np.float32)).to(logits.device, non_blocking=True)
-        self._used += 1
-        assert self._block is not None
-        return self._block[place]
+    def prepare(self) -> None:
+        """Provide random numbers for one token of each row; to be called before each `launch`."""
+        if self._step >= self._next and not self._greedy:
+            empty = [row for row, end in enumerate(self._ends) if end <= self._step]
+            seeded = {row: stream for row in empty if (stream := self._streams[row]) is not None}
+            if seeded:
+                # In 24 bits: float32 would round larger ones up to 1.
+                drawn = [np.floor(stream.uniform(_BLOCK) * 2.0**24) * 2.0**-24 for stream in seeded.values()]
+                self._refill(list(seeded), torch.from_numpy(np.stack(drawn).astype(np.float32)))
+            others = [row for row in empty if self._streams[row] is None]
+            if others:
+                self._refill(others, torch.rand(len(others), _BLOCK, generator=self._generator, device=self.device))
+            self._next = min(self._ends)
+        self._step += 1
+
+    def _refill(self, rows: list[int], numbers: Tensor) -> None:
+        index = torch.tensor(rows).to(self.device, non_blocking=True)
+        self._uniforms.index_copy_(0, index, numbers.to(self.device, non_blocking=True))
+        self._used.index_fill_(0, index, 0)
+        for row in rows:
+            self._ends[row] = self._step + _BLOCK
+
+    def launch(self, logits: Tensor) -> None:
+        """Write the next tokens to `token`. A CUDA graph can capture it if `fused`."""
+        if self.fused and logits.dtype in KERNEL_DTYPES:
+            logits = logits.contiguous()
+            if self._kernel is None or self._kernel[1][0].data_ptr() != logits.data_ptr():
+                self._kernel = self._make_kernel(logits)
+            launch, tensors = self._kernel
+            launch(0 if INTERPRETED else current_stream(self.device.index or 0), *tensors)
+            return
+        penalty, temperature, top_k, top_p, min_p = self._values.unbind(1)
+        logits = logits.float()
+        if self._penalizes:
+            logits = penalize(logits, self._seen, penalty)
+        logits = logits.masked_fill(self._excluded, -math.inf)
+        token = logits.argmax(-1)
+        if not self._greedy:
+            greedy = token
+            if self._filters:
+                logits = filter_logits(logits, temperature, top_k, top_p, min_p)
+            else:
+                logits = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
+            token = choose(logits, self._uniforms.gather(1, self._used).squeeze(1))
+            token = torch.where(temperature == 0.0, greedy, token)
+            self._used += 1
+        if self._penalizes:
+            self._seen.scatter_(1, token.unsqueeze(1), True)
+        self.token.copy_(token)
+
+    def _make_kernel(self, logits: Tensor) -> tuple[Any, list[Tensor]]:
+        from tcnca.ops.decoding import kernels
+        from tcnca.ops.launcher import Launch
+
+        bits = self._excluded.view(torch.int8), self._seen.view(torch.int8)
+        tensors = [logits, self._values, *bits, self._uniforms, self._used, self.token]
+        launch = Launch(
+            kernels.sample,
+            (len(logits), 1),
+            tuple(tensor.dtype for tensor in tensors),
+            (_MIN_TEMPERATURE,),
+            {
+                "SIZE": self.vocab_size,
+                "COLUMNS": 1 << max(self.vocab_size - 1, 0).bit_length(),
+                "BLOCK": _BLOCK,
+                "PDL": False,
+            },
+            device=None if self.device.type == "cpu" else self.device.index or 0,
+            num_warps=4,
+        )
+        return launch, tensors

@@ -31,6 +31,7 @@ TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 # Bytes that one thread loads or copies at once, if they are known to start at a multiple of this number.
 ALIGNMENT = 16

@@ -12,8 +12,11 @@ from tcnca.ops.attention.naive import (
     ATTENTION_ACTIVATIONS,
     AttentionCall,
     AttentionState,
+    continue_attention,
     first_state,
     naive_attention,
+    outputs_of_queries,
+    queries_in_slots,
     required_slots,
 )
 from tcnca.ops.attention.triton_op import fused_attention
@@ -22,6 +25,7 @@ from tcnca.ops.dispatch import Candidate, select_backend, tensors_reason, transf
 from tcnca.ops.padding import advance, zero_padding
 
 AttentionBackend = Literal["auto", "naive", "triton"]
+TRITON_MIN_CONTINUED = 64  # tokens; fewer are read faster without the queries in the slots of their chunk
 TRITON_MAX_KEY = 128  # d_key; a block of queries or keys stays in shared memory
 
 
@@ -73,8 +77,8 @@ def _triton_unsupported(call: AttentionCall) -> str | None:
     q, k, v = call.q, call.k, call.v
     if q.device.type not in ("cuda", "cpu"):
         return f"q: expected a CUDA tensor, got one on {q.device}"
-    if call.state is not None:
-        return "state: expected None, got one; the kernels take sequences from their start"
+    if call.state is not None and call.chunk_size is None:
+        return "chunk_size: expected chunks when continuing from a state, got None"
     reason = tensors_reason([q, k, v], call.bias, call.lengths)
     if reason is not None:
         return reason
@@ -86,6 +90,8 @@ def _triton_unsupported(call: AttentionCall) -> str | None:
 
 
 def _triton_should_use(call: AttentionCall) -> bool:
+    if call.state is not None and call.q.shape[1] < TRITON_MIN_CONTINUED:
+        return False
     # In float32 the kernels are right but slow: they multiply without tensor cores.
     return call.q.is_cuda and (autocasts(call.q.device) or call.q.dtype != torch.float32)
 
@@ -94,14 +100,28 @@ CANDIDATES = (Candidate("triton", "triton", _triton_unsupported, _triton_should_
 
 
 def _run_triton(call: AttentionCall) -> tuple[Tensor, AttentionState | None]:
-    q, k, v = call.q, call.k, call.v
+    if call.state is None:
+        out = _attend_from_start(call, call.q, call.k, call.v, call.lengths)
+        if not call.return_state:
+            return out, None
+    q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
+    if call.state is None:
+        return out, first_state(call, q, k, v)
+    out, new = continue_attention(call, call.state, q, k, v, _attend_in_slots)
+    return out, new if call.return_state else None
+
+
+def _attend_from_start(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
     if autocasts(q.device):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
-    out = fused_attention(q, k, v, call.bias, call.lengths, call.chunk_size, call.causal, call.activation, call.dropout)
-    if not call.return_state:
-        return out, None
-    q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
-    return out, first_state(call, q, k, v)
+    return fused_attention(q, k, v, call.bias, lengths, call.chunk_size, call.causal, call.activation, call.dropout)
+
+
+def _attend_in_slots(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: Tensor, end: Tensor) -> Tensor:
+    """Attend from the start of the unfinished chunk, and drop the outputs of the tokens that were read before."""
+    time, slots = q.shape[1], k.shape[1]
+    q = queries_in_slots(q, fill, slots).to(k.dtype)
+    return outputs_of_queries(_attend_from_start(call, q, k, v, end), fill, time)
 
 
 def required_max_length(

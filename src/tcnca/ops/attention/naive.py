@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -186,7 +187,8 @@ def naive_attention(call: AttentionCall) -> tuple[Tensor, AttentionState | None]
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
     if call.state is not None:
-        out, new = _continue(call, call.state, q, k, v)
+        few = call.chunk_size is None or q.shape[1] <= call.chunk_size
+        out, new = continue_attention(call, call.state, q, k, v, _over_all_slots if few else _chunk_by_chunk)
         return out, new if call.return_state else None
     out = _from_start(call, q, k, v)
     return out, first_state(call, q, k, v) if call.return_state else None
@@ -237,10 +239,19 @@ def _from_start(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.index_select(1, torch.arange(time, device=out.device)) if any_length else out[:, :time]
 
 
-def _continue(
-    call: AttentionCall, state: AttentionState, q: Tensor, k: Tensor, v: Tensor
+def continue_attention(
+    call: AttentionCall,
+    state: AttentionState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, AttentionState]:
-    """Attend causally from the next tokens, and return the state after them."""
+    """Attend causally from the next tokens, and return the state after them.
+
+    `run` attends from queries to the keys and values of all slots: those of the state, then the new ones. It also takes
+    how many slots of each row were filled before, and how many after the call.
+    """
     time, chunk_size, lengths = q.shape[1], call.chunk_size, call.lengths
     fill = state.position if chunk_size is None else state.position % chunk_size
     if time == 1 and chunk_size is not None:
@@ -258,7 +269,6 @@ def _continue(
             slots = chunk_size - 1 + time
             slots += -slots % chunk_size if time > chunk_size else 0
         lined_k, lined_v = _line_up(state.keys, k, fill, slots), _line_up(state.values, v, fill, slots)
-        run = _over_all_slots if chunk_size is None or time <= chunk_size else _chunk_by_chunk
         out = run(call, q, lined_k, lined_v, fill, end)
         keys, values = _last_chunk(lined_k, end, chunk_size), _last_chunk(lined_v, end, chunk_size)
     return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
@@ -298,15 +308,26 @@ def _over_all_slots(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: 
     return call.attend(q, k, v, None if call.bias is None else offset_bias(call.bias, query, key), mask)
 
 
+def queries_in_slots(q: Tensor, fill: Tensor, slots: int) -> Tensor:
+    """Put queries into the slots of their keys, `[batch, slots, d_key]`; the rest is arbitrary."""
+    place = torch.arange(slots, device=q.device) - fill.unsqueeze(1)
+    return take_time(q, place.clamp(0, q.shape[1] - 1))
+
+
+def outputs_of_queries(out: Tensor, fill: Tensor, time: int) -> Tensor:
+    """Return the outputs `[batch, time, d_value]` of the queries that were put into slots."""
+    return take_time(out, fill.unsqueeze(1) + torch.arange(time, device=out.device))
+
+
 def _chunk_by_chunk(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: Tensor, end: Tensor) -> Tensor:
     """Attend from many queries: put them into the slots of their chunks as well, and attend chunk by chunk."""
     assert call.chunk_size is not None
     slots = torch.arange(k.shape[1], device=q.device)
-    lined_q = take_time(q, (slots - fill.unsqueeze(1)).clamp(0, q.shape[1] - 1))
+    lined_q = queries_in_slots(q, fill, k.shape[1])
     place = torch.arange(call.chunk_size, device=q.device)
     valid = (slots < end.unsqueeze(1)).unflatten(1, (-1, call.chunk_size)).unsqueeze(2)
     mask = valid & (place <= place.unsqueeze(1))
     bias = None if call.bias is None else chunk_bias(call.bias, call.chunk_size)
     lined = [part.unflatten(1, (-1, call.chunk_size)) for part in (lined_q, k, v)]
     out = call.attend(lined[0], lined[1], lined[2], bias, mask).flatten(1, 2)
-    return take_time(out, fill.unsqueeze(1) + torch.arange(q.shape[1], device=q.device))
+    return outputs_of_queries(out, fill, q.shape[1])

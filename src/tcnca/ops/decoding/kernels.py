@@ -566,3 +566,65 @@ def advance_slots(slots, sizes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, PDL:
     after = tl.load(slots + tl.program_id(0) * COUNT + place, mask=place < COUNT, other=0) + 1
     size = tl.load(sizes + place, mask=place < COUNT, other=1)
     tl.store(slots + tl.program_id(0) * COUNT + place, tl.where(after >= size, 0, after), mask=place < COUNT)
+
+
+@triton.jit
+def sample(
+    logits,
+    options,
+    excluded,
+    seen,
+    uniforms,
+    used,
+    token,
+    min_temperature,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the next token of each row; see `generation/sampling.py`.
+
+    `options` is `[batch, 5]`: penalty, temperature, top_k, top_p, min_p. A row takes the next of its `BLOCK` uniform
+    random numbers, of which it has `used` some.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < SIZE
+    lowest = -float("inf")
+    penalty, temperature = tl.load(options + row * 5), tl.load(options + row * 5 + 1)
+    y = tl.load(logits + row * SIZE + column, mask=inside, other=lowest).to(tl.float32)
+    if penalty != 1.0:
+        occurred = tl.load(seen + row * SIZE + column, mask=inside, other=0) != 0
+        y = tl.where(occurred, tl.where(y > 0.0, y / penalty, y * penalty), y)
+    y = tl.where(tl.load(excluded + column, mask=inside, other=1) != 0, lowest, y)
+    top = tl.max(y)
+    chosen = tl.min(tl.where(y == top, column, COLUMNS))
+    if temperature != 0.0:
+        top_k, top_p = tl.load(options + row * 5 + 2), tl.load(options + row * 5 + 3)
+        y = (y - top) / tl.maximum(temperature, min_temperature)
+        if (top_k < SIZE) | (top_p < 1.0):
+            ordered = tl.sort(y, descending=True)
+            least = tl.max(tl.where(column >= top_k.to(tl.int32) - 1, ordered, lowest))
+            ordered = tl.where(ordered < least, lowest, ordered)
+            shares = tl.exp(ordered)
+            shares = shares / tl.sum(shares)
+            kept = tl.cumsum(shares) - shares < top_p
+            least = tl.maximum(least, tl.min(tl.where(kept, ordered, 0.0)))
+            y = tl.where(y < least, lowest, y)
+        shares = tl.exp(y)
+        shares = tl.where(shares < tl.load(options + row * 5 + 4), 0.0, shares)
+        shares = shares / tl.sum(shares)
+        place = tl.load(used + row)
+        uniform = tl.load(uniforms + row * BLOCK + place)
+        reached = (tl.cumsum(shares) - shares <= uniform) & (shares > 0.0)
+        chosen = tl.max(tl.where(reached, column, 0))
+        tl.store(used + row, place + 1)
+    # Not a number is never equal to itself.
+    chosen = tl.minimum(chosen, SIZE - 1)
+    tl.store(token + row, chosen.to(tl.int64))
+    if penalty != 1.0:
+        tl.store(seen + row * SIZE + chosen, 1)
