@@ -199,6 +199,16 @@ def test_pairs(tmp_path: Path) -> None:
     assert read_csv(predicted(tmp_path / "model", "a", "x y"))[0]["prediction"] == (labels or [])[0]
 
 
+def test_integers_are_the_indices_of_named_classes(tmp_path: Path) -> None:
+    model = saved("signals", tmp_path / "model", class_names=("cat", "dog"))
+    x = np.random.default_rng(0).normal(5, 2, (6, 5, 2))
+    labels = model.predict(x).labels
+    np.savez(tmp_path / "x.npz", x=x, y=[("cat", "dog").index(label) for label in labels or []])
+    assert "accuracy 1.0000 (of 6)" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+    np.savez(tmp_path / "x.npz", x=x, y=[2, *[0] * 5])
+    assert "x.npz: y[0]: expected one of the classes" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+
+
 def test_labels_are_not_compared_on_request(tmp_path: Path) -> None:
     saved("classification", tmp_path / "model")
     data = write_csv(tmp_path / "rows.csv", [{"body": "a b", "stars": "unknown"}])

@@ -354,13 +354,20 @@ class ArraysReader(Reader):
                     f"of shape {target.shape}; name another array with --label"
                 )
 
+    def _labels(self, labels: NamedArray) -> list[str]:
+        """Return labels as text; integers are the indices of classes whose names are not numbers."""
+        names, classes = label_names(labels), class_names(self.model) or ()
+        if labels.array.dtype.kind not in "iu" or any(name.lstrip("-").isdigit() for name in classes):
+            return names
+        return [classes[int(name)] if name.isdigit() and int(name) < len(classes) else name for name in names]
+
     def _examples(
         self, begin: int, parts: Mapping[str, NDArray[Any]], arrays: Mapping[str, _Opened]
     ) -> Iterator[Example]:
         values, lengths, targets = parts["values"], parts.get("lengths"), None
         if "target" in parts:
             named = NamedArray(self._path, arrays["target"].name, parts["target"])
-            targets = parts["target"].reshape(len(values), -1) if self.kind == "regression" else label_names(named)
+            targets = parts["target"].reshape(len(values), -1) if self.kind == "regression" else self._labels(named)
         for row, sequence in enumerate(values):
             index = begin + row
             self._done = index + 1
