@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import tcnca
 from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TokenInputConfig, VocabularyError
 from tcnca.cli import app
 from tcnca.cli.generate import _Printer
-from tcnca.cli.reporting import escape_controls
+from tcnca.errors import escape_control
 from tcnca.generation.text import _Continuation
 from tests.examples import small_model
 
@@ -124,7 +126,7 @@ def test_models_without_text_are_refused() -> None:
         tcnca.stream_text(small_model(), "a", 3)
     with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
         tcnca.stream_text(text_model(head=ClassifierHeadConfig()), "a", 3)
-    with pytest.raises(VocabularyError, match=r"expected the 3 bytes that occur .*got b'xy', .*offset 2$"):
+    with pytest.raises(VocabularyError, match=r"expected the 3 bytes that occur .*got b'xy', .*offset 2; remove them$"):
         tcnca.stream_text(text_model(b"abc"), "abyx", 3)
 
 
@@ -160,6 +162,32 @@ def test_samples_do_not_depend_on_their_number(folder: Path) -> None:
     assert texts[2][1] == run(folder, *options).stdout.rstrip("\n")
 
 
+def test_json_lines_have_a_continuation_each(folder: Path) -> None:
+    options = ("--prompt", "Hello", "--max-tokens", "25", "--seed", "2", "--num-samples", "2")
+    rows = [json.loads(line) for line in run(folder, *options, "--jsonl").stdout.splitlines()]
+    texts = [part.rstrip("\n") for part in re.split(r"\n?== sample \d of 2 ==\n", run(folder, *options).stdout)]
+    assert [row.pop("text").rstrip("\n") for row in rows] == texts[1:]
+    assert rows == [{"sample": sample, "tokens": 25, "seed": 2} for sample in range(2)]
+    text = json.loads(run(folder, *options, "--jsonl", "--num-samples", "1").stdout)["text"]
+    row = json.loads(run(folder, *options, "--jsonl", "--num-samples", "1", "--stop", text[10]).stdout)
+    assert row["text"] == text.partition(text[10])[0]
+    assert row["tokens"] < 25
+
+
+def test_weights_and_cache_can_have_fewer_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def stream(model: SequenceModel, *_: Any, **options: Any) -> Iterator[list[str | None]]:
+        found.append((model.embedding.weight.dtype, options["quantization"], options["cache_dtype"]))
+        yield ["x"]
+
+    monkeypatch.setattr("tcnca.generation.stream_texts", stream)
+    for options in ((), ("--dtype", "bfloat16"), ("--int8",), ("--float8-cache",)):
+        assert run(folder, "--prompt", "a", *options).exit_code == 0
+    full, half = torch.float32, torch.bfloat16
+    assert found == [(full, None, None), (half, None, None), (full, "int8", None), (full, None, "float8")]
+
+
 def test_a_new_seed_is_printed_and_repeats_the_text(folder: Path) -> None:
     first = run(folder, "--prompt", "Hello", "--max-tokens", "20")
     (seed,) = re.findall(r"seed (\d+)", first.stderr)
@@ -180,13 +208,32 @@ def test_ctrl_c_prints_what_was_generated(folder: Path, monkeypatch: pytest.Monk
     assert result.stderr.endswith("\nstopped by SIGINT\n")
 
 
+def test_a_long_prompt_shows_how_much_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def bar(what: str, shows: bool) -> Iterator[Any]:
+        seen.append(shows)
+        yield lambda *done: seen.append(done)
+        seen.append("ended")
+
+    monkeypatch.setattr("tcnca.cli.generate.progress_bar", bar)
+    monkeypatch.setattr("tcnca.generation.prompts.PREFILL_TOKENS", 2**14)
+    result = run(folder, "--prompt-file", "-", "--max-tokens", "2", stdin=b"a" * 40_000)
+    assert result.exit_code == 0, result.output
+    assert seen == [True, (16_384, 40_000), (32_768, 40_000), (40_000, 40_000), "ended"]
+    seen.clear()
+    assert run(folder, "--prompt", "a", "--max-tokens", "2").exit_code == 0
+    assert seen[0] is False
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
 def test_control_characters_do_not_drive_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert escape_controls("a\x1b[2J\tb\r\n\x9b\x7f é") == "a\\x1b[2J\tb\\r\n\\x9b\\x7f é"
+    assert escape_control("a\x1b[2J\tb\r\n\x9b\x7f é", "\n\t") == "a\\x1b[2J\tb\\r\n\\x9b\\x7f é"
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     printer = _Printer(1)
@@ -222,7 +269,7 @@ def test_wrong_models_are_answered(tmp_path: Path) -> None:
     tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
     tcnca.save(text_model(b"abc"), tmp_path / "narrow")
     for name, message in {
-        "nothing": f"{tmp_path}/nothing",
+        "nothing": f"{tmp_path}/nothing: expected a run directory or a saved model, got no such folder",
         "classifier": "model: expected a language model, got one with a ClassifierHeadConfig",
         "narrow": "text: expected the 3 bytes that occur in the training data",
     }.items():

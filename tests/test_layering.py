@@ -20,7 +20,7 @@ LAYERS = (
     ("data",),
     ("generation", "training"),
     ("bench", "export", "inference", "report", "search"),
-    ("scoring", "cli", "__init__", "__main__"),
+    ("cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
 

@@ -5,48 +5,65 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FORKED = ROOT / "tests" / "forked.py"
+SHELL = "import subprocess; subprocess.run(['bash', '-e', '-o', 'pipefail', '-c', {!r}], check=True)"
+
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
-SHELL = "import subprocess; subprocess.run(['bash', '-e', '-c', {!r}], check=True)"
-# The command of this environment, whether or not it is on the path.
-COMMAND = f'tcnca() {{ "{sys.executable}" -m tcnca "$@"; }}\n'
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Socket of a process that runs commands without importing PyTorch again."""
+    path = tmp_path_factory.mktemp("forked") / "socket"
+    command = [sys.executable, "-m", "tests.forked", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield path
+        process.kill()
 
 
-@pytest.mark.parametrize(("page", "languages"), [("README.md", "python"), ("docs/guide.md", "python|sh")])
-def test_blocks_run_in_order(tmp_path: Path, page: str, languages: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    # The test below runs the commands that train by the clock.
-    blocks = [
-        block for block in re.findall(rf"```({languages})\n(.*?)```", text, re.DOTALL) if "--budget" not in block[1]
-    ]
-    code = "\n".join(body if kind == "python" else SHELL.format(COMMAND + body) for kind, body in blocks)
-    assert code.count("tcnca\n") >= 1
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run(server: Path, tmp_path: Path) -> Run:
+    """Run the blocks of a page in their order, as a user does in an empty folder; return what they print."""
+    client = [sys.executable, "-SE", str(FORKED), str(server)]
+    # The command of this environment, whether or not it is on the path.
+    command = f'tcnca() {{ "{client[0]}" -SE "{FORKED}" "{server}" "$@"; }}\n'
+
+    def run_page(page: str) -> subprocess.CompletedProcess[str]:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
+        # Installation is tested where there is a network.
+        blocks = [(kind, body) for kind, body in blocks if not body.startswith("make ")]
+        code = "\n".join(body if kind == "python" else SHELL.format(command + body) for kind, body in blocks)
+        assert "import" in code
+        assert "tcnca train" in code
+        return subprocess.run([*client, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    return run_page
+
+
+def test_the_readme_runs(run: Run) -> None:
+    done = run("README.md")
     assert done.returncode == 0, done.stderr
+    # What it promises.
+    assert re.search(r"^a superb hour,good,", done.stdout, re.MULTILINE)
+    assert re.search(r"^far too long,bad,", done.stdout, re.MULTILINE)
+    assert re.search(r"^job \d+ on node\d: done in \d s$", done.stdout, re.MULTILINE)
+    assert "disk failure" in done.stdout.partition("most surprising places")[2]
 
 
-@pytest.mark.slow
-def test_commands_of_the_guide_run(tmp_path: Path) -> None:
-    """With fewer steps, in a copy of what they read."""
-    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(r"```sh\n(.*?tcnca generate.*?)```", text, re.DOTALL)
-    assert "--budget 60s" in commands
-    (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/guide.md"):
-        (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
-    script = f'set -e\ntcnca() {{ {sys.executable} -m tcnca "$@"; }}\n' + commands.replace(
-        "--budget 60s", "max_steps=2"
-    )
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+def test_the_guide_runs(run: Run, tmp_path: Path) -> None:
+    done = run("docs/guide.md")
     assert done.returncode == 0, done.stderr
-    assert "200 tokens in" in done.stderr
-    assert {"score.png", "score.json", "lines.csv"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"score.png", "score.json", "lines.csv", "predictions.csv"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_make_commands_exist() -> None:

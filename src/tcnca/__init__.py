@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         stream_text,
         stream_texts,
     )
+    from tcnca.inference import TextScorer, score
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
         presets,
         save,
     )
-    from tcnca.scoring import TextScorer, score
 
 __all__ = [
     "EMA",
@@ -101,11 +101,8 @@ __all__ = [
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation", "scoring", "export")
-_MODULES = (
-    *("bench", "data", "export", "generation", "inference", "layers", "models", "ops", "recipes", "scoring"),
-    "training",
-)
+_SOURCES = ("errors", "layers", "models", "generation", "inference", "export")
+_MODULES = ("bench", "data", "export", "generation", "inference", "layers", "models", "ops", "recipes", "training")
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

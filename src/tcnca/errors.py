@@ -102,6 +102,6 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
 
-def escape_control(text: str) -> str:
-    """Escape control characters except newlines: texts from files must not control a terminal."""
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+def escape_control(text: str, keep: str = "\n") -> str:
+    """Escape control characters except those to `keep`: texts from files must not control a terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)

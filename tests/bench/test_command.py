@@ -93,4 +93,4 @@ def test_results_are_shown_and_plotted_again(tmp_path: Path) -> None:
     assert "mean of six" in together.output
     assert "TCN over FFT-EMA as published" in together.output
     refused = runner.invoke(app, ["bench", "show", *map(str, paths.values()), "--plot", str(plot)])
-    assert "--plot: expected one file of results, got 4" in refused.output
+    assert "--plot: expected one file of results, got 5" in refused.output

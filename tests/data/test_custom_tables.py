@@ -268,11 +268,7 @@ def test_invalid_json_lines(tmp_path: Path, line: str, message: str) -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
     content = mark + GOOD.encode() + "naïve,1\n".encode("latin-1")
-    offset = content.index(b"\xef", 3)
-    message = (
-        f"^, line 8: expected UTF-8, got byte 0xef at offset {offset}; convert the file, "
-        ".*`iconv -f latin-1 -t utf-8`, or give --kind language"
-    )
+    message = "^, line 8: expected UTF-8, got byte 0xef; convert .*`iconv -f latin-1 -t utf-8`, or give --kind language"
     _refused(tmp_path / "a.csv", content, message)
 
 
@@ -421,5 +417,5 @@ def test_wrong_byte_far_into_the_file(tmp_path: Path) -> None:
     start = GOOD.encode() + f"{'ä' * 1000},1\n".encode() * 1500
     (tmp_path / "a.csv").write_bytes(start + b"\xe4,1\n")
     line = start.count(b"\n") + 1
-    with pytest.raises(DataError, match=rf"line {line}: expected UTF-8, got byte 0xe4 at offset {len(start)}"):
+    with pytest.raises(DataError, match=rf"line {line}: expected UTF-8, got byte 0xe4;"):
         read_custom(tmp_path / "a.csv")

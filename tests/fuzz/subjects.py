@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz import data, models, recipes, runs
+from tests.fuzz import data, inference, models, recipes, runs
 
-SUBJECTS = {**runs.SUBJECTS, **models.SUBJECTS, **recipes.SUBJECTS, **data.SUBJECTS}
-BASES = {**runs.BASES, **models.BASES, **recipes.BASES, **data.BASES}
+SUBJECTS = {**runs.SUBJECTS, **models.SUBJECTS, **recipes.SUBJECTS, **data.SUBJECTS, **inference.SUBJECTS}
+BASES = {**runs.BASES, **models.BASES, **recipes.BASES, **data.BASES, **inference.BASES}
 """How the undamaged files are made, by the library itself."""
 IMPORTED = ".imported"
 """File with the names of the modules that the subjects import."""

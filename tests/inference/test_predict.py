@@ -199,6 +199,27 @@ def test_pairs(tmp_path: Path) -> None:
     assert read_csv(predicted(tmp_path / "model", "a", "x y"))[0]["prediction"] == (labels or [])[0]
 
 
+def test_integers_are_the_indices_of_named_classes(tmp_path: Path) -> None:
+    model = saved("signals", tmp_path / "model", class_names=("cat", "dog"))
+    x = np.random.default_rng(0).normal(5, 2, (6, 5, 2))
+    labels = model.predict(x).labels
+    np.savez(tmp_path / "x.npz", x=x, y=[("cat", "dog").index(label) for label in labels or []])
+    assert "accuracy 1.0000 (of 6)" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+    np.savez(tmp_path / "x.npz", x=x, y=[2, *[0] * 5])
+    assert "x.npz: y[0]: expected one of the classes" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+
+
+def test_labels_are_not_compared_on_request(tmp_path: Path) -> None:
+    saved("classification", tmp_path / "model")
+    data = write_csv(tmp_path / "rows.csv", [{"body": "a b", "stars": "unknown"}])
+    result = tcnca_predict(tmp_path / "model", data, "--label", "", "-o", "-")
+    assert read_csv(result.stdout)[0]["stars"] == "unknown"
+    assert result.stderr == ""  # no accuracy, and in a pipe no progress
+    saved("signals", tmp_path / "signals")
+    np.savez(tmp_path / "x.npz", x=np.zeros((2, 5, 2)), y=[7, 8])
+    assert tcnca_predict(tmp_path / "signals", tmp_path / "x.npz", "--label", "").exit_code == 0
+
+
 # Lines and texts.
 
 
@@ -413,7 +434,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "three.npy: array 'values': expected shape [examples, time] with whole numbers",
         ),
         ("classification", "rows.csv --best", "model: has no best checkpoint"),
-        ("language", "rows.csv", "model: expected a model that predicts classes, values or forecasts, got a language"),
+        ("language", "rows.csv", "model: expected one that predicts a class, values or a forecast, got a language"),
         ("signals", "rows.csv", "rows.csv: expected arrays (.npy, .npz), or a column 'x' with a list of numbers"),
         ("signals", "three.npy", "three.npy: array 'values': expected shape [examples, time, 2], 2 features as in"),
         ("signals", "none.npy", "none.npy: expected something to predict, got no rows"),
@@ -422,7 +443,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "labels.npz", "labels.npz: y[1]: expected one of the classes of the model, '0', '1', got '7'"),
         ("signals", "lengths.npz", "lengths.npz: n[1]: expected 1 to 5, the time steps of 'x', got 6"),
         ("signals", "nan.npz", "nan.npz: x[0], time step 0: expected finite float32 numbers"),
-        ("signals", "header.npz", "header.npz, array 'x': cannot be read"),
+        ("signals", "header.npz", "header.npz: array 'x': cannot be read"),
         ("signals", "bad.npz", "bad.npz: cannot be read"),
         ("signals", "1,2,x", "INPUT, line 1: expected numbers with commas or spaces between them"),
         ("pairs", "alone", "INPUT: expected two texts, since the model compares pairs, got 1"),
@@ -453,11 +474,11 @@ def test_empty_texts_and_missing_runs(tmp_path: Path) -> None:
     assert "expected something to predict" in tcnca_predict(tmp_path / "model", "-", input="\n").stderr
     assert "expected a run directory or a saved model" in tcnca_predict(tmp_path / "nope", "text").stderr
     save(small_model(dtype=torch.float32), tmp_path / "plain")  # a language model from Python
-    assert f"`tcnca generate {tmp_path / 'plain'} --prompt TEXT`" in tcnca_predict(tmp_path / "plain", "text").stderr
+    assert "continue a text with `tcnca generate`" in tcnca_predict(tmp_path / "plain", "text").stderr
 
 
 def test_rows_do_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stdout", screen)
     _Terminal().write("a\x1b[2Jb\n")
-    assert screen.getvalue() == "a\ufffd[2Jb\n"
+    assert screen.getvalue() == "a\\x1b[2Jb\n"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import escape_controls
-from tcnca.errors import DataError, InputError
+from tcnca.cli.reporting import progress_bar
+from tcnca.errors import DataError, InputError, escape_control
+
+_LONG_PROMPT = 2**15
+"""Bytes of a prompt from which reading it shows a bar."""
 
 
 def generate(
@@ -40,7 +45,20 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a continuation, and is not printed; can be repeated.")
     ] = None,
+    jsonl: Annotated[
+        bool, typer.Option("--jsonl", help="Print a JSON object per continuation: sample, text, tokens and seed.")
+    ] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights. (default: as saved)")
+    ] = None,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Round the weights to 8 bits, after the prompt is read: faster.")
+    ] = False,
+    float8_cache: Annotated[
+        bool, typer.Option("--float8-cache", help="Round the values of the attention to 8 bits, on a GPU.")
+    ] = False,
 ) -> None:
     """Continue a prompt with a trained language model.
 
@@ -50,13 +68,26 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     seed = secrets.randbelow(2**32) if seed is None else seed
 
+    import torch
+
     from tcnca.generation import stream_texts
-    from tcnca.models import load
+    from tcnca.inference.load import load_run
     from tcnca.training.distributed import dist_context
 
-    with dist_context(device) as dist:
+    with dist_context(device) as dist, contextlib.ExitStack() as bar:
+        language_model = load_run(model, dist.device, best=best)
+        if dtype is not None:
+            language_model = language_model.to(getattr(torch, dtype))
+        progress = bar.enter_context(progress_bar("reading the prompt", len(text) > _LONG_PROMPT))
+        read = 0
+
+        def on_piece(piece: torch.Tensor, _: torch.Tensor | None) -> None:
+            nonlocal read
+            read += piece.shape[1]
+            progress(read, len(text) if language_model.preprocessing.byte_map else None)
+
         texts = stream_texts(
-            load(model, dist.device),
+            language_model,
             text,
             max_tokens,
             temperature=temperature,
@@ -67,8 +98,12 @@ def generate(
             seed=seed,
             num_samples=num_samples,
             stop=stop or (),
+            quantization="int8" if int8 else None,
+            cache_dtype="float8" if float8_cache else None,
+            on_piece=on_piece,
         )
-        _print_texts(texts, num_samples, len(text), seed)
+        printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)
+        _print_texts(texts, printer, bar.close, f"a prompt of {len(text):,} bytes", seed)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
@@ -128,28 +163,56 @@ class _Printer:
     def _write(self, text: str) -> None:
         if text:
             self._last = text[-1]
-            sys.stdout.write(escape_controls(text) if self._terminal else text)
+            sys.stdout.write(escape_control(text, "\n\t") if self._terminal else text)
             sys.stdout.flush()
 
 
-def _print_texts(texts: Iterator[list[str | None]], num_samples: int, read: int, seed: int) -> None:
+class _JSONPrinter(_Printer):
+    """Prints a JSON object for each continuation when it has ended."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        super().__init__(num_samples)
+        self._tokens, self._seed = [0] * num_samples, seed
+
+    def add(self, new: list[str | None]) -> None:
+        """Add the next piece of each continuation; None after its end."""
+        self._tokens = [tokens + (text is not None) for tokens, text in zip(self._tokens, new, strict=True)]
+        super().add(new)
+
+    def _print(self) -> None:
+        while self._current < len(self._texts) and self._ended[self._current]:
+            sample = self._current
+            row = {"sample": sample, "text": self._texts[sample], "tokens": self._tokens[sample], "seed": self._seed}
+            self._write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._current += 1
+
+
+def _print_texts(
+    texts: Iterator[list[str | None]], printer: _Printer, end_progress: Callable[[], None], prompt: str, seed: int
+) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
-    printer, counts = _Printer(num_samples), [0]
+    counts = [0]
     begin = first = time.perf_counter()
     try:
         for new in texts:
-            first = time.perf_counter() if len(counts) == 1 else first
+            if len(counts) == 1:
+                first = time.perf_counter()
+                end_progress()
             counts.append(len(new) - new.count(None))
             printer.add(new)
     finally:
         # On Ctrl-C, too: with what was generated so far.
         if not isinstance(sys.exception(), Exception):
+            now = time.perf_counter()
+            if len(counts) == 1:  # stopped while the prompt was read
+                first = now
+                end_progress()
             printer.finish()
-            seconds = time.perf_counter() - first
+            seconds = now - first
             speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""
             typer.echo(
-                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after a prompt of {read:,} bytes in "
+                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after {prompt} in "
                 f"{first - begin:.2f} s; seed {seed}",
                 err=True,
             )

@@ -1,18 +1,16 @@
-"""`tcnca predict`."""
+"""`tcnca predict`: label the rows of a file, or continue series."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO, cast
 
 import typer
-from rich.console import Console
 
-from tcnca.cli.reporting import ProgressReporter
+from tcnca.cli.reporting import progress_bar
+from tcnca.errors import escape_control
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
@@ -30,7 +28,7 @@ def predict(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File: .csv, .tsv, .jsonl, .npz or .npy. (default: the terminal)"),
+        typer.Option("--out", "-o", help="File: .csv, .tsv, .jsonl, .npz or .npy; - for standard output. (default: -)"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Time steps of a forecast.")] = 1,
     probabilities: Annotated[bool, typer.Option(help="Write the probability of each class.")] = True,
@@ -46,12 +44,16 @@ def predict(
     text: Annotated[str | None, typer.Option(help="Column of the text. (default: as in training)")] = None,
     second: Annotated[str | None, typer.Option(help="Column of the second text of a pair.")] = None,
     values: Annotated[str | None, typer.Option(help="Array with the sequences.")] = None,
-    label: Annotated[str | None, typer.Option(help="Column or array with the truth, to compare with.")] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(help="Column or array with the truth, '' for no comparison. (default: as in training)"),
+    ] = None,
 ) -> None:
     """Predict classes, values or forecasts with a trained model: the rows of the input with predictions appended."""
     from tcnca.inference import ColumnOptions, PredictOptions, load_run, predict_inputs
     from tcnca.training.distributed import dist_context
 
+    out = None if out is not None and str(out) == "-" else out
     options = PredictOptions(
         out=out,
         format=format,
@@ -61,13 +63,11 @@ def predict(
         batch_size=batch_size,
     )
     with dist_context(device) as dist:
-        model = load_run(run, str(dist.device), best=best)
+        model = load_run(run, dist.device, best=best)
         # A bar would mix with predictions in the terminal, and texts in the arguments are few.
         shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
-        with ProgressReporter(Console(stderr=True)) if shows else contextlib.nullcontext() as reporter:
-            what = f"predicting {'standard input' if inputs == ['-'] else Path(inputs[0]).name}"
-            progress = None if reporter is None else functools.partial(reporter, what)
-            stdout = cast(TextIO, _Terminal()) if sys.stdout.isatty() else None
+        stdout = cast(TextIO, _Terminal()) if sys.stdout.isatty() else None
+        with progress_bar(f"predicting {'standard input' if inputs == ['-'] else inputs[0]}", shows) as progress:
             summary = predict_inputs(model, inputs, options, stdout=stdout, progress=progress)
     _print_summary(summary, out, model.preprocessing.max_length)
 
@@ -76,9 +76,7 @@ class _Terminal:
     """Standard output without control characters: values from files must not control the terminal."""
 
     def write(self, text: str) -> int:
-        from tcnca.data.show import plain_text
-
-        return sys.stdout.write(plain_text(text))
+        return sys.stdout.write(escape_control(text, "\n\t"))
 
     def flush(self) -> None:
         sys.stdout.flush()

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tcnca.errors import ConfigError, shown
+from tcnca.errors import ConfigError, escape_control, shown
 
 _LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 _MAX_WORD = 100
 """Characters of a word for which a similar one is searched."""
-
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MAX_DURATION = 1e9
 """Seconds, some thirty years."""
-
-
-def escape_controls(text: str, keep: str = "\n\t") -> str:
-    """Return a text with escapes such as \\x1b in place of control characters, which would drive the terminal."""
-    return _CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def parse_duration(name: str, text: str) -> float | None:
@@ -79,3 +74,14 @@ class ProgressReporter(Progress):
         self._printed = now
         if self.disable:
             typer.echo(text, err=self.console.stderr)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, shows: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+    """Yield a function of what is done and of the total, if it is known: it shows a bar, on a terminal only."""
+    console = Console(stderr=True)
+    if not shows or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    with ProgressReporter(console) as reporter:
+        yield functools.partial(reporter, escape(escape_control(what, "")))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,26 +17,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tcnca.cli.reporting import ProgressReporter, escape_controls
-from tcnca.errors import ConfigError, DataError, InputError, Stopped, VocabularyError
+from tcnca.cli.reporting import progress_bar
+from tcnca.errors import ConfigError, DataError, InputError, Stopped, VocabularyError, escape_control
 from tcnca.files import atomic_path, atomic_write, to_json
 
 if TYPE_CHECKING:
-    import torch
-
-    from tcnca.models import SequenceModel
-    from tcnca.scoring import Place, TextProfile
+    from tcnca.inference.scoring import Place, TextProfile, TextScorer
 
 _PIECE = 2**16
 """Bytes that are read at once."""
-_STDIN = "-"
+_STDIN = Path("-")
+_SHOWN_BEFORE = 16
+"""Characters of a line that are printed before its most surprising place."""
 
 
 def score(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN... FILE", help="Run directories or folders of saved models, then a text; - for standard input."
+            metavar="RUN... FILE...",
+            help="Run directories or folders of saved models, and texts; - for standard input.",
         ),
     ],
     json_file: Annotated[
@@ -51,84 +52,138 @@ def score(
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Number of most surprising places to show.")] = 10,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
 ) -> None:
-    """Measure the bits per byte of a text with one or several language models, and find what surprises them.
+    """Measure the bits per byte of texts with language models, and find what surprises them.
 
-    The text is read once, in bounded memory. Each byte is predicted from all before it; `tcnca eval` gives the same
-    total with data.task.segments=1.
+    Each text is read once, in bounded memory. Each byte is predicted from all before it; `tcnca eval` gives the same
+    total with data.task.segments=1. Several models or texts are compared in one table.
     """
-    *runs, file = paths
-    if not runs:
-        raise ConfigError(f"RUN... FILE: expected at least one run and a text, got {file} only")
-    if lines is not None and len(runs) > 1:
-        raise ConfigError(f"--lines: expected one run, got {len(runs)}")
-    if str(file) != _STDIN and (file.is_dir() or not file.exists()):
-        reason = "a folder" if file.is_dir() else "nothing of this name"
-        raise DataError(f"{file}: expected a file to score, got {reason}")
+    # What is not a folder is a text.
+    runs = [path for number, path in enumerate(paths) if number == 0 or path.is_dir()]
+    files = [path for path in paths[1:] if not path.is_dir()]
+    _check_files(files)
+    if lines is not None and len(runs) * len(files) > 1:
+        raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
-    from tcnca.scoring import Lines, TextProfile, TextScorer, draw_profiles
+    from tcnca.inference.load import load_run
+    from tcnca.inference.scoring import TextProfile, TextScorer, draw_profiles
     from tcnca.training.distributed import dist_context
 
-    console = Console(emoji=False, highlight=False, stderr=str(lines) == _STDIN)
+    console = Console(emoji=False, highlight=False, stderr=lines == _STDIN)
+    results: list[_Result] = []
+    stopped: BaseException | None = None
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
-        scorers = [TextScorer(_load(run, place)) for run in runs]
-        profiles = [TextProfile(top) for _ in runs]
+        models = [load_run(run, place, best=best) for run in runs]
         write = None if lines is None else stack.enter_context(_line_writer(lines))
-        by_line = Lines()
-        stopped: BaseException | None = None
         try:
-            with contextlib.closing(_read(file)) as pieces:
-                for data in pieces:
-                    for scorer, profile in zip(scorers, profiles, strict=True):
-                        bits = scorer(data)
-                        profile.add(data, bits)
-                    if write is not None:
-                        write(by_line.add(data, bits))
+            for file in files:
+                found = [
+                    _Result(run, file, TextScorer(model), TextProfile(top))
+                    for run, model in zip(runs, models, strict=True)
+                ]
+                results += found
+                # Bars and lines of text would mix.
+                with progress_bar(f"scoring {file}", lines != _STDIN) as progress:
+                    _score_file(file, found, write, progress)
         except (KeyboardInterrupt, Stopped) as error:
             stopped = error  # after what was measured so far is written
-        except VocabularyError as error:
-            raise VocabularyError(f"{file}: {error}") from error
-        if write is not None:
-            write(by_line.finish())
-    if not profiles[0].count and stopped is None:
-        raise InputError(f"{file}: expected a text, got an empty one")
-    _print(console, runs, profiles)
+    results = [result for result in results if result.profile.count]
+    _print(console, results)
     if json_file is not None:
-        atomic_write(json_file, to_json(_content(file, runs, scorers, profiles, stopped is None), indent=1) + "\n")
-    if plot is not None:
-        draw_profiles(plot, file.name, [(run.name, profile) for run, profile in zip(runs, profiles, strict=True)])
+        content = {"complete": stopped is None, "scores": [result.to_dict() for result in results]}
+        atomic_write(json_file, to_json(content, indent=1) + "\n")
+    if plot is not None and results:
+        title = files[0].name if len(files) == 1 else ""
+        draw_profiles(plot, title, [(result.name(len(files) > 1), result.profile) for result in results])
     if stopped is not None:
         raise stopped
 
 
-def _load(run: Path, device: torch.device) -> SequenceModel:
-    """Load a model, with the chunk size with which its run is evaluated."""
-    from tcnca.models import load
-    from tcnca.training import load_recipe
-    from tcnca.training.provenance import RECIPE
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What a model makes of a text."""
 
-    model = load(run, device)
-    if model.config.attention is not None and (run / RECIPE).is_file():
-        chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
-        if chunk_size is not None:
-            model.set_chunk_size(chunk_size)
-    return model
+    run: Path
+    file: Path
+    scorer: TextScorer
+    profile: TextProfile
+
+    def name(self, with_file: bool) -> str:
+        return f"{self.run.name}, {self.file.name}" if with_file else self.run.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is written as JSON."""
+        curve = self.profile.curve
+        return {
+            "run": str(self.run),
+            "file": str(self.file),
+            "parameters": sum(parameter.numel() for parameter in self.scorer.model.parameters()),
+            "bytes": self.profile.count,
+            "bits": self.profile.bits,
+            "bits_per_byte": self.profile.bits_per_byte,
+            "curve": {
+                "bytes_per_point": curve.width,
+                "bits_per_byte": [round(value, 4) for value in curve.values().tolist()],
+            },
+            "places": [
+                {**place.to_dict(), "before": _decode(place.before), "after": _decode(place.after)}
+                for place in self.profile.places()
+            ],
+        }
 
 
-def _read(file: Path) -> Generator[bytes, None, None]:
-    """Yield the pieces of a file, or of the standard input as they come, and show the progress."""
-    with ProgressReporter(Console(stderr=True, emoji=False, highlight=False)) as reporter:
+def _check_files(files: Sequence[Path]) -> None:
+    if not files:
+        raise ConfigError("RUN... FILE...: expected a text after the runs, got none; - reads standard input")
+    for file in files:
+        if file == _STDIN:
+            continue
+        if not file.exists():
+            raise DataError(f"{file}: expected a file to score, got nothing of this name; check the path")
+        if file.is_file() and not file.stat().st_size:
+            raise InputError(f"{file}: expected a text, got an empty one")
+
+
+def _score_file(
+    file: Path,
+    results: Sequence[_Result],
+    write: Callable[[Iterator[Place]], None] | None,
+    progress: Callable[[int, int | None], None],
+) -> None:
+    """Read a text once, and score it with each model; `write` takes its lines."""
+    from tcnca.inference.scoring import Lines
+
+    by_line = Lines()
+    # Pipes and devices have no size.
+    done, size = 0, None if file == _STDIN else file.stat().st_size or None
+    try:
+        for data in _read(file):
+            for result in results:
+                bits = result.scorer(data)
+                result.profile.add(data, bits)
+            if write is not None:
+                write(by_line.add(data, bits))
+            done += len(data)
+            progress(done, size)
+    except VocabularyError as error:
+        raise VocabularyError(f"{file}: {error}") from error
+    finally:
+        if write is not None:
+            write(by_line.finish())
+    if not done:
+        raise InputError(f"{file}: expected a text, got an empty one")
+
+
+def _read(file: Path) -> Iterator[bytes]:
+    """Yield the pieces of a file, or of the standard input as they come."""
+    with contextlib.ExitStack() as stack:
         try:
-            source: Any = sys.stdin.buffer if str(file) == _STDIN else file.open("rb")
-            with contextlib.nullcontext() if str(file) == _STDIN else source:
-                # Pipes and devices have no size.
-                done, size = 0, None if str(file) == _STDIN else file.stat().st_size or None
-                while data := source.read1(_PIECE):
-                    yield data
-                    done += len(data)
-                    reporter("scoring", done, size)
+            source: Any = sys.stdin.buffer if file == _STDIN else stack.enter_context(file.open("rb"))
+            while data := source.read1(_PIECE):
+                yield data
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror})") from error
 
@@ -137,7 +192,7 @@ def _read(file: Path) -> Generator[bytes, None, None]:
 def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
     """Yield a function that writes the scores of lines."""
     with contextlib.ExitStack() as stack:
-        if str(path) == _STDIN:
+        if path == _STDIN:
             file: Any = sys.stdout
         else:
             temporary = stack.enter_context(atomic_path(path))
@@ -157,48 +212,33 @@ def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
         yield write
 
 
-def _print(console: Console, runs: list[Path], profiles: list[TextProfile]) -> None:
+def _print(console: Console, results: Sequence[_Result]) -> None:
+    several = len({result.file for result in results}) > 1
     totals = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    totals.add_column("run", overflow="fold")
+    for column in ("run", "text") if several else ("run",):
+        totals.add_column(column, overflow="fold")
     for column in ("bits per byte", "bytes", "bits"):
         totals.add_column(column, justify="right", no_wrap=True)
-    for run, profile in zip(runs, profiles, strict=True):
-        numbers = f"{profile.bits_per_byte:.4f}", f"{profile.count:,}", f"{profile.bits:,.0f}"
-        totals.add_row(Text(escape_controls(str(run), "")), *numbers)
+    for result in results:
+        names = [Text(escape_control(str(path), "")) for path in (result.run, result.file)]
+        numbers = f"{result.profile.bits_per_byte:.4f}", f"{result.profile.count:,}", f"{result.profile.bits:,.0f}"
+        totals.add_row(*names[: 2 if several else 1], *numbers)
     console.print(totals)
-    if len(runs) > 1 or not (places := profiles[0].places()):
+    if len(results) != 1 or not (places := results[0].profile.places()):
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="most surprising places", title_justify="left")
+    for column in ("bits per byte", "line", "offset", "text"):
+        table.add_column(column, justify="left" if column == "text" else "right", no_wrap=True)
     last = max(places, key=lambda place: place.offset)
-    for column, greatest in (("bits per byte", 0), ("line", last.line), ("offset", last.offset)):
-        table.add_column(column, justify="right", no_wrap=True, min_width=max(len(column), len(f"{greatest:,}")))
-    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    # What the numbers and the gaps between the columns leave.
+    width = console.width - len("bits per byte") - max(4, len(f"{last.line:,}")) - max(6, len(f"{last.offset:,}")) - 10
     for place in places:
-        text = escape_controls(place.text.decode("utf-8", "replace"), "")
-        table.add_row(f"{place.bits / place.length:.2f}", f"{place.line:,}", f"{place.offset:,}", Text(text))
+        before, text, after = (escape_control(_decode(part), "") for part in (place.before, place.text, place.after))
+        whole = Text.assemble((before[-_SHOWN_BEFORE:], "dim"), (text, "bold"), (after, "dim"))
+        whole.truncate(max(width, 10), overflow="ellipsis")
+        table.add_row(f"{place.bits / place.length:.2f}", f"{place.line:,}", f"{place.offset:,}", whole)
     console.print(table)
 
 
-def _content(
-    file: Path, runs: list[Path], scorers: list[Any], profiles: list[TextProfile], complete: bool
-) -> dict[str, Any]:
-    """Return what is written as JSON."""
-    return {
-        "file": str(file),
-        "bytes": profiles[0].count,
-        "complete": complete,
-        "runs": [
-            {
-                "run": str(run),
-                "parameters": sum(parameter.numel() for parameter in scorer.model.parameters()),
-                "bits": profile.bits,
-                "bits_per_byte": profile.bits_per_byte,
-                "curve": {
-                    "bytes_per_point": profile.curve.width,
-                    "bits_per_byte": [round(value, 4) for value in profile.curve.values().tolist()],
-                },
-                "places": [place.to_dict() for place in profile.places()],
-            }
-            for run, scorer, profile in zip(runs, scorers, profiles, strict=True)
-        ],
-    }
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

@@ -10,13 +10,13 @@ from torch import Tensor
 from tcnca.errors import InputError
 from tcnca.generation.batching import Batcher, Request
 from tcnca.generation.prefix import PrefixCache
-from tcnca.generation.prompts import evaluating, prefill
+from tcnca.generation.prompts import OnPiece, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
 from tcnca.generation.speculative import speculative_generate
 from tcnca.generation.step import CacheDtype, Quantization, Step
 from tcnca.generation.steps import check_rounding, make_step
 from tcnca.generation.text import stream_text, stream_texts
-from tcnca.models import Lengths, SequenceModel
+from tcnca.models import Lengths, SequenceModel, evaluating
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 
@@ -64,6 +64,7 @@ def stream(
     quantization: Quantization | None = None,
     cache_dtype: CacheDtype | None = None,
     prefix_cache: PrefixCache | None = None,
+    on_piece: OnPiece | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, `[batch]`, as soon as it is known.
 
@@ -90,6 +91,8 @@ def stream(
             read with the model's own weights.
         cache_dtype: `float8` to round the values of the attention's chunk to 8 bits, on a GPU.
         prefix_cache: reads the prompts, from the longest beginning that it has read before.
+        on_piece: is called with each piece of the prompts that was read, `[batch, time]`, and which of its tokens are
+            valid; None if all are.
     """
     if not model.config.head.generates:
         raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
@@ -127,10 +130,11 @@ def stream(
                     )
                     seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
                     sampler.assign(range(batch), options, seeds)
+                    observe = _both(sampler.observe, on_piece)
                     if prefix_cache is None:
-                        last, state = prefill(model, prompt, lengths, sampler.observe)
+                        last, state = prefill(model, prompt, lengths, observe)
                     else:
-                        last, state = prefix_cache.prefill(prompt, lengths, sampler.observe)
+                        last, state = prefix_cache.prefill(prompt, lengths, observe)
                     if num_samples > 1:
                         last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
                     step = make_step(
@@ -172,3 +176,14 @@ def generate(
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))
     return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0)
+
+
+def _both(first: OnPiece, second: OnPiece | None) -> OnPiece:
+    """Return a function that calls both."""
+
+    def call(piece: Tensor, valid: Tensor | None) -> None:
+        first(piece, valid)
+        if second is not None:
+            second(piece, valid)
+
+    return call

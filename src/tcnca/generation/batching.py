@@ -13,11 +13,10 @@ from torch import Tensor
 from tcnca.config import closest
 from tcnca.errors import InputError
 from tcnca.generation.prefix import Prefix, PrefixCache
-from tcnca.generation.prompts import evaluating
 from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
 from tcnca.generation.step import CacheDtype, Quantization, Step
 from tcnca.generation.steps import check_rounding, has_fixed_state, make_step
-from tcnca.models import ModelState, SequenceModel
+from tcnca.models import ModelState, SequenceModel, evaluating
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
 Tokens = Tensor | Sequence[int] | str | bytes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
-from tcnca.generation.prompts import evaluating, piece_length
-from tcnca.models import Lengths, ModelState, SequenceModel
+from tcnca.generation.prompts import piece_length
+from tcnca.models import Lengths, ModelState, SequenceModel, evaluating
 
 _MIN_BLOCK = 256
 """Tokens between two states that are kept, at least: pieces should be worth a call of the model."""

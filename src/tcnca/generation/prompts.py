@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,19 +15,8 @@ PREFILL_TOKENS = 16_384
 PREFILL_WIDTH = 512
 GPU_FACTOR = 8
 """How many times as many are read in one call on a GPU, so that launching the kernels takes less time than they run."""
-
-
-@contextlib.contextmanager
-def evaluating(model: SequenceModel) -> Iterator[None]:
-    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    try:
-        if training:
-            model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
+OnPiece = Callable[[Tensor, Tensor | None], None]
+"""Called with the tokens of a piece, `[batch, time]`, and which of them are valid; None if all are."""
 
 
 def piece_length(model: SequenceModel, batch: int) -> int:
@@ -44,7 +32,7 @@ def prefill(
     model: SequenceModel,
     prompt: Tensor,
     lengths: Lengths | None = None,
-    on_piece: Callable[[Tensor, Tensor | None], None] | None = None,
+    on_piece: OnPiece | None = None,
 ) -> tuple[Tensor, ModelState]:
     """Read prompts in pieces, and return the logits after the last token of each prompt, and the state.
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
-from tcnca.generation.prompts import evaluating, prefill
+from tcnca.generation.prompts import prefill
 from tcnca.generation.sampling import excluded_tokens
-from tcnca.models import Lengths, ModelState, SequenceModel
+from tcnca.models import Lengths, ModelState, SequenceModel, evaluating
 
 
 @torch.no_grad()

@@ -6,11 +6,10 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tcnca.errors import InputError, VocabularyError
+from tcnca.errors import InputError
 from tcnca.models import SequenceModel
 
 _MAX_CHARACTER = 4
@@ -57,7 +56,7 @@ def stream_texts(
     if model.preprocessing.byte_map is None:
         tokens = model.encode(data)
     else:
-        tokens = encode_bytes(model, data).unsqueeze(0).to(model.embedding.weight.device)
+        tokens = model.preprocessing.encode_bytes(data).unsqueeze(0).to(model.embedding.weight.device)
     # The checks above, and those of `stream`, run when the function is called.
     generated = stream(model, tokens, max_new_tokens, **options)
     continuations = [_Continuation(data, stops) for _ in range(options.get("num_samples", 1))]
@@ -75,24 +74,6 @@ def _texts(
         ]
         if all(text.ended for text in continuations):
             return
-
-
-def encode_bytes(model: SequenceModel, data: bytes, offset: int = 0) -> Tensor:
-    """Return the tokens `[time]` of bytes as int16, for texts of any length; `offset` is their place, for errors."""
-    known = model.preprocessing.byte_map
-    if known is None:
-        raise InputError("model: expected a model of bytes, got one that was saved without a byte map")
-    table = np.full(256, -1, np.int16)
-    table[list(known)] = np.arange(len(known))
-    tokens = table[np.frombuffer(data, np.uint8)]
-    places = np.flatnonzero(tokens < 0)
-    if len(places):
-        unknown = bytes(sorted({data[place] for place in places}))
-        raise VocabularyError(
-            f"text: expected the {len(known)} bytes that occur in the training data, got {unknown!r}, the first of "
-            f"them at offset {offset + int(places[0]):,}"
-        )
-    return torch.from_numpy(tokens)
 
 
 def _token_bytes(model: SequenceModel) -> list[bytes]:

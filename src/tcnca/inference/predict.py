@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +17,13 @@ from numpy.typing import NDArray
 from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
-from tcnca.errors import CheckpointError, ConfigError, DataError, InputError, Stopped, shown
+from tcnca.data.custom.tables import open_lines, read_lines
+from tcnca.errors import ConfigError, DataError, Stopped, shown
 from tcnca.files import atomic_path
-from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, read_lines
+from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
-from tcnca.models import Predictions, SequenceModel, load
+from tcnca.models import Predictions, SequenceModel
 from tcnca.models.prediction import PredictionKind, predict_sequences, prediction_kind, to_sequence
-from tcnca.training.checkpoint import CheckpointManager
-from tcnca.training.distributed import DistContext
-from tcnca.training.provenance import RECIPE
-from tcnca.training.recipe import load_recipe
 
 _BLOCK_ROWS = 2048
 _BLOCK_BYTES = 2**24
@@ -71,35 +67,6 @@ class PredictSummary:
     """Value of the metric."""
     compared: int
     """Number of classes or values that were compared."""
-
-
-def load_run(run: Path, device: str = "cpu", *, best: bool = False) -> SequenceModel:
-    """Return the model of a run directory or a saved model, set up as in evaluation.
-
-    Args:
-        run: the folder.
-        device: `cpu` or `cuda`.
-        best: the best checkpoint of the run by validation, instead of the last.
-    """
-    if not run.is_dir():
-        raise CheckpointError(f"{run}: expected a run directory or a saved model, got no such folder; check the path")
-    folder: Path | None = run
-    if best:
-        folder = CheckpointManager(run / "checkpoints", 1, DistContext()).best()
-        if folder is None:
-            raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
-    assert folder is not None
-    model = load(folder, device)
-    if model.config.head.generates and model.preprocessing.task != "recall":
-        raise InputError(
-            f"{run}: expected a model that predicts classes, values or forecasts, got a language model; continue a "
-            f"text with `tcnca generate {run} --prompt TEXT`"
-        )
-    if (run / RECIPE).is_file() and model.config.attention is not None:
-        chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
-        if chunk_size is not None:
-            model.set_chunk_size(chunk_size)
-    return model
 
 
 def predict_inputs(
@@ -160,7 +127,7 @@ def _open_reader(
     if not inputs:
         raise ConfigError("INPUT: expected a file, - for standard input, or a text, got nothing")
     if list(inputs) == ["-"]:
-        file = _text_file(stdin.buffer)
+        file = open_lines(stdin.buffer)
         lines = read_lines(file, "standard input")
         try:
             yield RowReader(model, options.columns, "standard input", lines, options.format or "text")
@@ -194,13 +161,9 @@ def _open_reader(
         raise DataError(f"{path}: expected one of {known}, got {suffix or 'no suffix'}; give --format for others")
     with read_errors(path):
         binary = path.open("rb")
-    with _text_file(binary) as file:
+    with open_lines(binary) as file:
         lines = read_lines(file, str(path))
         yield RowReader(model, options.columns, str(path), lines, format, path.stat().st_size, binary.tell)
-
-
-def _text_file(binary: BinaryIO) -> io.TextIOWrapper:
-    return io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="")
 
 
 def _text_reader(model: SequenceModel, texts: Sequence[str], options: PredictOptions) -> Reader:

@@ -14,16 +14,14 @@ import re
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import Config
-from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.arrays import SAVE_AGAIN, VALUE_NAMES, NamedArray, label_names
 from tcnca.data.custom.options import list_names, unknown_name
-from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import (
     PAIR_NAMES,
     TEXT_NAMES,
@@ -50,8 +48,6 @@ FORMATS: Mapping[str, Format] = {
 }
 """Format of a file of rows, by its suffix."""
 
-_SURROGATES = re.compile("[\udc80-\udcff]")
-"""What bytes that are not UTF-8 become when they are read."""
 _BLOCK = 2**24
 """Bytes of an array that are read at once."""
 _INDEX = "index"
@@ -67,7 +63,7 @@ class ColumnOptions(Config):
     values: str | None = None
     """Array with the sequences."""
     label: str | None = None
-    """Column or array with the true class, or array with the true values."""
+    """Column or array with the true class, or array with the true values; empty not to compare."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Reader(abc.ABC):
             known = list_names(sorted(self.classes))
             raise DataError(
                 f"{place}: expected one of the classes of the model, {known}, got {shown(label)}; correct it, or "
-                "rename the column or array to predict without comparing"
+                "predict without comparing: --label ''"
             )
         return label
 
@@ -204,10 +200,10 @@ class RowReader(Reader):
             return (name,), None
         roles: tuple[Literal["text", "second"], ...] = ("text", "second") if self.kind == "pairs" else ("text",)
         found = tuple(self._find_column(role, columns) for role in roles)
-        label = self.options.label or self.facts.columns.get("label")
-        if self.options.label is not None and label not in columns:
+        label = self.facts.columns.get("label") if self.options.label is None else self.options.label
+        if self.options.label and label not in columns:
             raise unknown_name(self.options.label, "column", columns, Path(self.name))
-        return found, label
+        return found, label or None
 
     def _find_column(self, role: Literal["text", "second"], columns: Sequence[str]) -> str:
         given, trained = getattr(self.options, role), self.facts.columns.get(role)
@@ -254,22 +250,6 @@ def parse_numbers(value: Any, place: str) -> NDArray[np.float64]:
         ) from error
 
 
-def read_lines(file: TextIO, name: str) -> Iterator[str]:
-    """Yield the lines of a file that was opened with `surrogateescape`, with their ends."""
-    number = 0
-    with read_errors(Path(name)):
-        while line := file.readline(MAX_LINE):
-            number += 1
-            if len(line) == MAX_LINE:
-                raise DataError(f"{name}, line {number}: expected fewer than {MAX_LINE:,} characters, got more; cut it")
-            if wrong := _SURROGATES.search(line):
-                raise DataError(
-                    f"{name}, line {number}: expected UTF-8, got byte 0x{ord(wrong[0]) - 0xDC00:02x}; convert it, for "
-                    "example with `iconv -f latin-1 -t utf-8`"
-                )
-            yield line
-
-
 class ArraysReader(Reader):
     """Reads sequences from an .npy or .npz, some rows at a time. Rows of the output have the index of the sequence."""
 
@@ -305,14 +285,14 @@ class ArraysReader(Reader):
             self._check(arrays)
             self.total = values.shape[0]
             size = max(math.prod(values.shape[1:]) * values.dtype.itemsize, 1)
-            with array_errors(values.place, "use shorter sequences"):
+            with array_errors(values, "use shorter sequences"):
                 check_memory(4 * size)
             for begin in range(0, self.total, max(_BLOCK // size, 1)):
                 count = min(max(_BLOCK // size, 1), self.total - begin)
                 yield from self._examples(begin, {role: array.read(count) for role, array in arrays.items()}, arrays)
 
     def _open(self, archive: zipfile.ZipFile | None, name: str) -> _Opened:
-        with array_errors(f"{self._path}, array {shown(name)}", SAVE_AGAIN):
+        with array_errors(f"{self._path}: array {shown(name)}", SAVE_AGAIN):
             return _Opened(self._path, name, ArrayReader(self._path, archive, name))
 
     def _is_series(self, values: _Opened, alone: bool) -> bool:
@@ -323,7 +303,7 @@ class ArraysReader(Reader):
         columns, path = self.facts.columns, self._path
         given = {"values": self.options.values, "target": self.options.label}
         for name in given.values():
-            if name is not None and name not in names:
+            if name and name not in names:
                 raise unknown_name(name, "array", names, path)
         values = given["values"] or ("values" if alone else columns.get("values"))
         if values is None:
@@ -341,8 +321,10 @@ class ArraysReader(Reader):
         if (lengths := columns.get("lengths", "lengths")) in names:
             roles["lengths"] = lengths
         role: Literal["labels", "targets"] = "targets" if self.kind == "regression" else "labels"
-        target = given["target"] or next((n for n in (columns.get(role), role, "y") if n in names), None)
-        if target is not None and self.kind != "forecast":
+        target = given["target"]
+        if target is None:
+            target = next((name for name in (columns.get(role), role, "y") if name in names), None)
+        if target and self.kind != "forecast":
             roles["target"] = target
         return roles
 
@@ -372,13 +354,20 @@ class ArraysReader(Reader):
                     f"of shape {target.shape}; name another array with --label"
                 )
 
+    def _labels(self, labels: NamedArray) -> list[str]:
+        """Return labels as text; integers are the indices of classes whose names are not numbers."""
+        names, classes = label_names(labels), class_names(self.model) or ()
+        if labels.array.dtype.kind not in "iu" or any(name.lstrip("-").isdigit() for name in classes):
+            return names
+        return [classes[int(name)] if name.isdigit() and int(name) < len(classes) else name for name in names]
+
     def _examples(
         self, begin: int, parts: Mapping[str, NDArray[Any]], arrays: Mapping[str, _Opened]
     ) -> Iterator[Example]:
         values, lengths, targets = parts["values"], parts.get("lengths"), None
         if "target" in parts:
             named = NamedArray(self._path, arrays["target"].name, parts["target"])
-            targets = parts["target"].reshape(len(values), -1) if self.kind == "regression" else label_names(named)
+            targets = parts["target"].reshape(len(values), -1) if self.kind == "regression" else self._labels(named)
         for row, sequence in enumerate(values):
             index = begin + row
             self._done = index + 1
@@ -407,10 +396,6 @@ class _Opened:
         return f"{self.path}: array {shown(self.name)}"
 
     @property
-    def place(self) -> str:
-        return f"{self.path}, array {shown(self.name)}"
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.reader.shape
 
@@ -419,5 +404,5 @@ class _Opened:
         return self.reader.dtype
 
     def read(self, count: int) -> NDArray[Any]:
-        with array_errors(self.place, SAVE_AGAIN):
+        with array_errors(self, SAVE_AGAIN):
             return self.reader.read(count)

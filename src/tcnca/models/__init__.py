@@ -11,7 +11,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig, ValueInputConfig
 from tcnca.models.mega import load_mega_checkpoint
 from tcnca.models.model import ModelConfig, ModelOutput, ModelState, SequenceModel, Summary, summarize
 from tcnca.models.packing import Lengths
-from tcnca.models.prediction import Predictions
+from tcnca.models.prediction import Predictions, evaluating
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.models.presets import Preset, build, preset, presets
 from tcnca.models.serialization import load, save
@@ -35,6 +35,7 @@ __all__ = [
     "TokenInputConfig",
     "ValueInputConfig",
     "build",
+    "evaluating",
     "load",
     "load_mega_checkpoint",
     "preset",

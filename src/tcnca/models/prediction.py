@@ -49,6 +49,19 @@ class Predictions:
         return len(found)
 
 
+@contextlib.contextmanager
+def evaluating(model: SequenceModel) -> Iterator[None]:
+    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    try:
+        if training:
+            model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def prediction_kind(model: SequenceModel) -> PredictionKind:
     """Return what a model predicts of a sequence; raise an InputError if it does something else."""
     config, task = model.config, model.preprocessing.task
@@ -220,7 +233,7 @@ def predict_sequences(
     if isinstance(input, ValueInputConfig) and kind == "forecast":
         shape = (steps, input.features)
     outputs, chosen = np.zeros((len(examples), *shape), np.float32), np.zeros(len(examples), np.int64)
-    with _evaluating(model):
+    with evaluating(model):
         for rows in _batches(lengths, batch_size):
             columns = [_Rows(model, part, rows, where) for part in zip(*(examples[row] for row in rows), strict=True)]
             answer = _forecast(model, columns[0], steps) if kind == "forecast" else _answer(model, kind, columns)
@@ -323,15 +336,3 @@ def _forecast(model: SequenceModel, rows: _Rows, steps: int) -> Tensor:
         outputs, state = model(values[-1].unsqueeze(1).to(rows.dtype), state=state, inplace=True)
         values.append(outputs[:, -1])
     return torch.stack(values, 1)
-
-
-@contextlib.contextmanager
-def _evaluating(model: SequenceModel) -> Iterator[None]:
-    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -66,19 +66,28 @@ class Preprocessing(Config):
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
         data, known = text.encode() if isinstance(text, str) else text, self._vocabulary()
         if self.symbols is None:
-            table = np.full(256, -1)
-            table[list(known)] = np.arange(len(known))
-            content = np.frombuffer(data, np.uint8)
-            tokens = table[content]
-            if (tokens < 0).any():
-                unknown = content[tokens < 0].tobytes()
-                raise VocabularyError(f"text: expected bytes that occur in the training data, got {unknown!r}")
-            return torch.from_numpy(tokens)
+            return self.encode_bytes(data).long()
         words = {word: token for token, word in enumerate(known)}
         for word in (pieces := data.decode().split()):
             if word not in words:
                 raise VocabularyError(f"text: expected words out of {' '.join(known)} between spaces, got {word!r}")
         return torch.tensor([words[word] for word in pieces], dtype=torch.long)
+
+    def encode_bytes(self, data: bytes, offset: int = 0) -> Tensor:
+        """Return the tokens `[time]` of bytes as int16; `offset` is their place in a longer text, for errors."""
+        if self.byte_map is None:
+            raise InputError("model: expected a model of bytes, got one that was saved without a byte map")
+        table = np.full(256, -1, np.int16)
+        table[list(self.byte_map)] = np.arange(len(self.byte_map))
+        tokens = table[np.frombuffer(data, np.uint8)]
+        places = np.flatnonzero(tokens < 0)
+        if len(places):
+            unknown = bytes(sorted({data[place] for place in places}))
+            raise VocabularyError(
+                f"text: expected the {len(self.byte_map)} bytes that occur in the training data, got {unknown!r}, the "
+                f"first of them at offset {offset + int(places[0]):,}; remove them"
+            )
+        return torch.from_numpy(tokens)
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the text of tokens `[time]` or `[1, time]`."""

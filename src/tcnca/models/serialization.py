@@ -62,6 +62,10 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     the best checkpoint is read, or else the last one.
     """
     folder = _find_model(Path(folder))
+    if not os.path.lexists(folder / CONFIG_FILE):
+        found = "a file" if folder.exists() else "no such folder"
+        got = f"a folder without {CONFIG_FILE}" if folder.is_dir() else found
+        raise CheckpointError(f"{folder}: expected a run directory or a saved model, got {got}; check the path")
     config, preprocessing = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
@@ -133,7 +137,7 @@ def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
-    content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected a folder that tcnca.save wrote")
+    content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected what tcnca.save wrote")
     try:
         if content.get("format") != FORMAT:
             raise ConfigError(f"format: expected {FORMAT!r}, got {shown(content.get('format'))}")

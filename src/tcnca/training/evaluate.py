@@ -18,7 +18,7 @@ from tcnca.data import Task
 from tcnca.data.schema import SPLITS
 from tcnca.errors import ConfigError, DataError
 from tcnca.files import atomic_write, check_no_links, to_json
-from tcnca.models import SequenceModel, load
+from tcnca.models import SequenceModel, evaluating, load
 from tcnca.training.checkpoint import CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
@@ -102,16 +102,15 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 @contextlib.contextmanager
 def _evaluation_mode(model: SequenceModel, chunk_size: int | None) -> Iterator[None]:
-    training, attention = model.training, model.config.attention
-    model.eval()
-    try:
-        if chunk_size is not None and attention is not None:
-            model.set_chunk_size(chunk_size)
-        yield
-    finally:
-        if chunk_size is not None and attention is not None:
-            model.set_chunk_size(attention.chunk_size)
-        model.train(training)
+    attention = model.config.attention
+    with evaluating(model):
+        try:
+            if chunk_size is not None and attention is not None:
+                model.set_chunk_size(chunk_size)
+            yield
+        finally:
+            if chunk_size is not None and attention is not None:
+                model.set_chunk_size(attention.chunk_size)
 
 
 def evaluate_run(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.options import (
@@ -51,6 +51,8 @@ PAIR_NAMES = (
 )
 # Texts, labels and their splits are in memory at the same time.
 _COPIES = 3
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+# What bytes that are not UTF-8 are read as.
 _QUOTED = re.compile(r'"[^"]*("|$)')
 
 
@@ -123,42 +125,30 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file with their ends."""
+    with read_errors(path), open_lines(path.open("rb")) as file:
+        yield from read_lines(file, path, ", or give --kind language to model the bytes of the file")
+
+
+def open_lines(binary: BinaryIO) -> io.TextIOWrapper:
+    """Open a file for `read_lines`."""
+    return io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="")
+
+
+def read_lines(file: TextIO, name: Path | str, advice: str = "") -> Iterator[str]:
+    """Yield the lines of a file that `open_lines` has opened, with their ends; `name` is named in errors."""
     number = 0
-    with read_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            while line := file.readline(MAX_LINE):
-                number += 1
-                if len(line) == MAX_LINE:
-                    raise DataError(
-                        f"{path}, line {number}: expected fewer than {MAX_LINE:,} characters, got more; cut the text "
-                        "into several examples, or give --kind language to model the bytes of the file"
-                    )
-                yield line
-        except UnicodeDecodeError as error:
-            raise _encoding_error(path) from error
-
-
-def _encoding_error(path: Path) -> DataError:
-    """Return the error of a file that is not UTF-8, with the place of its first wrong byte."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, line = 0, 1
-    with path.open("rb") as file:
-        while True:
-            block = file.read(2**20)
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                # What was decoded begins with the bytes that were left of the block before.
-                offset += error.start - (len(error.object) - len(block))
-                line += error.object.count(b"\n", 0, error.start)
-                found = f"byte 0x{error.object[error.start]:02x} at offset {offset}"
-                return DataError(
-                    f"{path}, line {line}: expected UTF-8, got {found}; convert the file, for example with `iconv -f "
-                    "latin-1 -t utf-8`, or give --kind language to model its bytes"
+    with read_errors(Path(name)):
+        while line := file.readline(MAX_LINE):
+            number += 1
+            place = f"{name}, line {number}"
+            if len(line) == MAX_LINE:
+                raise DataError(f"{place}: expected fewer than {MAX_LINE:,} characters, got more; cut the text{advice}")
+            if wrong := _NOT_UTF8.search(line):
+                raise DataError(
+                    f"{place}: expected UTF-8, got byte 0x{ord(wrong[0]) - 0xDC00:02x}; convert the file, for example "
+                    f"with `iconv -f latin-1 -t utf-8`{advice}"
                 )
-            if not block:
-                return DataError(f"{path}: changed while it was read; run the command again")
-            offset, line = offset + len(block), line + block.count(b"\n")
+            yield line
 
 
 def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, int, Iterator[str]]:

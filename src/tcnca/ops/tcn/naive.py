@@ -140,13 +140,14 @@ def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
     x = zero_padding(x, spec.lengths)
     time, kernel_size = x.shape[1], weight.shape[1]
     if spec.state is None:
-        if spec.causal and not torch.compiler.is_compiling():
-            # Leave out taps that reach back before the first token; a compiled graph should not depend on how many.
-            kernel_size = min(kernel_size, (time - 1) // dilation + 1)
-            weight = weight[:, :kernel_size]
-        future = 0 if spec.causal else (kernel_size - 1) // 2 * dilation
-        past = (kernel_size - 1) * dilation - future
-        return _correlate(F.pad(x, (0, 0, past, future)), weight, dilation, bias)
+        future = 0 if spec.causal else (kernel_size - 1) // 2
+        past = kernel_size - 1 - future
+        if not torch.compiler.is_compiling():
+            # Leave out taps that reach beyond the sequence; a compiled graph should not depend on how many.
+            within = (time - 1) // dilation
+            weight = weight[:, max(future - within, 0) : future + within + 1]
+            future, past = min(future, within), min(past, within)
+        return _correlate(F.pad(x, (0, 0, past * dilation, future * dilation)), weight, dilation, bias)
     buffer, position = spec.state.buffers[number], spec.state.position
     if time <= dilation and kernel_size > 1:
         # No token is the input of another one of these: read only the taps from the buffer.

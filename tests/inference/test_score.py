@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import tcnca
 from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TextScorer, TokenInputConfig
 from tcnca.cli import app
 from tcnca.data.tasks import LanguageTask
-from tcnca.scoring import MAX_POINTS, WINDOW, Curve, Lines, Place, Places
+from tcnca.inference.scoring import CONTEXT, MAX_POINTS, WINDOW, Curve, Lines, Place, Places
 from tcnca.training.evaluate import evaluate
 from tests.data.helpers import write_dataset
 from tests.examples import FAMILY, small_model
@@ -114,7 +115,9 @@ def plain_places(data: bytes, bits: Any, count: int) -> list[tuple[int, int]]:
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5), count=st.integers(1, 4), seed=st.integers(0, 99))
 def test_places_have_the_most_bits_and_do_not_overlap(sizes: list[int], count: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    data, bits = random.choice(list(b"abc\n"), sum(sizes)).astype(np.uint8).tobytes(), random.random(sum(sizes)) ** 4
+    letters = list(b"abc\n" if seed % 2 else b"a" * 99 + b"\n")
+    data = random.choice(letters, sum(sizes)).astype(np.uint8).tobytes()
+    bits = random.random(len(data)) ** 4
     places, begin = Places(count), 0
     for size in sizes:
         places.add(data[begin : begin + size], bits[begin : begin + size])
@@ -126,6 +129,11 @@ def test_places_have_the_most_bits_and_do_not_overlap(sizes: list[int], count: i
     assert [(place.offset, place.line) for place in best] == plain_places(data, bits, count)
     for place in best:
         assert place.text == data[place.offset : place.offset + WINDOW]
+        # The rest of its first line, and of its last.
+        before, after = data[: place.offset], data[place.offset + WINDOW :]
+        assert place.before == before[max(before.rfind(b"\n") + 1, len(before) - CONTEXT) :]
+        rest = b"" if place.text.endswith(b"\n") else after.partition(b"\n")[0]
+        assert place.after == rest[:CONTEXT]
         assert place.bits == pytest.approx(bits[place.offset : place.offset + WINDOW].sum())
 
 
@@ -156,11 +164,15 @@ def test_the_command_writes_totals_curve_places_and_lines(folder: Path, tmp_path
     assert f"{bits.mean():.4f}" in result.stdout
     assert "most surprising places" in result.stdout
     written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
-    (model,) = written["runs"]
-    assert (written["bytes"], written["complete"]) == (len(TEXT), True)
+    (model,) = written["scores"]
+    assert (model["bytes"], written["complete"]) == (len(TEXT), True)
     assert model["bits"] == pytest.approx(bits.sum())
     assert model["curve"] == {"bytes_per_point": 1, "bits_per_byte": [round(float(value), 4) for value in bits]}
     assert len(model["places"]) == 3
+    for place in model["places"]:
+        whole = place["before"] + place["text"] + place["after"]
+        assert whole in TEXT.decode()
+        assert place["text"] == TEXT[place["offset"] :][:WINDOW].decode()
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "lines.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -175,15 +187,32 @@ def test_lines_and_standard_input(folder: Path) -> None:
     assert "bits per byte" in result.stderr
 
 
-def test_several_runs_are_compared(folder: Path, tmp_path: Path) -> None:
-    other = tcnca.save(text_model("mega"), tmp_path / "other")
-    result = run(folder, other, "-", "--json", tmp_path / "s.json", "--plot", tmp_path / "s.png", stdin=TEXT)
+@pytest.mark.parametrize("width", [60, 100])
+def test_places_fit_the_terminal(folder: Path, width: int) -> None:
+    text = b"an ordinary line that is much longer than the terminal, so that most of it is cut off at the end\n" * 30
+    result = runner.invoke(app, ["score", str(folder), "-"], input=text, env={"COLUMNS": str(width)})
+    table = result.stdout.partition("most surprising places")[2]
+    assert re.search(r" bits per byte +line +offset +text ", table)
+    rows = re.findall(r"^ +\d+\.\d\d +\d+ +[\d,]+   .*$", table, re.MULTILINE)
+    assert len(rows) == 10
+    assert max(map(len, table.splitlines())) <= width
+    assert min(len(row.rstrip()) for row in rows) > width - 20
+
+
+def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:
+    other, text = tcnca.save(text_model("mega"), tmp_path / "other"), tmp_path / "text.txt"
+    text.write_bytes(TEXT[:50])
+    files = ("--json", tmp_path / "s.json", "--plot", tmp_path / "s.png")
+    result = run(folder, other, "-", text, *files, stdin=TEXT)
     assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
-    assert [model["run"] for model in written["runs"]] == [str(folder), str(other)]
-    for model in written["runs"]:
-        assert model["bits"] == pytest.approx(tcnca.score(tcnca.load(model["run"]), TEXT).sum())
-        assert f"{model['bits_per_byte']:.4f}" in result.stdout
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    scores = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["scores"]
+    pairs = [(str(model), file) for file in ("-", str(text)) for model in (folder, other)]
+    assert [(score["run"], score["file"]) for score in scores] == pairs
+    for score in scores:
+        expected = tcnca.score(tcnca.load(score["run"]), TEXT if score["file"] == "-" else TEXT[:50])
+        assert score["bits"] == pytest.approx(expected.sum())
+        assert f"{score['bits_per_byte']:.4f}" in result.stdout
 
 
 def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +225,7 @@ def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch:
     assert result.exit_code == 130
     assert result.stderr.endswith("\nstopped by SIGINT\n")
     written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
-    assert (written["bytes"], written["complete"]) == (30, False)
+    assert (written["scores"][0]["bytes"], written["complete"]) == (30, False)
     assert len((tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
@@ -207,14 +236,16 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcx", encoding="utf-8")
     text = tmp_path / "text"
     for arguments, message in {
-        (text,): f"RUN... FILE: expected at least one run and a text, got {text} only",
+        (text,): "RUN... FILE...: expected a text after the runs, got none",
+        (folder, tmp_path): "RUN... FILE...: expected a text after the runs, got none",
         (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to score, got nothing of this name",
-        (folder, tmp_path): f"{tmp_path}: expected a file to score, got a folder",
         (folder, tmp_path / "empty"): f"{tmp_path}/empty: expected a text, got an empty one",
-        (folder, narrow, text, "--lines", "-"): "--lines: expected one run, got 2",
+        (folder, narrow, text, "--lines", "-"): "--lines: expected one run and one text, got 2 and 1",
+        (tmp_path, text): f"{tmp_path}: expected a run directory or a saved model, got a folder without config.json",
+        (folder, text, "--best"): f"{folder}: has no best checkpoint",
         (narrow, text): f"{text}: text: expected the 3 bytes that occur in the training data, got b'x'",
         (tmp_path / "classifier", text): "model: expected a language model, got one with a ClassifierHeadConfig",
-        (tmp_path / "nothing", text): f"{tmp_path}/nothing",
+        (tmp_path / "nothing", text): f"{tmp_path}/nothing: expected a run directory or a saved model, got no such",
     }.items():
         result = run(*arguments)
         assert result.exit_code == 1, arguments

@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 
 from tcnca.errors import InputError
 from tcnca.files import atomic_path
-from tcnca.generation.prompts import evaluating, piece_length
-from tcnca.generation.text import encode_bytes
-from tcnca.models import ModelState, SequenceModel
+from tcnca.generation.prompts import piece_length
+from tcnca.models import ModelState, SequenceModel, evaluating
 
 _NEWLINE = 10
-"""The first byte of a text is predicted from this one, as in evaluation."""
+"""The first byte of a text is predicted from this one."""
 MAX_POINTS = 4096
 """Points of the curve along a text, at most."""
 WINDOW = 32
 """Bytes of a place."""
+CONTEXT = 80
+"""Bytes of its line that are kept before a place, and after it."""
 MAX_LINE_TEXT = 200
 """Bytes of a line that are kept for its score."""
 
@@ -45,14 +46,15 @@ class TextScorer:
         if not model.config.head.generates:
             raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
         self.model, self.position = model, 0
-        self._last = encode_bytes(model, b"\n" if _NEWLINE in (model.preprocessing.byte_map or ()) else b"")
-        if not len(self._last):
-            self._last = torch.zeros(1, dtype=torch.int16)
+        facts = model.preprocessing
+        # Without a newline in the training data, from its first byte; both as in evaluation.
+        first = _NEWLINE if _NEWLINE in (facts.byte_map or ()) else (facts.byte_map or (_NEWLINE,))[0]
+        self._last = facts.encode_bytes(bytes([first]))
         self._state: ModelState | None = None
 
     def __call__(self, data: bytes) -> Bits:
         """Return the bits of each byte of the next piece of the text, `[time]`."""
-        tokens = torch.cat([self._last, encode_bytes(self.model, data, self.position)])
+        tokens = torch.cat([self._last, self.model.preprocessing.encode_bytes(data, self.position)])
         width, found = piece_length(self.model, 1), [np.zeros(0)]
         for begin in range(0, len(data), width):
             found.append(self._score(tokens[begin : begin + width + 1]))
@@ -91,6 +93,10 @@ class Place:
     """Number of bytes."""
     text: bytes
     """Its bytes; only the first ones of a long line."""
+    before: bytes = b""
+    """Bytes before it in the same line."""
+    after: bytes = b""
+    """Bytes after it in the same line."""
 
     def to_dict(self) -> dict[str, int | float | str]:
         """Return what is written to files; bytes that are not UTF-8 become the replacement character."""
@@ -134,29 +140,34 @@ class Places:
         # have two if it was divided between pieces: among so many, `count` remain.
         self._count, self._keep = count, 4 * count
         self._heap: list[Place] = []
-        self._data, self._bits = b"", np.zeros(0)
+        # Where the next window begins, the bits from there on, and the bytes from its context on.
         self._offset, self._line = 0, 1
+        self._bits, self._data = np.zeros(0), b""
 
     def add(self, data: bytes, bits: Bits) -> None:
         """Search the next piece of the text."""
-        if not self._count:
+        if self._count:
+            self._data += data
+            self._bits = np.concatenate([self._bits, bits])
+            self._search(len(self._bits) - CONTEXT)
+
+    def _search(self, size: int) -> None:
+        """Search the next `size` bytes."""
+        if size < WINDOW:
             return
-        self._data += data
-        self._bits = np.concatenate([self._bits, bits])
-        if len(self._data) < WINDOW:
-            return
-        sums = np.convolve(self._bits, np.ones(WINDOW), "valid")
+        sums = np.convolve(self._bits[:size], np.ones(WINDOW), "valid")
         # Groups of positions begin at multiples of the window, whatever the pieces are.
         before = self._offset % WINDOW
         padded = np.full(-(-(before + len(sums)) // WINDOW) * WINDOW, -np.inf)
         padded[before : before + len(sums)] = sums
         groups = padded.reshape(-1, WINDOW)
         starts = groups.argmax(1) + WINDOW * np.arange(len(groups)) - before
-        newlines = np.flatnonzero(np.frombuffer(self._data, np.uint8) == _NEWLINE)
+        # Those of the data, which begins before the first window.
+        shift = len(self._data) - len(self._bits)
+        newlines = np.flatnonzero(np.frombuffer(self._data, np.uint8)[shift:] == _NEWLINE)
         for start in starts[np.argsort(-sums[starts], kind="stable")[: self._keep]].tolist():
             line = self._line + int(np.searchsorted(newlines, start))
-            text = self._data[start : start + WINDOW]
-            place = Place(float(sums[start]), self._offset + start, line, WINDOW, text)
+            place = self._place(float(sums[start]), start, line, shift + start)
             if len(self._heap) < self._keep:
                 heapq.heappush(self._heap, place)
             else:
@@ -164,10 +175,22 @@ class Places:
         done = len(sums)
         self._line += int(np.searchsorted(newlines, done))
         self._offset += done
-        self._data, self._bits = self._data[done:], self._bits[done:]
+        self._bits = self._bits[done:]
+        self._data = self._data[max(shift + done - CONTEXT, 0) :]
+
+    def _place(self, bits: float, start: int, line: int, begin: int) -> Place:
+        """Return the place `start` bytes after the next one, which begins at `begin` in the data, with its line."""
+        data, end = self._data, begin + WINDOW
+        first = max(data.rfind(b"\n", 0, begin) + 1, begin - CONTEXT, 0)
+        newline = data.find(b"\n", end - 1, end + CONTEXT)
+        last = max(newline, end) if newline >= 0 else end + CONTEXT
+        return Place(
+            bits, self._offset + start, line, WINDOW, data[begin:end], data[first:begin], data[end:last].rstrip(b"\r")
+        )
 
     def best(self) -> list[Place]:
         """Return the places found so far, those with the most bits first."""
+        self._search(len(self._bits))
         if self._count and self._data and not self._heap:
             return [Place(float(self._bits.sum()), 0, 1, len(self._data), self._data)]  # a text shorter than a window
         found: list[Place] = []
