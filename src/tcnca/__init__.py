@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         presets,
         save,
     )
-    from tcnca.scoring import TextScorer, score
+    from tcnca.scoring import score
+    from tcnca.streaming import Stream
 
 __all__ = [
     "EMA",
@@ -64,9 +65,9 @@ __all__ = [
     "RegressionHeadConfig",
     "SequenceModel",
     "StateError",
+    "Stream",
     "TCNConfig",
     "TcncaError",
-    "TextScorer",
     "TokenInputConfig",
     "ValueInputConfig",
     "VocabularyError",
@@ -86,8 +87,22 @@ __all__ = [
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation", "scoring")
-_MODULES = (*("bench", "data", "generation", "inference", "layers", "models", "ops", "recipes", "scoring", "training"),)
+_SOURCES = ("errors", "layers", "models", "generation", "scoring", "streaming")
+_MODULES = (
+    *(
+        "bench",
+        "data",
+        "generation",
+        "inference",
+        "layers",
+        "models",
+        "ops",
+        "recipes",
+        "scoring",
+        "streaming",
+        "training",
+    ),
+)
 
 # Hidden from type checkers, which would otherwise accept any attribute.
 if not TYPE_CHECKING:

@@ -67,13 +67,14 @@ def score(
         reason = "a folder" if file.is_dir() else "nothing of this name"
         raise DataError(f"{file}: expected a file to score, got {reason}")
 
-    from tcnca.scoring import Lines, TextProfile, TextScorer, draw_profiles
+    from tcnca.scoring import Lines, TextProfile, draw_profiles
+    from tcnca.streaming import Stream
     from tcnca.training.distributed import dist_context
 
     console = Console(emoji=False, highlight=False, stderr=str(lines) == _STDIN)
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
-        scorers = [TextScorer(_load(run, place)) for run in runs]
+        streams = [Stream(_load(run, place)) for run in runs]
         profiles = [TextProfile(top) for _ in runs]
         write = None if lines is None else stack.enter_context(_line_writer(lines))
         by_line = Lines()
@@ -81,8 +82,8 @@ def score(
         try:
             with contextlib.closing(_read(file)) as pieces:
                 for data in pieces:
-                    for scorer, profile in zip(scorers, profiles, strict=True):
-                        bits = scorer(data)
+                    for stream, profile in zip(streams, profiles, strict=True):
+                        bits = stream.score(data)
                         profile.add(data, bits)
                     if write is not None:
                         write(by_line.add(data, bits))
@@ -96,7 +97,7 @@ def score(
         raise InputError(f"{file}: expected a text, got an empty one")
     _print(console, runs, profiles)
     if json_file is not None:
-        atomic_write(json_file, to_json(_content(file, runs, scorers, profiles, stopped is None), indent=1) + "\n")
+        atomic_write(json_file, to_json(_content(file, runs, streams, profiles, stopped is None), indent=1) + "\n")
     if plot is not None:
         draw_profiles(plot, file.name, [(run.name, profile) for run, profile in zip(runs, profiles, strict=True)])
     if stopped is not None:
@@ -180,7 +181,7 @@ def _print(console: Console, runs: list[Path], profiles: list[TextProfile]) -> N
 
 
 def _content(
-    file: Path, runs: list[Path], scorers: list[Any], profiles: list[TextProfile], complete: bool
+    file: Path, runs: list[Path], streams: list[Any], profiles: list[TextProfile], complete: bool
 ) -> dict[str, Any]:
     """Return what is written as JSON."""
     return {
@@ -190,7 +191,7 @@ def _content(
         "runs": [
             {
                 "run": str(run),
-                "parameters": sum(parameter.numel() for parameter in scorer.model.parameters()),
+                "parameters": sum(parameter.numel() for parameter in stream.model.parameters()),
                 "bits": profile.bits,
                 "bits_per_byte": profile.bits_per_byte,
                 "curve": {
@@ -199,6 +200,6 @@ def _content(
                 },
                 "places": [place.to_dict() for place in profile.places()],
             }
-            for run, scorer, profile in zip(runs, scorers, profiles, strict=True)
+            for run, stream, profile in zip(runs, streams, profiles, strict=True)
         ],
     }
