@@ -20,7 +20,7 @@ LAYERS = (
     ("data",),
     ("training",),
     ("bench", "inference", "report", "search"),
-    ("generation", "streaming", "scoring", "cli", "__init__", "__main__"),
+    ("generation", "streaming", "scoring", "watching", "cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
 

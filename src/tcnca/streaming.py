@@ -160,6 +160,8 @@ class Stream:
             raise StateError(
                 "state: expected one of this model, got one of a model with other weights; start a new one"
             )
+        if state.batch_size != 1:
+            raise StateError(f"state: expected one sequence, got {state.batch_size}")
         vocab_size, generates = self.model.embedding.weight.shape[0], self.model.config.head.generates
         shape = None if state.logits is None else list(state.logits.shape)
         if shape != ([1, vocab_size] if generates and state.model is not None else None):

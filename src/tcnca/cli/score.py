@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PIECE = 2**16
 """Bytes that are read at once."""
-_STDIN = "-"
+STDIN = "-"
 
 
 def score(
@@ -63,7 +63,7 @@ def score(
         raise ConfigError(f"RUN... FILE: expected at least one run and a text, got {file} only")
     if lines is not None and len(runs) > 1:
         raise ConfigError(f"--lines: expected one run, got {len(runs)}")
-    if str(file) != _STDIN and (file.is_dir() or not file.exists()):
+    if str(file) != STDIN and (file.is_dir() or not file.exists()):
         reason = "a folder" if file.is_dir() else "nothing of this name"
         raise DataError(f"{file}: expected a file to score, got {reason}")
 
@@ -71,10 +71,10 @@ def score(
     from tcnca.streaming import Stream
     from tcnca.training.distributed import dist_context
 
-    console = Console(emoji=False, highlight=False, stderr=str(lines) == _STDIN)
+    console = Console(emoji=False, highlight=False, stderr=str(lines) == STDIN)
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
-        streams = [Stream(_load(run, place)) for run in runs]
+        streams = [Stream(load_model(run, place)) for run in runs]
         profiles = [TextProfile(top) for _ in runs]
         write = None if lines is None else stack.enter_context(_line_writer(lines))
         by_line = Lines()
@@ -104,7 +104,7 @@ def score(
         raise stopped
 
 
-def _load(run: Path, device: torch.device) -> SequenceModel:
+def load_model(run: Path, device: torch.device) -> SequenceModel:
     """Load a model, with the chunk size with which its run is evaluated."""
     from tcnca.models import load
     from tcnca.training import load_recipe
@@ -122,10 +122,10 @@ def _read(file: Path) -> Generator[bytes, None, None]:
     """Yield the pieces of a file, or of the standard input as they come, and show the progress."""
     with ProgressReporter(Console(stderr=True, emoji=False, highlight=False)) as reporter:
         try:
-            source: Any = sys.stdin.buffer if str(file) == _STDIN else file.open("rb")
-            with contextlib.nullcontext() if str(file) == _STDIN else source:
+            source: Any = sys.stdin.buffer if str(file) == STDIN else file.open("rb")
+            with contextlib.nullcontext() if str(file) == STDIN else source:
                 # Pipes and devices have no size.
-                done, size = 0, None if str(file) == _STDIN else file.stat().st_size or None
+                done, size = 0, None if str(file) == STDIN else file.stat().st_size or None
                 while data := source.read1(_PIECE):
                     yield data
                     done += len(data)
@@ -138,7 +138,7 @@ def _read(file: Path) -> Generator[bytes, None, None]:
 def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
     """Yield a function that writes the scores of lines."""
     with contextlib.ExitStack() as stack:
-        if str(path) == _STDIN:
+        if str(path) == STDIN:
             file: Any = sys.stdout
         else:
             temporary = stack.enter_context(atomic_path(path))
