@@ -104,7 +104,7 @@ class FileTail:
         replaced = self._replaced()  # before the last bytes are read
         file = self._file.fileno()
         if os.fstat(file).st_size < self._offset or os.pread(file, len(self._head), 0) != self._head:
-            self._close(_find(self.path, self.state()))  # the rest may be in a copy
+            self._switch(_find(self.path, self.state()))  # the rest may be in a copy
             return self.read()
         data = os.pread(file, _PIECE, self._offset)
         data = data[: _end_of_lines(data, replaced)]
@@ -117,7 +117,7 @@ class FileTail:
             return piece
         if not replaced:
             return None
-        self._close(None)
+        self._switch(None)
         return self.read()
 
     def _replaced(self) -> bool:
@@ -129,9 +129,13 @@ class FileTail:
             return False
         return found.st_size > 0 and not os.path.samestat(found, os.fstat(self._file.fileno()))
 
-    def _close(self, following: BinaryIO | None) -> None:
-        assert self._file is not None
-        self._file.close()
+    def close(self) -> None:
+        """Close the file, which the next `read` would open at its beginning."""
+        self._switch(None)
+
+    def _switch(self, following: BinaryIO | None) -> None:
+        if self._file is not None:
+            self._file.close()
         self._file = following
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
-    file: Annotated[Path, typer.Argument(help="A growing log; - for standard input.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A growing log; - for standard input.")],
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to continue, and to save where the watch ends.")
     ] = None,
@@ -71,11 +71,12 @@ def watch(
         piped = str(file) == STDIN
         limits = {"threshold": threshold} if z_score is None else {"z_score": z_score}
         try:
-            tail = PipeTail(sys.stdin.buffer) if piped else FileTail(file, None if saved is None else saved.tail)
+            tail = PipeTail(_stdin()) if piped else FileTail(file, None if saved is None else saved.tail)
             scores = LogWatch(model, tail, state=saved, **limits)
         except StateError as error:
             raise StateError(f"{state}: {error}; remove the file to start again") from error
         if isinstance(tail, FileTail):
+            stack.callback(tail.close)
             _print_start(tail, saved)
         caught = stack.enter_context(catch_signals())
         while from_end and saved is None and not caught and tail.read():
@@ -85,6 +86,10 @@ def watch(
     if caught:
         typer.echo(f"stopped by {caught[0]}", err=True)
         raise typer.Exit(exit_code(caught[0]))
+
+
+def _stdin() -> BinaryIO:
+    return sys.stdin.buffer
 
 
 @contextlib.contextmanager
