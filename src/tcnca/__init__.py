@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         VocabularyError,
     )
     from tcnca.generation import generate, stream, stream_text, stream_texts
-    from tcnca.inference import TextScorer, score
+    from tcnca.inference import Stream, score
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -64,9 +64,9 @@ __all__ = [
     "RegressionHeadConfig",
     "SequenceModel",
     "StateError",
+    "Stream",
     "TCNConfig",
     "TcncaError",
-    "TextScorer",
     "TokenInputConfig",
     "ValueInputConfig",
     "VocabularyError",
