@@ -314,7 +314,7 @@ def resident() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_memory_stays_over_many_steps() -> None:
-    stream = Stream(text_model("tcn-mlp"))
+    stream = Stream(build("ema-mlp", BYTES, input=TokenInputConfig(vocab_size=117), num_layers=1))
     for _ in range(2000):
         stream.push(b"x")
     gc.collect()
