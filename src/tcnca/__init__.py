@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         stream_text,
         stream_texts,
     )
-    from tcnca.inference import TextScorer, score
+    from tcnca.inference import Stream, score
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -77,9 +77,9 @@ __all__ = [
     "RegressionHeadConfig",
     "SequenceModel",
     "StateError",
+    "Stream",
     "TCNConfig",
     "TcncaError",
-    "TextScorer",
     "TokenInputConfig",
     "ValueInputConfig",
     "VocabularyError",

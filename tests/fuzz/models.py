@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tcnca import ModelConfig, SequenceModel, load, load_mega_checkpoint, save
+from tcnca.inference.watching import FileTail, LogWatch
 from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
 from tcnca.models import ModelState
 from tcnca.models.heads import ClassifierHeadConfig, PairHeadConfig
@@ -20,7 +21,7 @@ from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.preprocessing import Preprocessing
 from tests.fuzz import payloads
 from tests.fuzz.mutations import Rng, odd
-from tests.fuzz.subject import Attack, Subject, changed, entries, entry, fifo, linked, use_each, written
+from tests.fuzz.subject import Attack, Subject, changed, command, entries, entry, fifo, linked, use_each, written
 from tests.models import mega_files
 
 
@@ -148,6 +149,18 @@ _STATES: list[Attack] = [
 ]
 
 
+def _make_watch() -> None:
+    model = SequenceModel(*_models()["tcnca"]).eval()
+    save(model, "model")
+    Path("app.log").write_bytes(bytes(range(11)) * 3)
+    tail = FileTail(Path("app.log"))
+    watch = LogWatch(model, tail)
+    watch.read()
+    tail.close()
+    watch.save(Path("app.state"))
+    Path("app.log").write_bytes(bytes(range(11)) * 5)
+
+
 # MEGA.
 
 
@@ -252,10 +265,17 @@ _MEGA: list[Attack] = [
     _random_weight,
 ]
 
-BASES: dict[str, Callable[[], None]] = {"models": _make_models, "states": _make_state, "mega": _make_mega}
+BASES: dict[str, Callable[[], None]] = {
+    "models": _make_models,
+    "states": _make_state,
+    "watch": _make_watch,
+    "mega": _make_mega,
+}
+_WATCH = command("watch", "model", "app.log", "--once", "--state", "app.state", "--device", "cpu")
 _SIZES = [attack for name in ("tcnca", "mega") for attack in _sizes_of_config(f"{name}/config.json")]
 SUBJECTS = {
     "model": Subject(base="models", use=_load_models, attacks=_SIZES, independent=True, share=18),
     "state": Subject(base="states", use=_load_states, attacks=_STATES, targets=r"^\w+\.safetensors$", share=12),
+    "watch": Subject(base="watch", use=_WATCH, attacks=[fifo("app.log")], targets=r"^app\.state$", share=8),
     "mega": Subject(base="mega", use=_load_mega, attacks=_MEGA, independent=True, share=22),
 }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import tcnca
-from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TextScorer, TokenInputConfig
+from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TokenInputConfig
 from tcnca.cli import app
 from tcnca.data.tasks import LanguageTask
 from tcnca.inference.scoring import CONTEXT, MAX_POINTS, WINDOW, Curve, Lines, Place, Places
@@ -65,10 +65,7 @@ def test_pieces_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     model, text = text_model(family), TEXT[:60]
     whole = tcnca.score(model, text)
     monkeypatch.setattr("tcnca.generation.prompts.PREFILL_TOKENS", 8)
-    scorer = TextScorer(model)
-    pieces = [scorer(text[begin:end]) for begin, end in ((0, 1), (1, 1), (1, 30), (30, 60))]
-    np.testing.assert_allclose(np.concatenate(pieces), whole, rtol=1e-4, atol=1e-4)
-    assert scorer.position == 60
+    np.testing.assert_allclose(tcnca.score(model, text), whole, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_leave_the_mode_of_the_model() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "predict": ("tcnca.cli.predict:predict", "Predict classes, values or forecasts with a trained model."),
     "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a trained language model."),
     "score": ("tcnca.cli.score:score", "Measure the bits per byte of a text, and find its most surprising places."),
+    "watch": ("tcnca.cli.watch:watch", "Follow a growing log, and print its unusual lines."),
     "export": ("tcnca.cli.export:export", "Write a trained model to an ONNX file."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),

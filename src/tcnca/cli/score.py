@@ -22,7 +22,8 @@ from tcnca.errors import ConfigError, DataError, InputError, Stopped, Vocabulary
 from tcnca.files import atomic_path, atomic_write, to_json
 
 if TYPE_CHECKING:
-    from tcnca.inference.scoring import Place, TextProfile, TextScorer
+    from tcnca.inference.scoring import Place, TextProfile
+    from tcnca.inference.streaming import Stream
 
 _PIECE = 2**16
 """Bytes that are read at once."""
@@ -68,7 +69,8 @@ def score(
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
     from tcnca.inference.load import load_run
-    from tcnca.inference.scoring import TextProfile, TextScorer, draw_profiles
+    from tcnca.inference.scoring import TextProfile, draw_profiles
+    from tcnca.inference.streaming import Stream
     from tcnca.training.distributed import dist_context
 
     console = Console(emoji=False, highlight=False, stderr=lines == _STDIN)
@@ -81,8 +83,7 @@ def score(
         try:
             for file in files:
                 found = [
-                    _Result(run, file, TextScorer(model), TextProfile(top))
-                    for run, model in zip(runs, models, strict=True)
+                    _Result(run, file, Stream(model), TextProfile(top)) for run, model in zip(runs, models, strict=True)
                 ]
                 results += found
                 # Bars and lines of text would mix.
@@ -108,7 +109,7 @@ class _Result:
 
     run: Path
     file: Path
-    scorer: TextScorer
+    stream: Stream
     profile: TextProfile
 
     def name(self, with_file: bool) -> str:
@@ -120,7 +121,7 @@ class _Result:
         return {
             "run": str(self.run),
             "file": str(self.file),
-            "parameters": sum(parameter.numel() for parameter in self.scorer.model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in self.stream.model.parameters()),
             "bytes": self.profile.count,
             "bits": self.profile.bits,
             "bits_per_byte": self.profile.bits_per_byte,
@@ -162,7 +163,7 @@ def _score_file(
     try:
         for data in _read(file):
             for result in results:
-                bits = result.scorer(data)
+                bits = result.stream.score(data)
                 result.profile.add(data, bits)
             if write is not None:
                 write(by_line.add(data, bits))

@@ -1,15 +1,16 @@
-"""Use a trained model on files of any size: predictions for tables, lines and arrays, and the bits of texts."""
+"""Use a trained model on files of any size: predictions for tables, lines, arrays and streams, and bits of texts."""
 
 from tcnca.inference.load import load_run
 from tcnca.inference.predict import PredictOptions, PredictSummary, predict_inputs
 from tcnca.inference.readers import ColumnOptions
-from tcnca.inference.scoring import TextScorer, score
+from tcnca.inference.scoring import score
+from tcnca.inference.streaming import Stream
 
 __all__ = [
     "ColumnOptions",
     "PredictOptions",
     "PredictSummary",
-    "TextScorer",
+    "Stream",
     "load_run",
     "predict_inputs",
     "score",

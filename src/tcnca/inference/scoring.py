@@ -9,17 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from tcnca.errors import InputError
 from tcnca.files import atomic_path
-from tcnca.generation.prompts import piece_length
-from tcnca.models import ModelState, SequenceModel, evaluating
+from tcnca.inference.streaming import Bits, Stream
+from tcnca.models import SequenceModel
 
 _NEWLINE = 10
-"""The first byte of a text is predicted from this one."""
 MAX_POINTS = 4096
 """Points of the curve along a text, at most."""
 WINDOW = 32
@@ -29,54 +24,13 @@ CONTEXT = 80
 MAX_LINE_TEXT = 200
 """Bytes of a line that are kept for its score."""
 
-Bits = NDArray[np.float64]
-
-
-class TextScorer:
-    """Computes the bits of each byte of a text, which comes in pieces of any size.
-
-    The state is carried through the whole text, so the pieces do not matter, and memory is bounded. The total is that
-    of `tcnca eval` with one segment.
-
-    Args:
-        model: a language model of bytes; it runs in evaluation mode.
-    """
-
-    def __init__(self, model: SequenceModel) -> None:
-        if not model.config.head.generates:
-            raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
-        self.model, self.position = model, 0
-        facts = model.preprocessing
-        # Without a newline in the training data, from its first byte; both as in evaluation.
-        first = _NEWLINE if _NEWLINE in (facts.byte_map or ()) else (facts.byte_map or (_NEWLINE,))[0]
-        self._last = facts.encode_bytes(bytes([first]))
-        self._state: ModelState | None = None
-
-    def __call__(self, data: bytes) -> Bits:
-        """Return the bits of each byte of the next piece of the text, `[time]`."""
-        tokens = torch.cat([self._last, self.model.preprocessing.encode_bytes(data, self.position)])
-        width, found = piece_length(self.model, 1), [np.zeros(0)]
-        for begin in range(0, len(data), width):
-            found.append(self._score(tokens[begin : begin + width + 1]))
-        self._last = tokens[-1:]
-        return np.concatenate(found)
-
-    def _score(self, tokens: torch.Tensor) -> Bits:
-        """Return the bits of all tokens but the first, each predicted from those before it."""
-        tokens = tokens.to(self.model.embedding.weight.device).long()
-        with torch.no_grad(), evaluating(self.model):
-            logits, self._state = self.model(tokens[None, :-1], state=self._state, inplace=self._state is not None)
-        nats = F.cross_entropy(logits[0].float(), tokens[1:], reduction="none")
-        self.position += len(nats)
-        return nats.cpu().double().numpy() / math.log(2)
-
 
 def score(model: SequenceModel, text: str | bytes) -> Bits:
     """Return the bits that a language model needs for each byte of a text, `[bytes]`; their mean is bits per byte.
 
-    `TextScorer` reads a text in pieces, for files that are larger than the memory.
+    `tcnca.Stream(model).score(piece)` reads a text in pieces, for files that are larger than the memory.
     """
-    return TextScorer(model)(text.encode() if isinstance(text, str) else text)
+    return Stream(model).score(text)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

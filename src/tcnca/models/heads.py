@@ -140,7 +140,8 @@ def _check_classes(preprocessing: Preprocessing, num_classes: int) -> None:
 class PoolState(State):
     """The state of pooling.
 
-    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them.
+    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, since a
+        sum in float32 stops growing after some ten million values.
     position: `[batch]`, tokens seen so far.
     """
 
@@ -261,7 +262,9 @@ class PooledHead(Head):
 
     def _summarize(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
         if self.pooling == "mean":
-            return state.summary + zero_padding(features, lengths).sum(1, dtype=state.summary.dtype)
+            # The sum of a call is short; that of the stream is in float64.
+            precise = torch.promote_types(features.dtype, torch.float32)
+            return state.summary + zero_padding(features, lengths).sum(1, dtype=precise)
         index = torch.zeros_like(state.position)
         if self.pooling == "last":
             index = index + (features.shape[1] if lengths is None else lengths) - 1
@@ -274,8 +277,7 @@ class PooledHead(Head):
         """Return the state before the first token, for features with the dtype of `like`; None without pooling."""
         if self.pooling == "none":
             return None
-        precise = torch.promote_types(like.dtype, torch.float32)
-        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=precise)
+        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=torch.float64)
         return PoolState(summary, torch.zeros(batch, dtype=torch.long, device=like.device))
 
     def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:

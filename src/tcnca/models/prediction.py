@@ -42,6 +42,8 @@ class Predictions:
     """`[sequences, classes]`."""
     values: NDArray[np.float32] | None = None
     """In the units of the data: `[sequences, outputs]`, of a forecast `[sequences, steps, features]`."""
+    bits: NDArray[np.float64] | None = None
+    """Of each token, `[time]`; only from a `tcnca.Stream` of a language model."""
 
     def __len__(self) -> int:
         found = self.probabilities if self.values is None else self.values
@@ -127,7 +129,7 @@ def _split(model: SequenceModel, inputs: Any) -> list[Any]:
     if isinstance(inputs, str | bytes):
         return [inputs]
     if isinstance(inputs, Tensor):
-        inputs = _to_numpy(inputs)
+        inputs = to_numpy(inputs)
     if not isinstance(inputs, np.ndarray):
         if not isinstance(inputs, Iterable):
             raise InputError(f"inputs: expected texts, arrays or a list of them, got a {type(inputs).__name__}")
@@ -160,7 +162,7 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
             raise InputError(f"{where}: expected valid Unicode, got a text that is not ({error})") from error
         return tokens.astype(np.uint8 if input.vocab_size <= 256 else np.int32)
     try:
-        array = _to_numpy(example)
+        array = to_numpy(example)
     except ValueError as error:
         raise InputError(f"{where}: expected numbers, got a list of unequal parts") from error
     if isinstance(input, TokenInputConfig):
@@ -186,7 +188,8 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def _to_numpy(example: Any) -> NDArray[Any]:
+def to_numpy(example: Any) -> NDArray[Any]:
+    """Return an array, a tensor or a list as an array."""
     if isinstance(example, Tensor):
         example = example.detach().cpu()
         example = example.float() if example.dtype == torch.bfloat16 else example
@@ -235,7 +238,9 @@ def predict_sequences(
     outputs, chosen = np.zeros((len(examples), *shape), np.float32), np.zeros(len(examples), np.int64)
     with evaluating(model):
         for rows in _batches(lengths, batch_size):
-            columns = [_Rows(model, part, rows, where) for part in zip(*(examples[row] for row in rows), strict=True)]
+            columns = [
+                PaddedRows(model, part, rows, where) for part in zip(*(examples[row] for row in rows), strict=True)
+            ]
             answer = _forecast(model, columns[0], steps) if kind == "forecast" else _answer(model, kind, columns)
             if classes is not None:
                 # Of the logits, as in evaluation: different ones can have equal probabilities after rounding.
@@ -271,7 +276,7 @@ def _batches(lengths: Sequence[int], batch_size: int | None) -> Iterator[list[in
         begin = end
 
 
-class _Rows:
+class PaddedRows:
     """The sequences of a batch, of which any range of time can be padded."""
 
     def __init__(
@@ -306,7 +311,7 @@ class _Rows:
         return x, None if (valid == end - begin).all() else torch.from_numpy(valid).to(self.device)
 
 
-def _answer(model: SequenceModel, kind: PredictionKind, columns: Sequence[_Rows]) -> Tensor:
+def _answer(model: SequenceModel, kind: PredictionKind, columns: Sequence[PaddedRows]) -> Tensor:
     """Return logits or values, one row for each example."""
     x, lengths = columns[0].pad(0, columns[0].longest)
     if kind == "pairs":
@@ -319,7 +324,7 @@ def _answer(model: SequenceModel, kind: PredictionKind, columns: Sequence[_Rows]
     return take_time(logits, (last - 1).clamp(min=0).unsqueeze(1))[:, 0]
 
 
-def _forecast(model: SequenceModel, rows: _Rows, steps: int) -> Tensor:
+def _forecast(model: SequenceModel, rows: PaddedRows, steps: int) -> Tensor:
     """Return the next `steps` values of each series, `[rows, steps, features]`: each is the input of the next step."""
     state: ModelState | None = None
     last: Tensor | None = None

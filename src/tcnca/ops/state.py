@@ -115,7 +115,7 @@ class State:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return a copy on another device or in another floating dtype, with the arguments of `torch.nn.Module.to`.
 
-        Positions keep their dtype, and sums over the past their precision: in half precision they would stop growing.
+        Positions keep their dtype, and sums over the past their precision: with fewer digits they would stop growing.
         """
         self.check_not_consumed()
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -141,7 +141,7 @@ class State:
 
     def _least_dtype(self, field: str) -> torch.dtype | None:
         """Return the dtype that a field has at least, or None if it has the dtype of the model."""
-        return torch.float32 if field in self._sums else None
+        return torch.float64 if field in self._sums else None
 
     def repeat(self, times: int) -> Self:
         """Repeat each sequence `times` times: `[a, b]` becomes `[a, a, b, b]`."""

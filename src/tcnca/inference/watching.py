@@ -1,0 +1,319 @@
+"""Watch a growing log: score its lines as they come, and find unusual ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import select
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcnca.errors import DataError, InputError, StateError, shown
+from tcnca.files import atomic_path, check_regular
+from tcnca.inference.scoring import Place
+from tcnca.inference.streaming import Bits, Stream, StreamState
+from tcnca.models import SequenceModel
+from tcnca.ops import State
+from tcnca.ops.state import MAX_POSITION
+
+_PIECE = 2**16
+"""Bytes that are read at once. Longer lines are divided."""
+_HEAD = 1024
+"""Bytes at the beginning of a file by which it is recognized."""
+_UNKNOWN_BITS = 16.0
+"""Bits of a byte that does not occur in the training data, which the model does not read."""
+_WARM_UP = 100
+"""Lines before the first that can be unusual, since it is not known yet what is usual."""
+_MEMORY = 1000
+"""Lines over which scores are averaged."""
+
+
+class Piece(NamedTuple):
+    """Lines of a log.
+
+    data: the lines, each with its newline; the last part of a file may have none.
+    offset: where they begin, in bytes from the start of the file.
+    line: number of the first line, from 1.
+    """
+
+    data: bytes
+    offset: int
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TailState(State):
+    """Where the reading of a file is.
+
+    offset, line: `[1]`, of the next line.
+    head: number and digest of the first bytes of the file, by which it is recognized.
+    """
+
+    offset: Tensor
+    line: Tensor
+    head: str
+
+
+class FileTail:
+    """Reads the lines of a growing file as they are completed, like `tail -F`.
+
+    After the file was truncated, reading starts at its beginning. If another file takes its name, the rest of the old
+    one is read first.
+
+    Args:
+        path: a file, which need not exist yet.
+        state: where to continue. A file that was renamed or copied since then is found by its first bytes, if its
+            name still begins with that of `path`.
+
+    Attributes:
+        ended: whether there will be no more lines.
+        line: number of the next line, from 1.
+        continues: whether the file of `state` was found.
+    """
+
+    ended = False
+
+    def __init__(self, path: Path, state: TailState | None = None) -> None:
+        if state is not None:
+            _check("tail.offset", state.offset, torch.int64, 0, MAX_POSITION)
+            _check("tail.line", state.line, torch.int64, 1, MAX_POSITION)
+        self.path, self._file = path, None if state is None else _find(path, state)
+        self.continues = self._file is not None
+        self._offset, self.line, self._head = 0, 1, b""
+        if state is not None and self._file is not None:
+            self._offset, self.line = int(state.offset), int(state.line)
+            self._head = os.pread(self._file.fileno(), min(self._offset, _HEAD), 0)
+
+    def state(self) -> TailState:
+        """Return where the reading is."""
+        return TailState(torch.tensor([self._offset]), torch.tensor([self.line]), _describe(self._head))
+
+    def read(self) -> Piece | None:
+        """Return the next lines; None if there are none yet."""
+        if self._file is None:
+            self._file = _open(self.path)
+            self._offset, self.line, self._head = 0, 1, b""
+        if self._file is None:
+            return None
+        replaced = self._replaced()  # before the last bytes are read
+        file = self._file.fileno()
+        if os.fstat(file).st_size < self._offset or os.pread(file, len(self._head), 0) != self._head:
+            self._switch(_find(self.path, self.state()))  # the rest may be in a copy
+            return self.read()
+        data = os.pread(file, _PIECE, self._offset)
+        data = data[: _end_of_lines(data, replaced)]
+        if data:
+            piece = Piece(data, self._offset, self.line)
+            self._offset += len(data)
+            self.line += _count_lines(data)
+            if len(self._head) < _HEAD:
+                self._head = os.pread(file, min(self._offset, _HEAD), 0)
+            return piece
+        if not replaced:
+            return None
+        self._switch(None)
+        return self.read()
+
+    def _replaced(self) -> bool:
+        """Whether the path names another file, and something was written to it: the old one is complete."""
+        assert self._file is not None
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return found.st_size > 0 and not os.path.samestat(found, os.fstat(self._file.fileno()))
+
+    def close(self) -> None:
+        """Close the file, which the next `read` would open at its beginning."""
+        self._switch(None)
+
+    def _switch(self, following: BinaryIO | None) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = following
+
+
+class PipeTail:
+    """Reads the lines of a pipe as they are completed; see `FileTail`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._rest, self._offset, self._line, self.ended = file, b"", 0, 1, False
+
+    def read(self) -> Piece | None:
+        """Return the next lines; None if there are none yet."""
+        if self.ended or not select.select([self._file], [], [], 0)[0]:
+            return None
+        new = os.read(self._file.fileno(), _PIECE)
+        self.ended = not new
+        data = self._rest + new
+        end = _end_of_lines(data, self.ended)
+        piece, self._rest = Piece(data[:end], self._offset, self._line), data[end:]
+        self._offset += end
+        self._line += _count_lines(piece.data)
+        return piece if piece.data else None
+
+
+def _end_of_lines(data: bytes, last: bool) -> int:
+    """Return where the complete lines of data end; if `last`, or if it is long, its only line is complete."""
+    return data.rfind(b"\n") + 1 or (len(data) if last or len(data) >= _PIECE else 0)
+
+
+def _count_lines(data: bytes) -> int:
+    return data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
+
+
+def _open(path: Path) -> BinaryIO | None:
+    """Return the open file; None if there is none."""
+    try:
+        check_regular(path)
+        return path.open("rb")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file, or - for a pipe") from error
+
+
+def _find(path: Path, state: TailState) -> BinaryIO | None:
+    """Return the file that a state is of, open; None if there is none."""
+    if not int(state.offset) or not path.parent.is_dir():
+        return None
+    others = sorted(other for other in path.parent.iterdir() if other.name.startswith(path.name) and other != path)
+    for candidate in (path, *others):
+        if not candidate.is_file() or not (file := _open(candidate)):
+            continue
+        head = os.pread(file.fileno(), min(int(state.offset), _HEAD), 0)
+        if _describe(head) == state.head and os.fstat(file.fileno()).st_size >= int(state.offset):
+            return file
+        file.close()
+    return None
+
+
+def _describe(head: bytes) -> str:
+    return f"{len(head)} {hashlib.sha256(head).hexdigest()}"
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, least: int, most: int, *shape: int) -> None:
+    """Raise a StateError unless a tensor from a file has this dtype, shape `[1, *shape]` and values in a range."""
+    if tensor.dtype != dtype or tensor.shape != (1, *shape) or not bool(((tensor >= least) & (tensor <= most)).all()):
+        expected = f"{dtype} of shape {[1, *shape]} from {least} to {most}"
+        raise StateError(f"{name}: expected {expected}, got {shown(tensor.tolist())}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchState(State):
+    """Where a watch is.
+
+    stream: of the model.
+    tail: of the file; None for a pipe.
+    usual: `[1, 3]`, in float64: number of lines, mean and variance of their scores.
+    """
+
+    stream: StreamState
+    tail: TailState | None
+    usual: Tensor
+
+
+class UnusualLine(NamedTuple):
+    """A line whose bits per byte are at least a limit."""
+
+    place: Place
+    limit: float
+
+
+class LogWatch:
+    """Scores the lines of a log as they come: the bits per byte of each, given all lines before it.
+
+    A line is unusual if its score is at least `threshold`, or by default `z_score` standard deviations above the mean
+    of the last thousand lines or so. Unusual lines change mean and deviation as if they were at the limit. Memory does
+    not grow with the log.
+
+    Args:
+        model: a language model of bytes.
+        tail: the log.
+        threshold: bits per byte.
+        z_score: standard deviations, without a threshold.
+        state: where to continue; `tail` continues at its own state.
+    """
+
+    def __init__(
+        self,
+        model: SequenceModel,
+        tail: FileTail | PipeTail,
+        *,
+        threshold: float | None = None,
+        z_score: float = 4.0,
+        state: WatchState | None = None,
+    ) -> None:
+        attention = model.config.attention
+        if attention is not None and attention.chunk_size is None:
+            raise InputError(
+                "attention.chunk_size: expected chunks, since the memory of full attention grows with the log, got None"
+            )
+        self.tail, self.threshold, self.z_score = tail, threshold, z_score
+        self._stream = Stream(model, None if state is None else state.stream)
+        self._stream.score(b"")  # raises an error if the model is not one of bytes
+        self._known = np.isin(np.arange(256), model.preprocessing.byte_map or ())
+        self._count = self._mean = self._variance = 0.0
+        if state is not None:
+            _check("usual", state.usual, torch.float64, 0, MAX_POSITION, 3)
+            self._count, self._mean, self._variance = state.usual[0].tolist()
+
+    @property
+    def position(self) -> int:
+        """Bytes that the model has read."""
+        return self._stream.position
+
+    def read(self) -> list[UnusualLine] | None:
+        """Score the next lines, and return unusual ones; None if there are no new lines."""
+        piece = self.tail.read()
+        if piece is None:
+            return None
+        bits, begin, found = self._score(piece.data), 0, []
+        for line in range(_count_lines(piece.data)):
+            end = piece.data.find(b"\n", begin) + 1 or len(piece.data)
+            total = float(bits[begin:end].sum())
+            text = piece.data[begin:end].rstrip(b"\r\n")
+            place = Place(total, piece.offset + begin, piece.line + line, end - begin, text)
+            usual = self._usual_limit()
+            limit = usual if self.threshold is None else self.threshold
+            if total / place.length >= limit:
+                found.append(UnusualLine(place, limit))
+            self._learn(min(total / place.length, usual))
+            begin = end
+        return found
+
+    def state(self) -> WatchState:
+        """Return where the watch is, as a copy."""
+        usual = torch.tensor([[self._count, self._mean, self._variance]], dtype=torch.float64)
+        return WatchState(self._stream.state(), self.tail.state() if isinstance(self.tail, FileTail) else None, usual)
+
+    def save(self, path: Path) -> None:
+        """Write the watch to a safetensors file, completely or not at all."""
+        with atomic_path(path) as temporary:
+            self.state().save(temporary)
+
+    def _score(self, data: bytes) -> Bits:
+        """Return the bits of each byte; the model skips those that it does not know."""
+        content = np.frombuffer(data, np.uint8)
+        known = self._known[content]
+        bits = np.full(len(data), _UNKNOWN_BITS)
+        bits[known] = self._stream.score(content[known].tobytes())
+        return bits
+
+    def _usual_limit(self) -> float:
+        # Lines that are all alike would have almost no deviation.
+        deviation = max(math.sqrt(self._variance), self._mean / 10)
+        return math.inf if self._count < _WARM_UP else self._mean + self.z_score * deviation
+
+    def _learn(self, score: float) -> None:
+        """Update mean and variance, which forget older lines."""
+        self._count += 1
+        weight, change = 1 / min(self._count, _MEMORY), score - self._mean
+        self._mean += weight * change
+        self._variance = (1 - weight) * (self._variance + weight * change**2)
