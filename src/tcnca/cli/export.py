@@ -12,7 +12,6 @@ from tcnca.errors import ConfigError
 
 if TYPE_CHECKING:
     from tcnca.export import Graph, OnnxExport
-    from tcnca.models import SequenceModel
 
 
 def export(
@@ -28,6 +27,7 @@ def export(
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Time steps of a sequence. (default: any number)")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of sequences. (default: any number)")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Take the best checkpoint instead of the last.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a trained model to an ONNX file, and compare it with PyTorch if ONNX Runtime is installed.
@@ -38,25 +38,12 @@ def export(
         raise ConfigError(f"--onnx: expected a new file, got {onnx}, which exists; --force replaces it")
 
     from tcnca.export import export_onnx
+    from tcnca.inference import load_run
 
     graph: Graph | None = None if step is None else "step" if step else "sequence"
     with Console(stderr=True).status(f"exporting {run}"):
-        done = export_onnx(_load(run), onnx, graph, length=length, batch_size=batch_size)
+        done = export_onnx(load_run(run, best=best), onnx, graph, length=length, batch_size=batch_size)
     _print(done)
-
-
-def _load(run: Path) -> SequenceModel:
-    """Load a model, with the chunk size with which its run is evaluated."""
-    from tcnca.models import load
-    from tcnca.training import load_recipe
-    from tcnca.training.provenance import RECIPE
-
-    model = load(run)
-    if model.config.attention is not None and (run / RECIPE).is_file():
-        chunk_size = load_recipe(str(run / RECIPE)).eval.chunk_size
-        if chunk_size is not None:
-            model.set_chunk_size(chunk_size)
-    return model
 
 
 def _print(done: OnnxExport) -> None:
