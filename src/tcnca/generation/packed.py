@@ -120,7 +120,7 @@ class PackedStep(Step):
             self._past = np.zeros((mixer.depth, self.batch, self._lags), dtype=np.int64)
         attention: Any = self.model.layers[0].block.attention  # type: ignore[union-attr]
         self._chunk: int = 0 if attention is None else attention.chunk_size
-        # Two threads share the chunk of a single sequence, its even and its odd slots.
+        # Two threads share the chunk of a single sequence.
         self._padding = self._chunk % 2 if self.batch == 1 else 0
         self._row_cells = rows * (self._chunk + self._padding)
         self._places, self._cells = np.zeros_like(rows), np.zeros_like(rows)
@@ -250,15 +250,13 @@ class PackedStep(Step):
             length = self._length
             torch.bmm(weights(length).transpose(1, 2), value_cache.narrow(1, 0, length), out=out)
 
-        halves = value_cache.view(-1, 2, d_value).transpose(0, 1) if self.batch == 1 else value_cache
         sums = self._empty(2, 1, d_value)
-        even, odd = sums.unbind(0)
+        first, second = sums.unbind(0)
 
         def attend_alone() -> None:
             half = self._length // 2
-            pairs = weights(2 * half).view(half, 2, 1).permute(1, 2, 0)
-            torch.bmm(pairs, halves.narrow(1, 0, half), out=sums)
-            torch.add(even, odd, out=attended)
+            torch.bmm(weights(2 * half).view(2, 1, half), value_cache.narrow(1, 0, 2 * half).view(2, half, -1), out=sums)
+            torch.add(first, second, out=attended)
 
         self._add(attend_alone if self.batch == 1 else attend)
 

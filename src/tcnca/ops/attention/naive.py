@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.ops.activations import laplace, relu2
+from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
 from tcnca.ops.state import State
@@ -259,9 +260,11 @@ def continue_attention(
     if time == 1 and chunk_size is not None:
         slot = fill.unsqueeze(1)
         keys, values = _write(state.keys, slot, k, call.inplace), _write(state.values, slot, v, call.inplace)
-        places = torch.arange(chunk_size, device=q.device)
+        filled = _filled_slots(fill, chunk_size)
+        places = torch.arange(filled, device=q.device)
         bias = None if call.bias is None else offset_bias(call.bias, slot, places)
-        out = call.attend(q, keys, values, bias, (places <= slot).unsqueeze(1))
+        mask = None if filled < chunk_size and len(fill) == 1 else (places <= slot).unsqueeze(1)
+        out = call.attend(q, keys[:, :filled], values[:, :filled], bias, mask)
     else:
         end = advance(fill, time, lengths)
         if chunk_size is None:
@@ -274,6 +277,12 @@ def continue_attention(
         out = run(call, q, lined_k, lined_v, fill, end)
         keys, values = _last_chunk(lined_k, end, chunk_size), _last_chunk(lined_v, end, chunk_size)
     return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
+
+
+def _filled_slots(fill: Tensor, chunk_size: int) -> int:
+    """Return how many slots a step has to read: all of them, unless the number is known without waiting for a GPU."""
+    known = fill.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
+    return int(fill.max()) + 1 if known and len(fill) else chunk_size
 
 
 def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:
