@@ -15,14 +15,16 @@ from tcnca.bench.timing import Cost
 from tcnca.errors import ConfigError
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
+from tcnca.generation.prompts import prefill
+from tcnca.generation.steps import ModelStep
 from tcnca.models import ModelConfig, ModelState, SequenceModel, TokenInputConfig, preset
 
 # Batch sizes, and positions in the first chunk: as many keys and values are read.
-BATCHES, POSITIONS = (1, 8), (64, 1024)
+BATCHES, POSITIONS = {"cpu": (1, 8), "cuda": (1, 64)}, (64, 1024)
 # Six layers of width 256, 7.5 M parameters.
 CPU_SIZES = {"num_layers": 6, "d_model": 256, "d_ff": 512, "vocab_size": 256}
 _CHECK_TOKENS, _CHECK_LAYERS = 12, 2
-_INT8_TOLERANCE = 0.1
+_ROUNDED_TOLERANCE = 0.1
 _FAMILIES = {"tcnca": "TCNCA", "tcnca-linear": "TCNCA-linear", "mega": "MEGA"}
 
 Step = Callable[[Tensor], Tensor]
@@ -34,9 +36,15 @@ class _Kind(NamedTuple):
     suffix: str
     label: str
     quantization: Any = None
+    cache_dtype: Any = None
 
 
-_KINDS = (_Kind("", ""), _Kind("-int8", ", int8", "int8"), _Kind("-model", ", the model itself"))
+_KINDS = (
+    _Kind("", ""),
+    _Kind("-int8", ", int8", quantization="int8"),
+    _Kind("-float8", ", float8 cache", cache_dtype="float8"),
+    _Kind("-model", ", the model itself"),
+)
 
 
 def generation_cases(settings: Settings) -> list[BenchCase]:
@@ -45,8 +53,11 @@ def generation_cases(settings: Settings) -> list[BenchCase]:
         raise ConfigError("--dtype: expected float32 or bfloat16, got float16")
     return [
         _case(settings, family, kind, batch, position)
-        for batch, position in itertools.product(settings.batches or BATCHES, settings.lengths or POSITIONS)
+        for batch, position in itertools.product(
+            settings.batches or BATCHES[settings.device.type], settings.lengths or POSITIONS
+        )
         for family, kind in itertools.product(_FAMILIES, _KINDS)
+        if settings.on_gpu or kind.cache_dtype is None
     ]
 
 
@@ -55,6 +66,7 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
     if settings.num_layers is not None:
         config = config.override(num_layers=settings.num_layers)
     int8 = kind.quantization is not None
+    rounded = int8 or kind.cache_dtype is not None
     return BenchCase(
         name=family + kind.suffix,
         label=_FAMILIES[family] + kind.label,
@@ -63,7 +75,7 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
         build=functools.partial(_workload, config, settings, kind, batch, position),
         build_check=functools.partial(_check, config, settings, kind),
         cost={"forward": _cost(config, settings, int8, batch, position)},
-        tolerance=_INT8_TOLERANCE if int8 else DEEP_TOLERANCE[settings.dtype],
+        tolerance=_ROUNDED_TOLERANCE if rounded else DEEP_TOLERANCE[settings.dtype],
         isolated=False,
         graph=False,
     )
@@ -71,26 +83,16 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
 
 def _make_step(model: SequenceModel, state: ModelState, kind: _Kind) -> Step:
     if kind.suffix == "-model":
-        states = [state]
-
-        @torch.no_grad()
-        def step(token: Tensor) -> Tensor:
-            logits, after = model(token.unsqueeze(1), state=states[0], inplace=True)
-            assert after is not None
-            states[0] = after
-            return logits[:, 0]
-
-        return step
+        return torch.no_grad()(ModelStep(model, state))
     if model.embedding.weight.is_cuda:
-        return FusedStep(model, state, quantization=kind.quantization)
+        return FusedStep(model, state, quantization=kind.quantization, cache_dtype=kind.cache_dtype)
     return PackedStep(model, state, quantization=kind.quantization)
 
 
 def _workload(config: ModelConfig, settings: Settings, kind: _Kind, batch: int, position: int) -> Workload:
     model = SequenceModel(config).to(settings.device, settings.dtype).eval()
     with torch.no_grad():
-        state = model(torch.randint(_vocab_size(config), (batch, position), device=settings.device)).state
-    assert state is not None
+        _, state = prefill(model, torch.randint(_vocab_size(config), (batch, position), device=settings.device))
     step, token = _make_step(model, state, kind), torch.randint(_vocab_size(config), (batch,), device=settings.device)
     return Workload(lambda: step(token))
 

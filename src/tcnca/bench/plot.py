@@ -32,8 +32,9 @@ _COLORS = {
     "mega-scan": "#009e73",
     "mega": "#0072b2",
 }
-# Hatches of candidates that are another one in a different way.
-_VARIANTS = {"-compiled": "//", "-int8": "\\\\", "-model": "xx"}
+# Hatches of candidates that are another one in a different way, and lines of ways to generate.
+_VARIANTS = {"-compiled": "//"}
+_LINES = {"": "-", "-int8": "--", "-float8": ":", "-model": "-."}
 # Curves of the operators, in the order of the legend.
 _CURVES = {
     "fft-ema-published": "FFT-EMA as published",
@@ -78,7 +79,9 @@ def save_plot(path: Path, report: Report) -> Path | None:
 
 def draw(report: Report) -> Figure:
     """Draw the figure of a report."""
-    figure = {"ops": _draw_operators, "lra": _draw_lra}.get(report.suite, _draw_phases)(report)
+    figure = {"ops": _draw_operators, "lra": _draw_lra, "generate": _draw_generation}.get(report.suite, _draw_phases)(
+        report
+    )
     settings = report.settings
     title = {
         "ops": f"Operators, {settings['channels']} channels, K={settings['kernel_size']}, D={settings['depth']}",
@@ -130,6 +133,36 @@ def _draw_operators(report: Report) -> Figure:
             axes.set_xlabel("length, tokens", color=GRAY)
             axes.grid(alpha=0.25, linewidth=0.6)
         row[0].set_ylabel("time on the device, µs" if report.hardware["device"] == "cuda" else "time, µs")
+    _add_legend(figure)
+    return figure
+
+
+def _draw_generation(report: Report) -> Figure:
+    """Plot the time of a token, and on a GPU the memory, over the position, by batch size."""
+    batches = sorted({int(result.sizes["batch"]) for result in report.timed})
+    memory = any(result.peak_bytes for result in report.timed)
+    figure, panels = _panels(9, len(batches), 2 if memory else 1)
+    for batch, row in zip(batches, panels, strict=True):
+        candidates: dict[str, list[Result]] = {}
+        for result in report.timed:
+            if result.sizes["batch"] == batch:
+                candidates.setdefault(result.label, []).append(result)
+        for label, results in candidates.items():
+            results.sort(key=lambda it: int(it.sizes["position"]))
+            name = next((name for name in _LINES if name and results[0].name.endswith(name)), "")
+            style: dict[str, Any] = {"marker": "o", "markersize": 3, "ls": _LINES[name], "label": label}
+            style["color"] = _COLORS[results[0].name.removesuffix(name)]
+            x = [int(it.sizes["position"]) for it in results]
+            row[0].plot(x, [(it.seconds("forward") or 0.0) * 1e3 for it in results], **style)
+            if memory:
+                row[1].plot(x, [(it.peak_bytes or 0) / 2**30 for it in results], **style)
+        for axes, unit in zip(row, ("milliseconds a token", "peak memory, GiB"), strict=False):
+            axes.set_title(f"batch {batch}", loc="left", fontsize=9)
+            axes.set_xscale("log")
+            axes.set_ylim(bottom=0.0)
+            axes.set_xlabel("tokens before", color=GRAY)
+            axes.set_ylabel(unit)
+            axes.grid(alpha=0.25, linewidth=0.6)
     _add_legend(figure)
     return figure
 

@@ -112,7 +112,7 @@ def generate(
     lengths: Annotated[
         str | None, typer.Option("--positions", help="Tokens before the first step. (default: 64,1024)")
     ] = None,
-    batches: Annotated[str | None, typer.Option(help="Batch sizes. (default: 1,8)")] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes. (default: 1,64; on a CPU 1,8)")] = None,
     num_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers. (default: as in the presets, 6 of width 256 on a CPU)")
     ] = None,
@@ -124,7 +124,7 @@ def generate(
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Measure the generation of a token by the EnWik8 models: the model itself, the fast step, and int8 weights."""
+    """Measure the generation of a token by the EnWik8 models: the model itself, the fast step, and 8-bit weights."""
     _run("generate", **locals())
 
 

@@ -255,7 +255,9 @@ class PackedStep(Step):
 
         def attend_alone() -> None:
             half = self._length // 2
-            torch.bmm(weights(2 * half).view(2, 1, half), value_cache.narrow(1, 0, 2 * half).view(2, half, -1), out=sums)
+            torch.bmm(
+                weights(2 * half).view(2, 1, half), value_cache.narrow(1, 0, 2 * half).view(2, half, -1), out=sums
+            )
             torch.add(first, second, out=attended)
 
         self._add(attend_alone if self.batch == 1 else attend)
