@@ -159,21 +159,21 @@ def _draw_generation(report: Report) -> Figure:
         for axes, unit in zip(row, ("milliseconds a token", "peak memory, GiB"), strict=False):
             axes.set_title(f"batch {batch}", loc="left", fontsize=9)
             axes.set_xscale("log")
-            axes.set_ylim(bottom=0.0)
+            axes.set_yscale("log")
             axes.set_xlabel("tokens before", color=GRAY)
             axes.set_ylabel(unit)
             axes.grid(alpha=0.25, linewidth=0.6)
-    _add_legend(figure)
+    _add_legend(figure, columns=4)
     return figure
 
 
-def _add_legend(figure: Figure) -> None:
+def _add_legend(figure: Figure, columns: int | None = None) -> None:
     """Add one legend for all panels."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    options: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "ncols": len(entries)}
+    options: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "ncols": columns or len(entries)}
     figure.legend(list(entries.values()), list(entries), **options)
 
 
