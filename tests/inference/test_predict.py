@@ -237,6 +237,23 @@ def test_texts_and_standard_input(tmp_path: Path) -> None:
     assert read_csv(predicted(tmp_path / "model", lines))[0]["text"] == "dull"
 
 
+def test_texts_are_predicted_as_they_are_given(tmp_path: Path) -> None:
+    """Also if they have line ends and tabs, or are longer than the name of a file can be."""
+    texts, out = ["long " * 100, "a\nb\r\n\nc\td\n"], tmp_path / "out.csv"
+    model = saved("classification", tmp_path / "model")
+    out.write_text("an earlier result")
+    predicted(tmp_path / "model", *texts, "-o", out)
+    rows = read_csv(out.read_bytes().decode())
+    assert [row["text"] for row in rows] == texts
+    chances = [[float(row[f"probability_{name}"]) for name in ("bad", "fair", "good")] for row in rows]
+    assert_near(chances, expected(model, texts)[1], atol=1e-6)
+    pairs = saved("pairs", tmp_path / "pairs")
+    row = read_csv(predicted(tmp_path / "pairs", "a\tb\nc", "d\n"))[0]
+    assert (row["text"], row["second"]) == ("a\tb\nc", "d\n")
+    chance = np.asarray(pairs.predict("a\tb\nc", "d\n").probabilities)[0, 1]
+    assert float(row["probability_yes"]) == pytest.approx(chance, abs=1e-6)
+
+
 def test_lines_of_numbers(tmp_path: Path) -> None:
     model = saved("regression", tmp_path / "model")
     values = np.asarray(model.predict([[1.0, 2.5], [3.0]]).values)

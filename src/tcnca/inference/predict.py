@@ -20,7 +20,7 @@ from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
 from tcnca.errors import ConfigError, DataError, Stopped, shown
 from tcnca.files import atomic_path
-from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader
+from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, TextsReader
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
 from tcnca.models import Predictions, SequenceModel
 from tcnca.models.prediction import PredictionKind, predict_sequences, prediction_kind, to_sequence
@@ -136,7 +136,6 @@ def _open_reader(
             file.detach()
         return
     path = Path(inputs[0])
-    # Unlike `Path.exists`, it takes long texts.
     if not inputs[0] or not os.path.exists(path):
         yield _text_reader(model, inputs, options)
         return
@@ -177,13 +176,9 @@ def _text_reader(model: SequenceModel, texts: Sequence[str], options: PredictOpt
             raise DataError("INPUT: expected a text or a file, got an empty text")
     if options.format not in (None, "text"):
         raise ConfigError(f"--format: expected none for texts, got {options.format}; leave it out")
-    if prediction_kind(model) == "pairs":
-        if len(texts) != 2:
-            raise ConfigError(f"INPUT: expected two texts, since the model compares pairs, got {len(texts)}")
-        texts = ["\t".join(" ".join(text.split("\t")) for text in texts)]
-    # Line ends inside a text would make several of it.
-    lines = [" ".join(text.splitlines()) for text in texts]
-    return RowReader(model, options.columns, "INPUT", lines, "text", len(lines))
+    if prediction_kind(model) == "pairs" and len(texts) != 2:
+        raise ConfigError(f"INPUT: expected two texts, since the model compares pairs, got {len(texts)}")
+    return TextsReader(model, options.columns, texts)
 
 
 def _check_out(out: Path | None, kind: PredictionKind, inputs: Sequence[str]) -> None:
@@ -196,7 +191,8 @@ def _check_out(out: Path | None, kind: PredictionKind, inputs: Sequence[str]) ->
         raise ConfigError(f"--out: expected a file that ends in {', '.join(known)}, got {shown(str(out))}")
     if out.exists() and not out.is_file():
         raise ConfigError(f"--out: expected a file, got {out}, which is something else")
-    if out.exists() and Path(inputs[0]).exists() and out.samefile(inputs[0]):
+    # Unlike `Path.exists`, `os.path.exists` takes long texts.
+    if out.exists() and inputs and os.path.exists(inputs[0]) and out.samefile(inputs[0]):
         raise ConfigError(f"--out: expected another file than the input, got {out}")
 
 

@@ -141,6 +141,8 @@ class RowReader(Reader):
         self.format, self.total = format, size
         self._lines, self._position, self._rows = iter(lines), position, 0
         self._reads_values = isinstance(model.config.input, ValueInputConfig)
+        one = "values" if self._reads_values else "text"
+        self._text_columns = ("text", "second") if self.kind == "pairs" else (one,)
 
     @property
     def position(self) -> int:
@@ -175,16 +177,13 @@ class RowReader(Reader):
             content = line.rstrip("\r\n")
             if not content.strip():
                 continue
-            if self.kind != "pairs":
-                yield number, {"values" if self._reads_values else "text": content}
-                continue
-            parts = content.split("\t")
-            if len(parts) != 2:
+            parts = content.split("\t") if self.kind == "pairs" else [content]
+            if len(parts) != len(self._text_columns):
                 raise DataError(
                     f"{self.name}, line {number}: expected two texts with a tab between them, since the model compares "
                     f"pairs, got {len(parts)}; or give a table with two columns of texts"
                 )
-            yield number, {"text": parts[0], "second": parts[1]}
+            yield number, dict(zip(self._text_columns, parts, strict=True))
 
     def _find_columns(self, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
         """Return the columns of the inputs, and that of the label if there is one."""
@@ -238,11 +237,24 @@ class RowReader(Reader):
         return parse_numbers(row[column], place)
 
 
+class TextsReader(RowReader):
+    """Reads the arguments of a command: texts, with all their line ends and tabs, or lines of numbers."""
+
+    def __init__(self, model: SequenceModel, options: ColumnOptions, texts: Sequence[str]) -> None:
+        super().__init__(model, options, "INPUT", texts, "text")
+        rows = [texts] if self.kind == "pairs" else [(text,) for text in texts]
+        self.total = len(rows)
+        self._texts = [dict(zip(self._text_columns, row, strict=True)) for row in rows]
+
+    def _read(self) -> Iterator[Row]:
+        return iter(enumerate(self._texts, 1))
+
+
 def parse_numbers(value: Any, place: str) -> NDArray[np.float64]:
     """Return the numbers of a JSON list, or of a text with commas or spaces between them."""
     try:
         if isinstance(value, str):
-            value = parse_json(value) if value.lstrip().startswith("[") else re.split(r"[\s,;]+", value.strip(" ,;"))
+            value = parse_json(value) if value.lstrip().startswith("[") else re.findall(r"[^\s,;]+", value)
         return np.asarray(value, np.float64)
     except (ValueError, TypeError, ConfigError) as error:
         raise DataError(
