@@ -264,6 +264,26 @@ def test_lines_of_numbers(tmp_path: Path) -> None:
     assert list(json.loads(text)) == ["values", "id", "prediction"]
 
 
+def test_rows_of_numbers_are_compared_on_request(tmp_path: Path) -> None:
+    model = saved("regression", tmp_path / "model")
+    values = np.asarray(model.predict([[1.0, 2.5], [3.0]]).values)
+    rows = [
+        {"values": [1, 2.5], "truth": (values[0] + 1).tolist()},
+        {"values": "3", "truth": (values[1] - 3).tolist()},
+        {"values": [3], "truth": None},
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert "mean squared error 5.0000 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
+    assert "mean" not in tcnca_predict(tmp_path / "model", data).stderr
+    data.write_text('{"values": [1], "truth": [1, 2, 3]}')
+    result = tcnca_predict(tmp_path / "model", data, "--label", "truth")
+    assert "line 1, column 'truth': expected 2 numbers, as in training, got 3" in result.stderr
+    saved("signals", tmp_path / "signals")
+    data.write_text('{"x": [[1, 2]], "truth": 0}\n{"x": [[1, 2]], "truth": "1"}')
+    assert "accuracy 0.5000 (of 2)" in tcnca_predict(tmp_path / "signals", data, "--label", "truth").stderr
+
+
 def test_lines_are_answered_as_they_come(tmp_path: Path) -> None:
     """With a batch of one, before the next line is read."""
     model, out = saved("classification", tmp_path / "model"), io.StringIO()
@@ -463,6 +483,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "header.npz", "header.npz: array 'x': cannot be read"),
         ("signals", "bad.npz", "bad.npz: cannot be read"),
         ("signals", "1,2,x", "INPUT, line 1: expected numbers with commas or spaces between them"),
+        ("signals", "rows.csv --text body", "--text: expected none for rows.csv, got 'body'; leave it out"),
+        ("classification", "rows.csv --second body", "--second: expected none for rows.csv, got 'body'; leave it"),
+        ("classification", "some_text --label stars", "--label: expected none for INPUT, got 'stars'; leave it out"),
+        ("forecast", "three.npy --label y", "--label: expected none for three.npy, got 'y'; leave it out"),
         ("pairs", "alone", "INPUT: expected two texts, since the model compares pairs, got 1"),
         ("regression", "three.npy", "three.npy: array 'values': expected shape [examples, time, 1]"),
     ],

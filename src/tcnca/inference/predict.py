@@ -20,7 +20,16 @@ from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
 from tcnca.errors import ConfigError, DataError, Stopped, shown
 from tcnca.files import atomic_path
-from tcnca.inference.readers import FORMATS, ArraysReader, ColumnOptions, Example, Format, Reader, RowReader, TextsReader
+from tcnca.inference.readers import (
+    FORMATS,
+    ArraysReader,
+    ColumnOptions,
+    Example,
+    Format,
+    Reader,
+    RowReader,
+    TextsReader,
+)
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
 from tcnca.models import Predictions, SequenceModel
 from tcnca.models.prediction import PredictionKind, predict_sequences, prediction_kind, to_sequence

@@ -48,6 +48,8 @@ FORMATS: Mapping[str, Format] = {
 }
 """Format of a file of rows, by its suffix."""
 
+Column = Literal["text", "second", "values"]
+"""What a column of inputs is used for."""
 _BLOCK = 2**24
 """Bytes of an array that are read at once."""
 _INDEX = "index"
@@ -109,6 +111,12 @@ class Reader(abc.ABC):
     def position(self) -> int:
         """How much has been read."""
 
+    def check_options(self, *used: str) -> None:
+        """Raise a ConfigError for the name of a column or array that is not used."""
+        for field in dataclasses.fields(self.options):
+            if (value := getattr(self.options, field.name)) and field.name not in used:
+                raise ConfigError(f"--{field.name}: expected none for {self.name}, got {shown(value)}; leave it out")
+
     def check_class(self, label: str, place: str) -> str:
         """Return a label if it is one of the model's classes."""
         if label not in self.classes:
@@ -141,8 +149,10 @@ class RowReader(Reader):
         self.format, self.total = format, size
         self._lines, self._position, self._rows = iter(lines), position, 0
         self._reads_values = isinstance(model.config.input, ValueInputConfig)
-        one = "values" if self._reads_values else "text"
-        self._text_columns = ("text", "second") if self.kind == "pairs" else (one,)
+        one: Column = "values" if self._reads_values else "text"
+        self._text_columns: tuple[Column, ...] = ("text", "second") if self.kind == "pairs" else (one,)
+        target = () if self.kind == "forecast" else ("label",)
+        self.check_options(*(() if format == "text" else (*self._text_columns, *target)))
 
     @property
     def position(self) -> int:
@@ -159,9 +169,7 @@ class RowReader(Reader):
                 columns, label = self._find_columns(list(row))
             place = f"{self.name}, line {line}"
             inputs = tuple(self._input(row, column, place) for column in columns)
-            target = None
-            if label is not None and label in row and (found := label_field(row, label, place)):
-                target = self.check_class(found, f"{place}, column {shown(label)}")
+            target = None if label is None or label not in row else self._target(row, label, place)
             yield Example(place, row, inputs, target)
 
     def _read(self) -> Iterator[Row]:
@@ -189,22 +197,23 @@ class RowReader(Reader):
         """Return the columns of the inputs, and that of the label if there is one."""
         if self.format == "text":
             return tuple(columns), None
-        if self._reads_values:
-            name = self.options.values or self.facts.columns.get("values", "values")
-            if name not in columns:
-                raise DataError(
-                    f"{self.name}: expected arrays (.npy, .npz), or a column {shown(name)} with a list of numbers in "
-                    f"each row, since the model was trained on numbers, got {list_names(columns)}"
-                )
-            return (name,), None
-        roles: tuple[Literal["text", "second"], ...] = ("text", "second") if self.kind == "pairs" else ("text",)
-        found = tuple(self._find_column(role, columns) for role in roles)
+        find = self._find_values if self._reads_values else self._find_text
+        found = tuple(find(role, columns) for role in self._text_columns)
         label = self.facts.columns.get("label") if self.options.label is None else self.options.label
         if self.options.label and label not in columns:
             raise unknown_name(self.options.label, "column", columns, Path(self.name))
         return found, label or None
 
-    def _find_column(self, role: Literal["text", "second"], columns: Sequence[str]) -> str:
+    def _find_values(self, role: Column, columns: Sequence[str]) -> str:
+        name = self.options.values or self.facts.columns.get(role, role)
+        if name not in columns:
+            raise DataError(
+                f"{self.name}: expected arrays (.npy, .npz), or a column {shown(name)} with a list of numbers in each "
+                f"row, since the model was trained on numbers, got {list_names(columns)}"
+            )
+        return name
+
+    def _find_text(self, role: Column, columns: Sequence[str]) -> str:
         given, trained = getattr(self.options, role), self.facts.columns.get(role)
         if given is not None and given not in columns:
             raise unknown_name(given, "column", columns, Path(self.name))
@@ -236,6 +245,19 @@ class RowReader(Reader):
             raise DataError(f"{place}: expected a field {shown(column)}, got {list_names(list(row))}; add it")
         return parse_numbers(row[column], place)
 
+    def _target(self, row: Mapping[str, Any], column: str, place: str) -> Any:
+        """Return the true class or values; None if the field is empty."""
+        cell = f"{place}, column {shown(column)}"
+        if self.kind != "regression":
+            label = label_field(row, column, place)
+            return self.check_class(label, cell) if label else None
+        if row[column] in (None, ""):
+            return None
+        values, outputs = parse_numbers(row[column], cell).reshape(-1), getattr(self.model.config.head, "outputs", 1)
+        if len(values) != outputs:
+            raise DataError(f"{cell}: expected {outputs} numbers, as in training, got {len(values)}")
+        return values
+
 
 class TextsReader(RowReader):
     """Reads the arguments of a command: texts, with all their line ends and tabs, or lines of numbers."""
@@ -244,7 +266,7 @@ class TextsReader(RowReader):
         super().__init__(model, options, "INPUT", texts, "text")
         rows = [texts] if self.kind == "pairs" else [(text,) for text in texts]
         self.total = len(rows)
-        self._texts = [dict(zip(self._text_columns, row, strict=True)) for row in rows]
+        self._texts = [dict[str, str](zip(self._text_columns, row, strict=True)) for row in rows]
 
     def _read(self) -> Iterator[Row]:
         return iter(enumerate(self._texts, 1))
@@ -268,6 +290,7 @@ class ArraysReader(Reader):
     def __init__(self, model: SequenceModel, options: ColumnOptions, path: Path) -> None:
         super().__init__(model, options, str(path))
         self._path, self._done = path, 0
+        self.check_options("values", *(() if self.kind == "forecast" else ("label",)))
 
     @property
     def position(self) -> int:
