@@ -22,7 +22,7 @@ import tcnca.inference.predict
 import tcnca.inference.readers
 from tcnca import SequenceModel, load, save
 from tcnca.cli import app
-from tcnca.cli.predict import _Terminal
+from tcnca.cli.reporting import open_stdout
 from tcnca.inference import PredictOptions, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
@@ -519,7 +519,9 @@ def test_empty_texts_and_missing_runs(tmp_path: Path) -> None:
 
 
 def test_rows_do_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr("sys.stdout", screen)
-    _Terminal().write("a\x1b[2Jb\n")
-    assert screen.getvalue() == "a\\x1b[2Jb\n"
+    for terminal, text in ((True, "a\\x1b[2J\\x9bb\n"), (False, "a\x1b[2J\x9bb\n")):
+        screen = io.StringIO()
+        monkeypatch.setattr("sys.stdout", screen)
+        monkeypatch.setattr(screen, "isatty", terminal.__bool__)
+        open_stdout().write("a\x1b[2J\x9bb\n")
+        assert screen.getvalue() == text

@@ -79,7 +79,7 @@ def test_scores_leave_the_mode_of_the_model() -> None:
 def test_models_without_bytes_are_refused() -> None:
     with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
         tcnca.score(text_model(head=ClassifierHeadConfig()), "a")
-    with pytest.raises(InputError, match=r"^model: expected a model of bytes, got one that was saved without"):
+    with pytest.raises(InputError, match=r"^model: expected a language model of bytes, got one without"):
         tcnca.score(small_model(), "a")
 
 
@@ -226,9 +226,42 @@ def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch:
     assert len((tmp_path / "lines.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
+def test_json_on_standard_output(folder: Path) -> None:
+    result = run(folder, "-", "--json", "-", stdin=TEXT)
+    assert json.loads(result.stdout)["scores"][0]["bytes"] == len(TEXT)
+    assert "bits per byte" in result.stderr
+    assert not Path("-").exists()
+
+
+def test_lines_do_not_control_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda file: True, raising=False)
+    result = run(folder, "-", "--lines", "-", stdin="\x1b[2J\u009b31m\n".encode())
+    assert result.exit_code == 0, result.output
+    assert "31m" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert "\x9b" not in result.stdout
+
+
+def test_a_text_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    text, link = tmp_path / "text", tmp_path / "link"
+    text.write_bytes(TEXT)
+    link.symlink_to(text)
+    for option in ("--json", "--plot", "--lines"):
+        for path in (text, link):
+            result = run(folder, text, option, path)
+            assert f"Error: {option}: expected another file than the text, got {path}" in result.stderr
+        for name in (str(tmp_path), ""):
+            result = run(folder, text, option, name)
+            assert f"Error: {option}: expected a file, got {name or '.'}, which is a folder" in result.stderr
+    assert text.read_bytes() == TEXT
+
+
 def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
     tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
     narrow = tcnca.save(text_model(byte_map=b"abc"), tmp_path / "narrow")
+    words = small_model(dtype=torch.float32, input=TokenInputConfig(vocab_size=2))
+    words.preprocessing = Preprocessing(task="recall", symbols=("a", "b"))
+    tcnca.save(words, tmp_path / "words")
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("abcx", encoding="utf-8")
     text = tmp_path / "text"
@@ -241,6 +274,7 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
         (tmp_path, text): f"{tmp_path}: expected a run directory or a saved model, got a folder without config.json",
         (folder, text, "--best"): f"{folder}: has no best checkpoint",
         (narrow, text): f"{text}: text: expected the 3 bytes that occur in the training data, got b'x'",
+        (tmp_path / "words", text): "model: expected a language model of bytes, got one of words",
         (tmp_path / "classifier", text): "model: expected a language model, got one with a ClassifierHeadConfig",
         (tmp_path / "nothing", text): f"{tmp_path}/nothing: expected a run directory or a saved model, got no such",
     }.items():

@@ -27,7 +27,7 @@ def export(
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Time steps of a sequence. (default: any number)")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of sequences. (default: any number)")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Take the best checkpoint instead of the last.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a trained model to an ONNX file, and compare it with PyTorch if ONNX Runtime is installed.

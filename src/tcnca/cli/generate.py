@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import secrets
 import sys
@@ -14,8 +13,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import progress_bar
-from tcnca.errors import DataError, InputError, escape_control
+from tcnca.cli.reporting import open_stdout, progress_bar
+from tcnca.errors import DataError, InputError
 
 _LONG_PROMPT = 2**15
 """Bytes of a prompt from which reading it shows a bar."""
@@ -132,7 +131,7 @@ class _Printer:
     def __init__(self, num_samples: int) -> None:
         self._texts, self._ended = [""] * num_samples, [False] * num_samples
         self._current, self._begun, self._last = 0, False, "\n"
-        self._terminal = sys.stdout.isatty()
+        self._out, self._terminal = open_stdout(), sys.stdout.isatty()
 
     def add(self, new: list[str | None]) -> None:
         """Add the next piece of each continuation; None after its end."""
@@ -163,8 +162,8 @@ class _Printer:
     def _write(self, text: str) -> None:
         if text:
             self._last = text[-1]
-            sys.stdout.write(escape_control(text, "\n\t") if self._terminal else text)
-            sys.stdout.flush()
+            self._out.write(text)
+            self._out.flush()
 
 
 class _JSONPrinter(_Printer):
@@ -190,8 +189,6 @@ class _JSONPrinter(_Printer):
 def _print_texts(
     texts: Iterator[list[str | None]], printer: _Printer, end_progress: Callable[[], None], prompt: str, seed: int
 ) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     counts = [0]
     begin = first = time.perf_counter()
     try:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import progress_bar
-from tcnca.errors import escape_control
+from tcnca.cli.reporting import open_stdout, progress_bar
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Run directory, or a saved model.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -66,20 +65,9 @@ def predict(
         model = load_run(run, dist.device, best=best)
         # A bar would mix with predictions in the terminal, and texts in the arguments are few.
         shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
-        stdout = cast(TextIO, _Terminal()) if sys.stdout.isatty() else None
         with progress_bar(f"predicting {'standard input' if inputs == ['-'] else inputs[0]}", shows) as progress:
-            summary = predict_inputs(model, inputs, options, stdout=stdout, progress=progress)
+            summary = predict_inputs(model, inputs, options, stdout=open_stdout(), progress=progress)
     _print_summary(summary, out, model.preprocessing.max_length)
-
-
-class _Terminal:
-    """Standard output without control characters: values from files must not control the terminal."""
-
-    def write(self, text: str) -> int:
-        return sys.stdout.write(escape_control(text, "\n\t"))
-
-    def flush(self) -> None:
-        sys.stdout.flush()
 
 
 def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What commands share: arguments and progress bars."""
+"""What commands share: arguments, output and progress bars."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import difflib
 import functools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, cast
 
 import typer
 from rich.console import Console
@@ -48,6 +50,21 @@ def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
         raise ConfigError(
             f"{option}: did you mean {suggestion}? Keys of a recipe are given as key=value, without dashes"
         )
+
+
+class _Terminal:
+    """Standard output without control characters."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(escape_control(text, "\n\t"))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def open_stdout() -> TextIO:
+    """Return standard output for values from files and models, which must not control the terminal."""
+    return cast(TextIO, _Terminal()) if sys.stdout.isatty() else sys.stdout
 
 
 class ProgressReporter(Progress):

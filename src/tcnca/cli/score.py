@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tcnca.cli.reporting import progress_bar
+from tcnca.cli.reporting import open_stdout, progress_bar
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, VocabularyError, escape_control
 from tcnca.files import atomic_path, atomic_write, to_json
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PIECE = 2**16
 """Bytes that are read at once."""
-_STDIN = Path("-")
+_STDIO = Path("-")
 _SHOWN_BEFORE = 16
 """Characters of a line that are printed before its most surprising place."""
 
@@ -41,7 +41,8 @@ def score(
         ),
     ],
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write totals, curve and places as JSON.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write totals, curve and places as JSON; - for standard output."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the bits per byte along the text.")
@@ -49,7 +50,8 @@ def score(
     lines: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the bits of each line: CSV if the name ends so, else JSONL; - for output."
+            metavar="FILE",
+            help="Write the bits of each line: CSV if the name ends in .csv, else JSONL; - for standard output.",
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Number of most surprising places to show.")] = 10,
@@ -65,20 +67,23 @@ def score(
     runs = [path for number, path in enumerate(paths) if number == 0 or path.is_dir()]
     files = [path for path in paths[1:] if not path.is_dir()]
     _check_files(files)
+    _check_outputs(files, {"--json": json_file, "--plot": plot, "--lines": lines})
     if lines is not None and len(runs) * len(files) > 1:
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
     from tcnca.inference.load import load_run
-    from tcnca.inference.scoring import TextProfile, draw_profiles
+    from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
     from tcnca.training.distributed import dist_context
 
-    console = Console(emoji=False, highlight=False, stderr=lines == _STDIN)
+    console = Console(emoji=False, highlight=False, stderr=_STDIO in (lines, json_file))
     results: list[_Result] = []
     stopped: BaseException | None = None
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
         models = [load_run(run, place, best=best) for run in runs]
+        for model in models:
+            check_bytes(model)
         write = None if lines is None else stack.enter_context(_line_writer(lines))
         try:
             for file in files:
@@ -87,7 +92,7 @@ def score(
                 ]
                 results += found
                 # Bars and lines of text would mix.
-                with progress_bar(f"scoring {file}", lines != _STDIN) as progress:
+                with progress_bar(f"scoring {file}", lines != _STDIO) as progress:
                     _score_file(file, found, write, progress)
         except (KeyboardInterrupt, Stopped) as error:
             stopped = error  # after what was measured so far is written
@@ -95,7 +100,11 @@ def score(
     _print(console, results)
     if json_file is not None:
         content = {"complete": stopped is None, "scores": [result.to_dict() for result in results]}
-        atomic_write(json_file, to_json(content, indent=1) + "\n")
+        text = to_json(content, indent=1) + "\n"
+        if json_file == _STDIO:
+            sys.stdout.write(text)
+        else:
+            atomic_write(json_file, text)
     if plot is not None and results:
         title = files[0].name if len(files) == 1 else ""
         draw_profiles(plot, title, [(result.name(len(files) > 1), result.profile) for result in results])
@@ -140,12 +149,23 @@ def _check_files(files: Sequence[Path]) -> None:
     if not files:
         raise ConfigError("RUN... FILE...: expected a text after the runs, got none; - reads standard input")
     for file in files:
-        if file == _STDIN:
+        if file == _STDIO:
             continue
         if not file.exists():
             raise DataError(f"{file}: expected a file to score, got nothing of this name; check the path")
         if file.is_file() and not file.stat().st_size:
             raise InputError(f"{file}: expected a text, got an empty one")
+
+
+def _check_outputs(files: Sequence[Path], outputs: Mapping[str, Path | None]) -> None:
+    """Raise a ConfigError for a file that cannot be written, before the texts are read."""
+    for option, path in outputs.items():
+        if path is None or (path == _STDIO and option != "--plot"):
+            continue
+        if path.is_dir():
+            raise ConfigError(f"{option}: expected a file, got {path}, which is a folder")
+        if path.exists() and any(file.exists() and path.samefile(file) for file in files):
+            raise ConfigError(f"{option}: expected another file than the text, got {path}")
 
 
 def _score_file(
@@ -159,7 +179,7 @@ def _score_file(
 
     by_line = Lines()
     # Pipes and devices have no size.
-    done, size = 0, None if file == _STDIN else file.stat().st_size or None
+    done, size = 0, None if file == _STDIO else file.stat().st_size or None
     try:
         for data in _read(file):
             for result in results:
@@ -182,7 +202,7 @@ def _read(file: Path) -> Iterator[bytes]:
     """Yield the pieces of a file, or of the standard input as they come."""
     with contextlib.ExitStack() as stack:
         try:
-            source: Any = sys.stdin.buffer if file == _STDIN else stack.enter_context(file.open("rb"))
+            source: Any = sys.stdin.buffer if file == _STDIO else stack.enter_context(file.open("rb"))
             while data := source.read1(_PIECE):
                 yield data
         except OSError as error:
@@ -193,8 +213,8 @@ def _read(file: Path) -> Iterator[bytes]:
 def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
     """Yield a function that writes the scores of lines."""
     with contextlib.ExitStack() as stack:
-        if path == _STDIN:
-            file: Any = sys.stdout
+        if path == _STDIO:
+            file: Any = open_stdout()
         else:
             temporary = stack.enter_context(atomic_path(path))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", newline=""))

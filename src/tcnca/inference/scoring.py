@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tcnca.errors import InputError
 from tcnca.files import atomic_path
 from tcnca.inference.streaming import Bits, Stream
 from tcnca.models import SequenceModel
@@ -30,7 +31,15 @@ def score(model: SequenceModel, text: str | bytes) -> Bits:
 
     `tcnca.Stream(model).score(piece)` reads a text in pieces, for files that are larger than the memory.
     """
+    check_bytes(model)
     return Stream(model).score(text)
+
+
+def check_bytes(model: SequenceModel) -> None:
+    """Raise an InputError for a language model of words or other tokens, which has no bits of bytes."""
+    if model.config.head.generates and model.preprocessing.byte_map is None:
+        found = "without a byte map" if model.preprocessing.symbols is None else "of words"
+        raise InputError(f"model: expected a language model of bytes, got one {found}")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
