@@ -33,7 +33,17 @@ from tcnca import (
     TokenInputConfig,
 )
 from tcnca.cli import app
-from tcnca.inference.watching import _PIECE, _UNKNOWN_BITS, _WARM_UP, FileTail, LogWatch, Piece, PipeTail, WatchState
+from tcnca.inference.watching import (
+    _PIECE,
+    _UNKNOWN_BITS,
+    _WARM_UP,
+    FileTail,
+    LogWatch,
+    Piece,
+    PipeTail,
+    UnusualLine,
+    WatchState,
+)
 from tests.examples import small_model
 
 runner = CliRunner()
@@ -193,7 +203,10 @@ def test_each_byte_is_read_once(actions: list[Any]) -> None:
 def test_long_lines_are_divided(log: Path) -> None:
     log.write_bytes(b"x" * (_PIECE + 5) + b"\nend\n")
     tail = FileTail(log)
-    assert [(len(piece.data), piece.line) for piece in iter(tail.read, None)] == [(_PIECE, 1), (10, 2)]
+    pieces = [(len(piece.data), piece.line) for piece in iter(tail.read, None)]
+    assert (pieces, tail.line) == ([(_PIECE, 1), (10, 1)], 3)
+    found = [(each.place.line, each.place.text[-3:]) for each in read_lines(watched(log, text_model(), threshold=0))]
+    assert found == [(1, b"xxx"), (1, b"xxx"), (2, b"end")]
 
 
 def test_a_pipe_ends_with_its_last_line() -> None:
@@ -211,6 +224,27 @@ def test_a_pipe_ends_with_its_last_line() -> None:
         assert (tail.read(), tail.ended) == (None, True)
 
 
+def test_files_that_cannot_be_read_are_not_continued(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotated file, or a folder, of another user; as root, the tests could read it."""
+    tail = FileTail(log)
+    append(log, b"one\n")
+    read_all(tail)
+    state, opened = tail.state(), Path.open
+    log.rename(f"{log}.1")
+    log.write_bytes(b"new\n")
+
+    def refused(path: Path, *arguments: Any) -> Any:
+        if path != log:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert read_all(FileTail(log, state)) == b"new\n"
+    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(Path, "open", opened)
+    assert read_all(FileTail(log, state)) == b"new\n"
+
+
 def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
@@ -223,6 +257,10 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
 
 def watched(log: Path, model: SequenceModel, **options: Any) -> LogWatch:
     return LogWatch(model, FileTail(log), **options)
+
+
+def read_lines(watch: LogWatch) -> list[UnusualLine]:
+    return [line for lines in iter(watch.read, None) for line in lines]
 
 
 def test_lines_have_the_bits_of_their_bytes(log: Path) -> None:
@@ -416,17 +454,19 @@ def test_mistakes_are_answered(folder: Path, log: Path, tmp_path: Path) -> None:
     log.write_bytes(b"a\n")
     classifier = tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
     other = tcnca.save(text_model(), tmp_path / "other")
+    model = small_model(dtype=torch.float32, input=TokenInputConfig(vocab_size=2))
+    model.preprocessing = Preprocessing(task="recall", symbols=("a", "b"))
+    words = tcnca.save(model, tmp_path / "words")
     state = tmp_path / "state"
     assert run(other, log, "--once", "--state", state).exit_code == 0
     (tmp_path / "text").write_text("no state", encoding="utf-8")
     for arguments, message in {
-        (
-            folder,
-            tmp_path / "nowhere",
-            "--once",
-        ): f"{tmp_path}/nowhere: expected a file to watch, got nothing of this name",
+        (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to watch, got nothing of this name",
         (folder, tmp_path): f"{tmp_path}: cannot be read (not a regular file); give a file, or - for a pipe",
         (folder, log, "--threshold", 1, "--z-score", 3): "--threshold, --z-score: expected one of them, got both",
+        (words, log): "model: expected a language model of bytes, got one of words",
+        (folder, log, "--state", log): f"--state: expected a file of its own, got {log}",
+        (folder, log, "--state", ""): "--state: expected a file of its own, got .",
         (classifier, log): "model: expected a language model, got one with a ClassifierHeadConfig",
         (
             folder,
@@ -436,7 +476,7 @@ def test_mistakes_are_answered(folder: Path, log: Path, tmp_path: Path) -> None:
         ): f"{state}: state: expected one of this model, got one of a model with other weights",
         (folder, log, "--state", tmp_path / "text"): f"{tmp_path}/text: cannot be read as safetensors",
     }.items():
-        result = run(*arguments)
+        result = run(*arguments, "--once")
         assert result.exit_code == 1, arguments
         assert f"Error: {message}" in result.stderr
 

@@ -45,6 +45,7 @@ def watch(
     ] = False,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each line.")] = False,
     save_every: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time between two saves.")] = 5.0,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
 ) -> None:
     """Follow a log like `tail -F`, and print the lines that surprise a language model.
@@ -54,6 +55,8 @@ def watch(
     """
     if threshold is not None and z_score is not None:
         raise ConfigError("--threshold, --z-score: expected one of them, got both")
+    if state is not None and (state.is_dir() or (state.exists() and file.exists() and state.samefile(file))):
+        raise ConfigError(f"--state: expected a file of its own, got {state}")
     if once and file != _STDIN and not file.exists():
         raise DataError(f"{file}: expected a file to watch, got nothing of this name")
 
@@ -64,7 +67,7 @@ def watch(
 
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
-        model = load_run(run, place)
+        model = load_run(run, place, best=best)
         if state is not None:
             stack.enter_context(_alone(state))
         saved = None if state is None or not state.exists() else WatchState.load(state)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import math
 import os
 import select
@@ -16,14 +18,14 @@ from torch import Tensor
 
 from tcnca.errors import DataError, InputError, StateError, shown
 from tcnca.files import atomic_path, check_regular
-from tcnca.inference.scoring import Place
+from tcnca.inference.scoring import Place, check_bytes
 from tcnca.inference.streaming import Bits, Stream, StreamState
 from tcnca.models import SequenceModel
 from tcnca.ops import State
 from tcnca.ops.state import MAX_POSITION
 
 _PIECE = 2**16
-"""Bytes that are read at once. Longer lines are divided."""
+"""Bytes that are read at once. Longer lines are divided into parts, which are scored like lines."""
 _HEAD = 1024
 """Bytes at the beginning of a file by which it is recognized."""
 _UNKNOWN_BITS = 16.0
@@ -111,7 +113,7 @@ class FileTail:
         if data:
             piece = Piece(data, self._offset, self.line)
             self._offset += len(data)
-            self.line += _count_lines(data)
+            self.line += data.count(b"\n")
             if len(self._head) < _HEAD:
                 self._head = os.pread(file, min(self._offset, _HEAD), 0)
             return piece
@@ -155,17 +157,13 @@ class PipeTail:
         end = _end_of_lines(data, self.ended)
         piece, self._rest = Piece(data[:end], self._offset, self._line), data[end:]
         self._offset += end
-        self._line += _count_lines(piece.data)
+        self._line += piece.data.count(b"\n")
         return piece if piece.data else None
 
 
 def _end_of_lines(data: bytes, last: bool) -> int:
     """Return where the complete lines of data end; if `last`, or if it is long, its only line is complete."""
     return data.rfind(b"\n") + 1 or (len(data) if last or len(data) >= _PIECE else 0)
-
-
-def _count_lines(data: bytes) -> int:
-    return data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
 
 
 def _open(path: Path) -> BinaryIO | None:
@@ -183,9 +181,15 @@ def _find(path: Path, state: TailState) -> BinaryIO | None:
     """Return the file that a state is of, open; None if there is none."""
     if not int(state.offset) or not path.parent.is_dir():
         return None
-    others = sorted(other for other in path.parent.iterdir() if other.name.startswith(path.name) and other != path)
-    for candidate in (path, *others):
-        if not candidate.is_file() or not (file := _open(candidate)):
+    candidates = [path]
+    # Other files, or the folder itself, may be those of another user.
+    with contextlib.suppress(OSError):
+        candidates += sorted(other for other in path.parent.iterdir() if other.name.startswith(path.name))
+    for candidate in candidates:
+        file: BinaryIO | None = None
+        with contextlib.suppress(DataError):
+            file = _open(candidate)
+        if file is None:
             continue
         head = os.pread(file.fileno(), min(int(state.offset), _HEAD), 0)
         if _describe(head) == state.head and os.fstat(file.fileno()).st_size >= int(state.offset):
@@ -255,9 +259,10 @@ class LogWatch:
             raise InputError(
                 "attention.chunk_size: expected chunks, since the memory of full attention grows with the log, got None"
             )
+        check_bytes(model)
         self.tail, self.threshold, self.z_score = tail, threshold, z_score
         self._stream = Stream(model, None if state is None else state.stream)
-        self._stream.score(b"")  # raises an error if the model is not one of bytes
+        self._stream.score(b"")  # raises an error if it is not a language model
         self._known = np.isin(np.arange(256), model.preprocessing.byte_map or ())
         self._count = self._mean = self._variance = 0.0
         if state is not None:
@@ -275,17 +280,15 @@ class LogWatch:
         if piece is None:
             return None
         bits, begin, found = self._score(piece.data), 0, []
-        for line in range(_count_lines(piece.data)):
-            end = piece.data.find(b"\n", begin) + 1 or len(piece.data)
-            total = float(bits[begin:end].sum())
-            text = piece.data[begin:end].rstrip(b"\r\n")
-            place = Place(total, piece.offset + begin, piece.line + line, end - begin, text)
+        for number, line in enumerate(io.BytesIO(piece.data), piece.line):
+            total = float(bits[begin : begin + len(line)].sum())
             usual = self._usual_limit()
             limit = usual if self.threshold is None else self.threshold
-            if total / place.length >= limit:
+            if total / len(line) >= limit:
+                place = Place(total, piece.offset + begin, number, len(line), line.rstrip(b"\r\n"))
                 found.append(UnusualLine(place, limit))
-            self._learn(min(total / place.length, usual))
-            begin = end
+            self._learn(min(total / len(line), usual))
+            begin += len(line)
         return found
 
     def state(self) -> WatchState:
