@@ -104,6 +104,11 @@ def test_pixels_are_bytes_of_the_size_of_training(tmp_path: Path) -> None:
     assert_near(found.probabilities, logits.softmax(-1), atol=1e-6)
     assert found.classes == ("0", "1")
     assert len(model.predict(images[0])) == 1
+    for same in (images.astype(np.int64), [image.ravel().tolist() for image in images], images.reshape(5, 12) / 255):
+        assert_near(model.predict(same).probabilities, found.probabilities, atol=1e-6)
+    for wrong in (images.reshape(5, 12).astype(float), images.astype(int) + 256, images.reshape(5, 12) / 255 - 1):
+        with pytest.raises(InputError, match=r"^inputs\[\d\]: expected pixels from 0 to 255 as whole numbers"):
+            model.predict(wrong)
     with pytest.raises(InputError, match=r"^inputs\[0\]: expected 3×4 pixels"):
         model.predict(images[:, :2])
 

@@ -171,11 +171,19 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
         raise InputError(f"{where}: expected tokens or values, got a model with a {type(input).__name__}")
     if array.dtype.kind not in "fiub":
         raise InputError(f"{where}: expected real numbers, got {array.dtype}")
-    if facts.image_size is not None and array.dtype == np.uint8:
-        if array.size != facts.image_size[0] * facts.image_size[1]:
+    if facts.image_size is not None and array.size:
+        whole = array.dtype.kind in "iu"
+        if whole and array.size != facts.image_size[0] * facts.image_size[1]:
             size = "×".join(map(str, facts.image_size))
             raise InputError(f"{where}: expected {size} pixels, as in training, got shape {list(array.shape)}")
-        return array.reshape(-1, 1).astype(np.float32) / 255
+        # Bytes that became floats, as in JSON lines, would give the class of another image.
+        if array.min() < 0 or array.max() > (255 if whole else 1):
+            raise InputError(
+                f"{where}: expected pixels from 0 to 255 as whole numbers, or from 0 to 1, got {array.dtype} from "
+                f"{array.min()} to {array.max()}"
+            )
+        if whole:
+            return array.reshape(-1, 1).astype(np.float32) / 255
     array = array[:, None] if array.ndim == 1 and input.features == 1 else array
     if array.ndim != 2 or array.shape[1] != input.features:
         what = "one feature" if input.features == 1 else f"{input.features} features"
