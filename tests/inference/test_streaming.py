@@ -238,6 +238,12 @@ def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
     stream.save(tmp_path / "s")
     with pytest.raises(StateError, match=r"^state: expected one of this model, got one of a model with other weights"):
         Stream.load(other, tmp_path / "s")
+    similar = text_model()
+    similar.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        list(similar.parameters())[-1].add_(0.1)
+    with pytest.raises(StateError, match=r"got one of a model with other weights"):
+        Stream.load(similar, tmp_path / "s")
     state = stream.state()
     for logits in (None, torch.zeros(1, 3)):
         with pytest.raises(StateError, match=r"^state\.logits: expected shape \[1, 117\]"):
@@ -296,9 +302,10 @@ def traced(stream: Stream, values: Any, steps: int) -> int:
 @pytest.mark.parametrize(("make", "values"), [(text_model, b"x"), (forecaster, [[100.0, -3.0]]), (classifier, 1.0)])
 def test_memory_stays(make: Any, values: Any) -> None:
     stream = Stream(make())
+    stream.push(values)
+    size = stream.state().nbytes
     tracemalloc.start()
     before = traced(stream, values, 50)
-    size = stream.state().nbytes
     after = traced(stream, values, 150)
     tracemalloc.stop()
     assert stream.state().nbytes == size

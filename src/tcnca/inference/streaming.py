@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ class Stream:
             None if self._state is None else self._state.clone(),
             None if self._logits is None else self._logits.clone(),
             torch.tensor([self.position]),
-            self._digest(),
+            self._digest,
         )
 
     def save(self, path: str | Path) -> None:
@@ -155,7 +156,7 @@ class Stream:
         return cls(model, StreamState.load(path))
 
     def _restore(self, state: StreamState) -> None:
-        if state.weights != self._digest():
+        if state.weights != self._digest:
             raise StateError(
                 "state: expected one of this model, got one of a model with other weights; start a new one"
             )
@@ -168,9 +169,13 @@ class Stream:
         state = state.to(self.model.embedding.weight.device)
         self.position, self._state, self._logits = int(state.position[0]), state.model, state.logits
 
+    @functools.cached_property
     def _digest(self) -> str:
-        weight = self.model.embedding.weight.detach().float().cpu().contiguous()
-        return hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
+        """Of all weights, computed once: a watch saves its stream every few seconds."""
+        found = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            found.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        return found.hexdigest()[:16]
 
     def _to_tensor(self, values: Any) -> Tensor:
         """Return tokens `[1, time]` or values `[1, time, features]`; raise an InputError if one does not fit."""
