@@ -23,7 +23,7 @@ import tcnca.inference.readers
 from tcnca import SequenceModel, load, save
 from tcnca.cli import app
 from tcnca.cli.reporting import open_stdout
-from tcnca.inference import PredictOptions, predict_inputs
+from tcnca.inference import PredictOptions, load_run, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
 from tests.examples import small_model
@@ -101,6 +101,16 @@ def test_a_trained_run_predicts_what_evaluation_counts(tmp_path: Path) -> None:
     assert "were cut to 20, as in training" in result.stderr
     best = evaluate_run(run, split="test", best=True, device="cpu", verbose=False)
     assert f"accuracy {best.value:.4f}" in tcnca_predict(run, tmp_path / "test.csv", "--best").stderr
+
+
+def test_a_run_that_is_not_finished_has_its_last_checkpoint(tmp_path: Path) -> None:
+    models = {}
+    for step, name in enumerate(("best", "between", "last"), 9):
+        models[name] = saved("classification", tmp_path / f"checkpoints/step-{step:09}", class_names=(name, "b", "c"))
+        (tmp_path / f"checkpoints/step-{step:09}/state.json").touch()
+    (tmp_path / "checkpoints/best.json").write_text('{"checkpoint": "step-000000009", "score": 1}')
+    assert load_run(tmp_path).preprocessing == load(tmp_path).preprocessing == models["last"].preprocessing
+    assert load_run(tmp_path, best=True).preprocessing == models["best"].preprocessing
 
 
 @pytest.mark.parametrize("recipe", ["classify", "regress", "forecast"])

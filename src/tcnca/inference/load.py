@@ -22,9 +22,7 @@ def load_run(run: Path, device: str | torch.device = "cpu", *, best: bool = Fals
         device: `cpu` or `cuda`.
         best: the best checkpoint of the run by validation, instead of the last.
     """
-    folder: Path | None = run
-    if best:
-        folder = CheckpointManager(run / "checkpoints", 1, DistContext()).best()
+    folder = CheckpointManager(run / "checkpoints", 1, DistContext()).best() if best else run
     if folder is None:
         raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
     model = load(folder, device)

@@ -24,8 +24,6 @@ from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 FORMAT = "tcnca-model-2"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-BEST_FILE = "best.json"
-"""Names the best checkpoint of a run."""
 
 
 def save(model: SequenceModel, folder: str | Path) -> Path:
@@ -59,7 +57,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     """Read a model that `save` wrote, or the model of a run directory, in evaluation mode.
 
     The model takes raw inputs: it applies the preprocessing that it was trained with. Of a run that is not finished,
-    the best checkpoint is read, or else the last one.
+    the last checkpoint is read.
     """
     folder = _find_model(Path(folder))
     if not os.path.lexists(folder / CONFIG_FILE):
@@ -115,17 +113,11 @@ def fill(
 
 
 def _find_model(folder: Path) -> Path:
-    """Return the folder of the model: in a run that is not finished, its best or else its last checkpoint."""
+    """Return the folder of the model: in a run that is not finished, its last checkpoint."""
     if (folder / CONFIG_FILE).exists():
         return folder
-    checkpoints = folder / "checkpoints"
-    found = {path.parent.name: path.parent for path in checkpoints.glob(f"step-*/{CONFIG_FILE}") if path.is_file()}
-    last, best = max(found, default=""), checkpoints / BEST_FILE
-    if best.is_file():
-        marked = read_json(best, dict[str, Any], error=CheckpointError, remedy="remove it to load the last checkpoint")
-        # Only a folder next to the file: one from elsewhere could name any other.
-        last = name if (name := str(marked.get("checkpoint"))) in found else last
-    return found.get(last, folder)
+    checkpoints = folder.glob(f"checkpoints/step-*/{CONFIG_FILE}")
+    return max((path.parent for path in checkpoints if path.is_file()), default=folder)
 
 
 def _check_names(expected: Set[str], names: Set[str], where: str) -> None:

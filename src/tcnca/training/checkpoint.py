@@ -29,11 +29,13 @@ from tcnca.config import NonNegativeInt, Seconds
 from tcnca.errors import CheckpointError, ConfigError, shown
 from tcnca.files import atomic_write, disk_errors, parse_json, read_json, to_json
 from tcnca.models import SequenceModel, save
-from tcnca.models.serialization import BEST_FILE, CONFIG_FILE, WEIGHTS_FILE, fill
+from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE, fill
 from tcnca.training.distributed import DistContext
 from tcnca.training.logger import MeterState
 
 STATE = "state.json"
+BEST_FILE = "best.json"
+"""Names the best checkpoint of a run."""
 _ROWS = "rows"
 _REMEDY = "remove this checkpoint to resume from the one before"
 _OTHER_VERSION = "if another version of tcnca wrote it, resume with that version or train again in another --out"
