@@ -87,12 +87,10 @@ def _model(name: str, **changes: Any) -> SequenceModel:
     return small_model(VARIANTS[name], torch.float32, num_layers=1, **changes)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tcnca" else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", ["shallow", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS)])
 def test_steps_in_a_loop(tmp_path: Path, name: str) -> None:
     """Over many chunks and turns of the ring buffers, for batch sizes that were not traced."""
-    model = _model(name)
+    model = _model("tcnca", depth=1, d_ff=0) if name == "shallow" else _model(name)
     done = export_onnx(model, tmp_path / "step.onnx")
     assert done.graph == "step"
     assert done.difference is not None
@@ -126,8 +124,9 @@ def _signals(**changes: Any) -> SequenceModel:
     return tcnca.build(config.override(**changes), preprocessing=facts).eval()
 
 
-def test_a_classifier_of_raw_values(tmp_path: Path) -> None:
-    model = _signals()
+@pytest.mark.parametrize("attention", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_classifier_of_raw_values(tmp_path: Path, attention: bool) -> None:
+    model = _signals() if attention else _signals(attention=None, gated=False)
     session = _open(export_onnx(model, tmp_path / "signals.onnx").path)
     x = torch.randn(4, 30, 2) * torch.tensor([10.0, 0.1]) + torch.tensor([100.0, -5.0])
     lengths = torch.tensor([30, 8, 17, 1])
@@ -139,7 +138,7 @@ def test_a_classifier_of_raw_values(tmp_path: Path) -> None:
     assert json.loads(metadata["class_names"]) == ["a", "b"]
     assert metadata["version"] == tcnca.__version__
     assert metadata["graph"] == "sequence"
-    assert json.loads(metadata["chunk_size"]) == 8
+    assert metadata.get("chunk_size") == ("8" if attention else None)
     assert "state" not in metadata
 
 
@@ -179,6 +178,18 @@ def test_fixed_sizes_and_other_dtypes(tmp_path: Path) -> None:
     assert next(model.parameters()).dtype == torch.float64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", ["step", "sequence"])
+def test_a_short_position_bias(tmp_path: Path, graph: Any) -> None:
+    """The inputs that are traced and compared must not be longer; programs find the limit in the metadata."""
+    attention = AttentionConfig(d_key=4, d_value=6, chunk_size=None, max_length=4)
+    model = _model("mega-full", attention=attention)
+    done = export_onnx(model, tmp_path / "short.onnx", graph)
+    assert _metadata(_open(done.path))["max_length"] == "4"
+    if graph == "step":
+        _assert_steps_equal(model, done.path, 4)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     config = ModelConfig(num_layers=1, d_model=8, d_ff=0, gated=False, attention=None, mixer=EMAConfig(d_state=2))
@@ -187,9 +198,10 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_command(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, run = saved.parent / "lm.onnx", CliRunner()
+    file, run, random = saved.parent / "lm.onnx", CliRunner(), torch.get_rng_state()
     done = run.invoke(app, ["export", str(saved), "--onnx", str(file)])
     assert done.exit_code == 0, done.output
+    assert torch.equal(torch.get_rng_state(), random)
     words = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert ["input", "state.layers.0.mixer.hidden", "float32", "[batch, 8, 2]"] in words
     assert ["output", "logits", "float32", "[batch, 256]"] in words
@@ -217,6 +229,8 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         export_onnx(_signals(), file, "step")
     with pytest.raises(ExportError, match="length: expected none for a step"):
         export_onnx(causal, file, length=8)
+    with pytest.raises(ExportError, match=r"length: expected at most 64 \(attention.max_length\), got 65"):
+        export_onnx(_model("mega-full"), file, "sequence", length=65)
     with pytest.raises(ExportError, match="batch_size: expected at least 1, got 0"):
         export_onnx(causal, file, batch_size=0)
     with pytest.raises(ExportError, match="expected a file to write, got a folder"):

@@ -24,6 +24,7 @@ from tcnca.models import SequenceModel
 from tcnca.models.inputs import TokenEmbedding, ValueEmbedding
 from tcnca.models.prediction import class_names
 from tcnca.ops.dispatch import without_kernels
+from tcnca.ops.state import MAX_POSITION
 from tcnca.version import __version__
 
 Graph = Literal["step", "sequence"]
@@ -79,7 +80,8 @@ def export_onnx(
     A `sequence` reads whole sequences: `x` (`[batch, time]` or `[batch, time, features]`) and `lengths` (`[batch]`, the
     valid time steps of each row), for pairs also `second` and `lengths2`. Its output is `logits`, as of the model.
 
-    Standardization is part of the graph. Class names, byte map or symbols, chunk size and version are in the metadata.
+    Standardization is part of the graph. Class names, byte map or symbols, chunk size and version are in the metadata,
+    and `max_length`, the most time steps, if there is a limit.
 
     Args:
         model: the model, which is not changed.
@@ -98,7 +100,8 @@ def export_onnx(
     _check(model, graph, length, batch_size)
     fixed = {name: size for name, size in (("time", length), ("time2", length), ("batch", batch_size)) if size}
     function = _Step(_portable(model)) if graph == "step" else _Sequence(_portable(model))
-    with atomic_path(path) as temporary:
+    with atomic_path(path) as temporary, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         program = _trace(function, fixed)
         program.model.metadata_props.update(_metadata(function, graph))
         program.save(temporary, external_data=False)
@@ -117,6 +120,8 @@ def _check(model: SequenceModel, graph: Graph, length: int | None, batch_size: i
             raise ExportError(f"{name}: expected at least 1, got {size}")
     if graph == "step" and length is not None:
         raise ExportError(f"length: expected none for a step, which reads one time step, got {length}")
+    if length is not None and length > _reach(model):
+        raise ExportError(f"length: expected at most {_reach(model)} (attention.max_length), got {length}")
     if graph == "step" and not model.streams:
         kind = "is bidirectional" if model.config.head.documents == 1 else "reads two documents"
         raise ExportError(
@@ -249,7 +254,8 @@ def _trace(function: _Function, fixed: dict[str, int]) -> Any:
         for _, shape in function.inputs.values()
     )
     # More than two chunks: that a sequence has only one must not become part of the graph.
-    example = function.example(fixed.get("batch", 2), fixed.get("time", _some_time(function.model) + 3))
+    time = min(_some_time(function.model) + 3, _reach(function.model) - 1)
+    example = function.example(fixed.get("batch", 2), fixed.get("time", time))
     with _quiet(), without_kernels(), torch.no_grad():
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
@@ -272,13 +278,17 @@ def _trace(function: _Function, fixed: dict[str, int]) -> Any:
 
 
 def _some_time(model: SequenceModel) -> int:
-    """Return a number of time steps that ends a chunk, or that full attention can hold."""
+    """Return a number of time steps that ends a chunk."""
     attention = model.config.attention
-    if attention is None:
-        return 24
-    if attention.chunk_size is not None:
-        return 2 * attention.chunk_size
-    return min(24, attention.reach - _STEPS - 3) if attention.position == "simple" else 24
+    return 24 if attention is None or attention.chunk_size is None else 2 * attention.chunk_size
+
+
+def _reach(model: SequenceModel) -> int:
+    """Return the most time steps that a model can read."""
+    attention = model.config.attention
+    if attention is None or attention.position != "simple" or attention.chunk_size is not None:
+        return MAX_POSITION
+    return attention.reach
 
 
 @contextlib.contextmanager
@@ -306,6 +316,7 @@ def _metadata(function: _Function, graph: Graph) -> dict[str, str]:
     """Return what a user of the file has to know."""
     model = function.model
     facts, attention = model.preprocessing, model.config.attention
+    max_length = min(facts.max_length or MAX_POSITION, _reach(model))
     values: dict[str, Any] = {
         "version": __version__,
         "graph": graph,
@@ -313,7 +324,8 @@ def _metadata(function: _Function, graph: Graph) -> dict[str, str]:
         "class_names": None if model.config.head.generates else class_names(model),
         "byte_map": facts.byte_map,
         "symbols": facts.symbols,
-        "max_length": facts.max_length,
+        # A step does not notice that it is beyond a position bias.
+        "max_length": None if max_length == MAX_POSITION else max_length,
         "image_size": facts.image_size,
         "chunk_size": None if attention is None else attention.chunk_size,
         "config": model.config.to_dict(),
@@ -356,7 +368,7 @@ def _compare(function: _Function, fixed: dict[str, int], path: Path) -> float:
     worst = 0.0
     for inputs in _cases(function, fixed):
         theirs = inputs
-        for _ in range(_STEPS if isinstance(function, _Step) else 1):
+        for _ in range(min(_STEPS, _reach(function.model)) if isinstance(function, _Step) else 1):
             expected = dict(zip(function.outputs, function(*inputs.values()), strict=True))
             with _runtime_errors():
                 results = session.run(None, {name: value.numpy() for name, value in theirs.items()})
@@ -371,9 +383,12 @@ def _compare(function: _Function, fixed: dict[str, int], path: Path) -> float:
 
 def _cases(function: _Function, fixed: dict[str, int]) -> Iterator[dict[str, Tensor]]:
     """Yield inputs to compare: several batch sizes and lengths, or steps from the start and over the end of a chunk."""
-    end = _some_time(function.model)
-    for batch, time in ((1, 0), (3, end - 2)) if isinstance(function, _Step) else ((1, 1), (3, 7), (2, end // 2 + 5)):
-        yield function.example(fixed.get("batch", batch), fixed.get("time", time))
+    end, most = _some_time(function.model), _reach(function.model)
+    cases = [(1, 1), (3, 7), (2, end // 2 + 5)]
+    if isinstance(function, _Step):
+        cases, most = [(1, 0), (3, end - 2)], max(most - _STEPS, 0)
+    for batch, time in cases:
+        yield function.example(fixed.get("batch", batch), fixed.get("time", min(time, most)))
 
 
 def _difference(name: str, expected: Tensor, got: Tensor) -> float:
