@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -388,6 +389,26 @@ def feed(log: Path, lines: list[bytes], out: Path, last: bytes) -> None:
     wait_until(lambda: last.strip() in out.read_bytes())
 
 
+def test_a_stopped_watch_continues(folder: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        """Write lines the first time that the watch waits, and stop it the second time."""
+        if log.exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        append(log, b"".join(LINES[:12]) + LINES[12][:5])
+
+    monkeypatch.setattr("tcnca.cli.watch.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    options = ("--state", tmp_path / "app.state", "--threshold", 0, "--jsonl")
+    first = run(folder, log, *options)
+    assert (first.exit_code, first.stderr) == (128 + signal.SIGTERM, f"waiting for {log}\nstopped by SIGTERM\n")
+    log.write_bytes(b"".join(LINES))
+    second = run(folder, log, *options, "--once")
+    assert second.stderr == f"continuing at line 13 of {log}\n"
+    whole = run(folder, log, "--once", "--threshold", 0, "--jsonl")
+    assert_same_rows(rows(first.stdout + second.stdout), rows(whole.stdout))
+    assert len(rows(whole.stdout)) == len(LINES)
+
+
+@pytest.mark.slow
 def test_a_stopped_watch_continues_in_another_process(folder: Path, log: Path, tmp_path: Path) -> None:
     state, out = tmp_path / "app.state", tmp_path / "out"
     watch = process(folder, log, state, out)
