@@ -135,7 +135,7 @@ def end(*_, **__):
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # torchrun and systemd may send a second one
 owner.{name} = end
-sys.argv[1:] = ["recipes", "lm"]
+sys.argv[1:] = ["recipes"]
 runpy.run_module("tcnca", run_name="__main__")
 """
 
