@@ -248,6 +248,8 @@ def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
     for logits in (None, torch.zeros(1, 3)):
         with pytest.raises(StateError, match=r"^state\.logits: expected shape \[1, 117\]"):
             Stream(model, dataclasses.replace(state, logits=logits))
+    whole_numbers = Stream(model, dataclasses.replace(state, logits=torch.zeros(1, 117, dtype=torch.int64)))
+    assert some(whole_numbers.push(b"").probabilities).sum() == pytest.approx(1)
     some(state.model).save(tmp_path / "model-state")
     with pytest.raises(StateError, match=r"expected a StreamState, got a ModelState$"):
         Stream.load(model, tmp_path / "model-state")

@@ -167,7 +167,9 @@ class Stream:
         if shape != ([1, vocab_size] if generates and state.model is not None else None):
             raise StateError(f"state.logits: expected shape {[1, vocab_size]} of a language model only, got {shape}")
         state = state.to(self.model.embedding.weight.device)
-        self.position, self._state, self._logits = int(state.position[0]), state.model, state.logits
+        self.position, self._state = int(state.position[0]), state.model
+        # A file may have any dtype.
+        self._logits = None if state.logits is None else state.logits.float()
 
     @functools.cached_property
     def _digest(self) -> str:
