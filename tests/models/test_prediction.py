@@ -18,7 +18,6 @@ from tcnca import (
     ValueInputConfig,
     VocabularyError,
     load,
-    save,
 )
 from tests.examples import FAMILY, small_model
 from tests.inference.models import assert_near, saved
@@ -191,14 +190,3 @@ def test_outputs_at_every_step_are_not_predictions() -> None:
     model = small_model("tcnca", head=ClassifierHeadConfig(pooling="none"))
     with pytest.raises(InputError, match="with an output at every time step; call the model itself"):
         model.predict([[1, 2]])
-
-
-def test_of_an_unfinished_run_the_best_or_the_last_checkpoint_is_loaded(tmp_path: Path) -> None:
-    for step in (10, 9, 8):
-        save(small_model(num_layers=step - 7), tmp_path / "checkpoints" / f"step-{step:09}")
-    assert load(tmp_path).config.num_layers == 3
-    best = tmp_path / "checkpoints" / "best.json"
-    best.write_text('{"checkpoint": "step-000000009", "score": 1.0}')
-    assert load(tmp_path).config.num_layers == 2
-    best.write_text('{"checkpoint": "../elsewhere", "score": 1.0}')
-    assert load(tmp_path).config.num_layers == 3
