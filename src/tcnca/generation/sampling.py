@@ -119,6 +119,7 @@ class Sampler:
         generator: torch.Generator | None = None,
     ) -> None:
         self.device, self.vocab_size, self._generator = device, vocab_size, generator
+        self._excludes = excluded is not None
         self._excluded = torch.zeros(vocab_size, dtype=torch.bool, device=device) if excluded is None else excluded
         self._options = [SamplingOptions()] * batch
         self._streams: list[CounterRNG | None] = [None] * batch
@@ -159,7 +160,9 @@ class Sampler:
         self._values.index_copy_(0, index, values.expand(len(rows), -1))
         self._seen.index_fill_(0, index, False)
         self._greedy = all(each.temperature == 0.0 for each in self._options)
-        self._filters = any(each.top_k is not None or each.top_p is not None or each.min_p for each in self._options)
+        # Whether a row samples from anything but the softmax of its logits.
+        plain = SamplingOptions()
+        self._filters = any(dataclasses.replace(each, repetition_penalty=1.0) != plain for each in self._options)
         self._penalizes = any(each.repetition_penalty != 1.0 for each in self._options)
 
     def observe(self, tokens: Tensor, valid: Tensor | None = None, rows: slice = slice(None)) -> None:
@@ -218,16 +221,15 @@ class Sampler:
         logits = logits.float()
         if self._penalizes:
             logits = penalize(logits, self._seen, penalty)
-        logits = logits.masked_fill(self._excluded, -math.inf)
-        token = logits.argmax(-1)
-        if not self._greedy:
-            greedy = token
+        if self._excludes:
+            logits = logits.masked_fill(self._excluded, -math.inf)
+        if self._greedy:
+            token = logits.argmax(-1)
+        else:
+            filtered = filter_logits(logits, temperature, top_k, top_p, min_p) if self._filters else logits
+            token = choose(filtered, self._uniforms.gather(1, self._used).squeeze(1))
             if self._filters:
-                logits = filter_logits(logits, temperature, top_k, top_p, min_p)
-            else:
-                logits = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
-            token = choose(logits, self._uniforms.gather(1, self._used).squeeze(1))
-            token = torch.where(temperature == 0.0, greedy, token)
+                token = torch.where(temperature == 0.0, logits.argmax(-1), token)
             self._used += 1
         if self._penalizes:
             self._seen.scatter_(1, token.unsqueeze(1), True)
