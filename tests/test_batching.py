@@ -208,17 +208,64 @@ def test_an_error_in_a_step_ends_those_that_run(monkeypatch: pytest.MonkeyPatch)
     assert second.result() == _alone(model, second.prompt, 5, 0, {"temperature": 0.0})
 
 
+def test_an_error_when_sequences_join_ends_those_that_run_and_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model()
+    batcher = Batcher(model, 2, prefill_tokens=6, temperature=0.0)
+    running, joining, waiting = (batcher.submit(start, 5) for start in prompt(3, 6))
+    batcher.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(batching, "make_step", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batcher.step()
+    for request in (running, joining):
+        assert isinstance(request.error, ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError):
+            request.result()
+    assert len(batcher) == 1
+    assert waiting.result() == _alone(model, waiting.prompt, 5, 0, {"temperature": 0.0})
+
+
+def test_an_interrupted_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could never be complete, and who waits for it would wait for ever."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = lively_model()
+    batcher = Batcher(model, prefill_tokens=6, temperature=0.0)
+    running, interrupted = (batcher.submit(start, 5) for start in prompt(2, 6))
+    batcher.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "_read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.step()
+    assert len(batcher) == 0
+    assert [request.finish_reason for request in (running, interrupted)] == ["error", "error"]
+
+
+def test_an_idle_batch_takes_no_memory() -> None:
+    batcher = Batcher(lively_model())
+    first, second = (batcher.submit(start, 5) for start in prompt(2, 6))
+    batcher.step()
+    first.cancel()
+    assert batcher._step is not None
+    second.cancel()
+    assert batcher._step is None
+    assert len(batcher.submit(prompt(1, 3)[0], 4).result()) == 4
+
+
 def test_stop_sequences_end_a_sequence() -> None:
     model, start = lively_model(), prompt(1, 5)[0]
     expected = _alone(model, start, 40, 0, {"temperature": 0.0})
     end = next(i for i in range(3, 40) if expected[i - 1 : i + 1] not in [expected[j - 1 : j + 1] for j in range(1, i)])
     batcher = Batcher(model, temperature=0.0)
     single = batcher.submit(start, 40, stop=[expected[2]])
+    tensor = batcher.submit(start, 40, stop=torch.tensor([expected[2]]))
     pair = batcher.submit(start, 40, stop=[expected[end - 1 : end + 1], [VOCABULARY + 5]])
-    for request in (single, pair):
+    for request in (single, tensor, pair):
         request.result()
         assert request.finish_reason == "stop"
-    assert single.tokens == expected[: expected.index(expected[2]) + 1]
+    assert single.tokens == tensor.tokens == expected[: expected.index(expected[2]) + 1]
     assert pair.tokens == expected[: end + 1]
 
 
