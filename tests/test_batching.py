@@ -307,6 +307,16 @@ def test_sequences_without_seed_differ() -> None:
     assert first.result() != second.result()
 
 
+def test_seeded_sequences_leave_the_random_numbers_of_the_caller_alone() -> None:
+    batcher = Batcher(lively_model())
+    for number, start in enumerate(prompt(3, 5)):
+        batcher.submit(start, 4 + number, seed=number)
+    before = torch.get_rng_state()
+    for _ in batcher:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_refusals() -> None:
     model = small_model()
     for name in ("max_batch_size", "prefill_tokens"):
