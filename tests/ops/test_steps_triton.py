@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tcnca import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.fused import unsupported_reason as fused_reason
-from tcnca.generation.packed import PackedStep
 from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.step import unsupported_reason
 from tcnca.models import ModelState
@@ -62,12 +61,6 @@ def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragg
                 assert torch.equal(found.tensors()[name], tensor), name
         for name, tensor in before.tensors().items():
             assert torch.equal(state.tensors()[name], tensor), "the given state is a value"
-
-
-@not_interpreted
-@pytest.mark.parametrize("name", MODELS)
-def test_the_packed_step_equals_the_model(name: str) -> None:
-    assert_steps(PackedStep, small_model(MODELS[name]), 2, 20, ragged=False)
 
 
 @interpreted
