@@ -300,6 +300,15 @@ def test_modes_stay_as_the_caller_has_them() -> None:
     assert Batcher(model).submit(start, 6, seed=2).result() == expected
 
 
+def test_a_batcher_that_was_built_in_inference_mode_works_outside_of_it() -> None:
+    model, start = lively_model(), prompt(1, 5)[0]
+    with torch.inference_mode():
+        batcher = Batcher(model, temperature=0.0)
+        request = batcher.submit(start, 6)
+        batcher.step()
+    assert request.result() == _alone(model, start, 6, 0, {"temperature": 0.0})
+
+
 def test_sequences_without_seed_differ() -> None:
     batcher = Batcher(lively_model())
     start = prompt(1, 5)[0]

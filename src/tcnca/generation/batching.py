@@ -14,9 +14,9 @@ from tcnca.config import closest
 from tcnca.errors import InputError
 from tcnca.generation.prefix import Prefix, PrefixCache
 from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
-from tcnca.generation.step import CacheDtype, Quantization, Step
+from tcnca.generation.step import CacheDtype, Quantization, Step, generating
 from tcnca.generation.steps import check_rounding, has_fixed_state, make_step
-from tcnca.models import ModelState, SequenceModel, evaluating
+from tcnca.models import ModelState, SequenceModel
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
 Tokens = Tensor | Sequence[int] | str | bytes
@@ -149,11 +149,12 @@ class Batcher:
         self._step: Step | None = None
         self._steps_with_room = 0
         weight = model.embedding.weight
-        self._sampler = Sampler(max_batch_size, len(weight), weight.device, excluded=excluded_tokens(model))
-        self._sampler.assign(range(max_batch_size), _GREEDY)
-        # By slot.
-        self._tokens = torch.zeros(max_batch_size, dtype=torch.long, device=weight.device)
-        self._logits = torch.zeros(max_batch_size, len(weight), dtype=weight.dtype, device=weight.device)
+        with generating(model):
+            self._sampler = Sampler(max_batch_size, len(weight), weight.device, excluded=excluded_tokens(model))
+            self._sampler.assign(range(max_batch_size), _GREEDY)
+            # By slot.
+            self._tokens = torch.zeros(max_batch_size, dtype=torch.long, device=weight.device)
+            self._logits = torch.zeros(max_batch_size, len(weight), dtype=weight.dtype, device=weight.device)
         # The slot of each row, and the row of each slot; None when they have changed.
         self._places: tuple[Tensor, Tensor] | None = None
 
@@ -210,7 +211,7 @@ class Batcher:
         Returns:
             The new tokens, in any order; none while no prompt has been read.
         """
-        with torch.no_grad(), evaluating(self.model):
+        with generating(self.model):
             try:
                 return self._generate()
             except BaseException as error:
