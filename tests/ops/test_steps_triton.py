@@ -132,6 +132,16 @@ def test_the_values_of_a_float8_cache_are_rounded(batch: int) -> None:
     assert 0 < error < 0.03
 
 
+@not_interpreted
+def test_large_values_of_a_float8_cache_become_the_largest() -> None:
+    model = small_model("tcnca", torch.float32)
+    state = model.initial_state(2)
+    state.layers[0].attention.values.fill_(-1e4)  # type: ignore[union-attr]
+    step = FusedStep(model, state, cache_dtype="float8")
+    step.load(1, state.reorder([0]))
+    assert set(step.state().tensors()["layers.0.attention.values"].unique().tolist()) == {-448.0}
+
+
 def assert_rows_can_be_loaded(make: Step, model: SequenceModel) -> None:
     """Replace one row of three by another sequence."""
     x = torch.randint(VOCABULARY, (3, 40), device=model.embedding.weight.device)
