@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -241,6 +243,31 @@ def test_an_interrupted_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
             batcher.step()
     assert len(batcher) == 0
     assert [request.finish_reason for request in (running, interrupted)] == ["error", "error"]
+
+
+@pytest.mark.parametrize("place", ["prompt", "step"])
+def test_an_error_holds_no_memory(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a lack of memory."""
+    allocated: list[weakref.ref[Tensor]] = []
+
+    def failing(*_: Any) -> None:
+        activations = torch.zeros(9)
+        allocated.append(weakref.ref(activations))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(batching, "make_step", lambda model, state, **_: ModelStep(model, state))
+    batcher = Batcher(lively_model())
+    request = batcher.submit(prompt(1, 6)[0], 5)
+    if place == "prompt":
+        monkeypatch.setattr(PrefixCache, "_read", failing)
+        batcher.step()
+    else:
+        batcher.step()
+        monkeypatch.setattr(ModelStep, "__call__", failing)
+        with contextlib.suppress(RuntimeError):
+            batcher.step()
+    assert request.finish_reason == "error"
+    assert [each() for each in allocated] == [None]
 
 
 def test_an_idle_batch_takes_no_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -326,6 +327,9 @@ class Batcher:
 
     def _finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         request.finish_reason, request.error = reason, error
+        if error is not None:
+            # What the failed call has allocated would live as long as the request.
+            traceback.clear_frames(error.__traceback__)
         if request in self._waiting:
             self._waiting.remove(request)
         self._reading = deque(each for each in self._reading if each[0] is not request)
