@@ -457,7 +457,7 @@ class FusedStep(step.Step):
         )
 
     def _in_panels(self, values: Tensor, panel: int) -> Tensor:
-        """Return values `[batch, chunk_size, d_value]` as the cache holds them, `[batch, panels, chunk_size, panel]`."""
+        """Return values `[batch, chunk_size, d_value]` as the cache has them: `[batch, panels, chunk_size, panel]`."""
         if self.cache_dtype != self.dtype:
             # As the kernels do; PyTorch 2.11 turns larger ones into NaN.
             limit = torch.finfo(self.cache_dtype).max
