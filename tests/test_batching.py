@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -208,17 +210,89 @@ def test_an_error_in_a_step_ends_those_that_run(monkeypatch: pytest.MonkeyPatch)
     assert second.result() == _alone(model, second.prompt, 5, 0, {"temperature": 0.0})
 
 
+def test_an_error_when_sequences_join_ends_those_that_run_and_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model()
+    batcher = Batcher(model, 2, prefill_tokens=6, temperature=0.0)
+    running, joining, waiting = (batcher.submit(start, 5) for start in prompt(3, 6))
+    batcher.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(batching, "make_step", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batcher.step()
+    for request in (running, joining):
+        assert isinstance(request.error, ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError):
+            request.result()
+    assert len(batcher) == 1
+    assert waiting.result() == _alone(model, waiting.prompt, 5, 0, {"temperature": 0.0})
+
+
+def test_an_interrupted_prompt_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could never be complete, and who waits for it would wait for ever."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = lively_model()
+    batcher = Batcher(model, prefill_tokens=6, temperature=0.0)
+    running, interrupted = (batcher.submit(start, 5) for start in prompt(2, 6))
+    batcher.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixCache, "_read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.step()
+    assert len(batcher) == 0
+    assert [request.finish_reason for request in (running, interrupted)] == ["error", "error"]
+
+
+@pytest.mark.parametrize("place", ["prompt", "step"])
+def test_an_error_holds_no_memory(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a lack of memory."""
+    allocated: list[weakref.ref[Tensor]] = []
+
+    def failing(*_: Any) -> None:
+        activations = torch.zeros(9)
+        allocated.append(weakref.ref(activations))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(batching, "make_step", lambda model, state, **_: ModelStep(model, state))
+    batcher = Batcher(lively_model())
+    request = batcher.submit(prompt(1, 6)[0], 5)
+    if place == "prompt":
+        monkeypatch.setattr(PrefixCache, "_read", failing)
+        batcher.step()
+    else:
+        batcher.step()
+        monkeypatch.setattr(ModelStep, "__call__", failing)
+        with contextlib.suppress(RuntimeError):
+            batcher.step()
+    assert request.finish_reason == "error"
+    assert [each() for each in allocated] == [None]
+
+
+def test_an_idle_batch_takes_no_memory() -> None:
+    batcher = Batcher(lively_model())
+    first, second = (batcher.submit(start, 5) for start in prompt(2, 6))
+    batcher.step()
+    first.cancel()
+    assert batcher._step is not None
+    second.cancel()
+    assert batcher._step is None
+    assert len(batcher.submit(prompt(1, 3)[0], 4).result()) == 4
+
+
 def test_stop_sequences_end_a_sequence() -> None:
     model, start = lively_model(), prompt(1, 5)[0]
     expected = _alone(model, start, 40, 0, {"temperature": 0.0})
     end = next(i for i in range(3, 40) if expected[i - 1 : i + 1] not in [expected[j - 1 : j + 1] for j in range(1, i)])
     batcher = Batcher(model, temperature=0.0)
     single = batcher.submit(start, 40, stop=[expected[2]])
+    tensor = batcher.submit(start, 40, stop=torch.tensor([expected[2]]))
     pair = batcher.submit(start, 40, stop=[expected[end - 1 : end + 1], [VOCABULARY + 5]])
-    for request in (single, pair):
+    for request in (single, tensor, pair):
         request.result()
         assert request.finish_reason == "stop"
-    assert single.tokens == expected[: expected.index(expected[2]) + 1]
+    assert single.tokens == tensor.tokens == expected[: expected.index(expected[2]) + 1]
     assert pair.tokens == expected[: end + 1]
 
 
@@ -253,11 +327,30 @@ def test_modes_stay_as_the_caller_has_them() -> None:
     assert Batcher(model).submit(start, 6, seed=2).result() == expected
 
 
+def test_a_batcher_that_was_built_in_inference_mode_works_outside_of_it() -> None:
+    model, start = lively_model(), prompt(1, 5)[0]
+    with torch.inference_mode():
+        batcher = Batcher(model, temperature=0.0)
+        request = batcher.submit(start, 6)
+        batcher.step()
+    assert request.result() == _alone(model, start, 6, 0, {"temperature": 0.0})
+
+
 def test_sequences_without_seed_differ() -> None:
     batcher = Batcher(lively_model())
     start = prompt(1, 5)[0]
     first, second = batcher.submit(start, 30), batcher.submit(start, 30)
     assert first.result() != second.result()
+
+
+def test_seeded_sequences_leave_the_random_numbers_of_the_caller_alone() -> None:
+    batcher = Batcher(lively_model())
+    for number, start in enumerate(prompt(3, 5)):
+        batcher.submit(start, 4 + number, seed=number)
+    before = torch.get_rng_state()
+    for _ in batcher:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_refusals() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca import ModelOutput, Preprocessing, SequenceModel, TokenInputConfig, generate, stream
-from tcnca.generation.prompts import prefill
+from tcnca import InputError, ModelOutput, ModelState, Preprocessing, SequenceModel, TokenInputConfig, generate, stream
+from tcnca.generation.prompts import PREFILL_TOKENS, piece_length, prefill
 from tests.examples import FAMILY, VOCABULARY, small_model
 
 PROMPTS = st.integers(1, 9)
@@ -165,12 +167,64 @@ def test_generation_works_in_inference_mode() -> None:
         assert torch.equal(generate(model, start, 6, temperature=0.0), expected)
 
 
-def test_prompts_of_bytes_keep_their_zeros() -> None:
+def test_inference_mode_may_end_between_two_tokens() -> None:
+    model, start = small_model(), prompt()
+    expected = generate(model, start, 4, seed=1, repetition_penalty=1.1)
+    with torch.inference_mode():
+        tokens = stream(model, start, 4, seed=1, repetition_penalty=1.1)
+        first = next(tokens)
+    assert torch.equal(torch.stack([first, *tokens], 1), expected)
+
+
+def test_the_state_of_the_prompt_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has a copy of it, and would need twice the memory."""
+    states: list[weakref.ref[ModelState]] = []
+
+    def watched(*args: Any) -> tuple[Tensor, ModelState]:
+        last, state = prefill(*args)
+        states.append(weakref.ref(state))
+        return last, state
+
+    monkeypatch.setattr("tcnca.generation.prefill", watched)
+    tokens = stream(small_model(), prompt(), 4)
+    next(tokens)
+    gc.collect()
+    assert [state() for state in states] == [None]
+
+
+def test_no_tokens_have_the_dtype_of_tokens() -> None:
+    found = generate(small_model(), prompt().to(torch.uint8), 0, num_samples=3)
+    assert (found.shape, found.dtype) == ((6, 0), torch.long)
+
+
+@pytest.mark.parametrize("tokens", [[0, 5, 0, 0], [0, 0]])
+def test_prompts_of_bytes_keep_their_zeros(tokens: list[int]) -> None:
     """256 is no byte, but would be 0 as one."""
     model = small_model(input=TokenInputConfig(vocab_size=257, pad_token_id=256))
-    prompt = torch.tensor([[0, 5, 0, 0]])
-    expected = generate(model, prompt, 4, temperature=0.0)
-    assert torch.equal(generate(model, prompt.to(torch.uint8), 4, temperature=0.0), expected)
+    start = torch.tensor([tokens])
+    expected = generate(model, start, 4, temperature=0.0)
+    assert torch.equal(generate(model, start.to(torch.uint8), 4, temperature=0.0), expected)
+
+
+def test_what_cannot_be_rounded_is_refused() -> None:
+    model, start = small_model(), prompt()
+    with pytest.raises(InputError, match="quantization: expected 'int8' or None, got 'int4'"):
+        stream(model, start, 4, quantization="int4")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"quantization: expected None for this model; prenorm: expected True"):
+        stream(small_model(prenorm=False), start, 4, quantization="int8")
+    with pytest.raises(InputError, match=r"cache_dtype: expected None for this model; device: .* got cpu"):
+        stream(model, start, 4, cache_dtype="float8")
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InputError, match=r"quantization: .* autocast: expected it off"),
+    ):
+        stream(model, start, 4, quantization="int8")
+
+
+def test_pieces_of_a_prompt_are_shorter_for_a_large_vocabulary() -> None:
+    """Their logits would take gigabytes."""
+    assert piece_length(small_model(), 1) == PREFILL_TOKENS
+    assert piece_length(small_model(input=TokenInputConfig(vocab_size=50_000)), 1) * 50_000 <= PREFILL_TOKENS * 512
 
 
 def test_model_in_training_mode_generates_without_dropout_and_keeps_its_mode() -> None:

@@ -24,13 +24,14 @@ def test_what_has_no_fixed_state_is_not_captured() -> None:
 
 @pytest.mark.gpu
 def test_each_model_gets_its_fastest_step() -> None:
-    def kind(name: str, dtype: torch.dtype, tokens: int | None, **changes: Any) -> type:
-        model = small_model(name, dtype, **changes).cuda()
-        return type(make_step(model, model.initial_state(2), max_new_tokens=tokens))
+    def kind(name: str, dtype: torch.dtype, tokens: int | None, **options: Any) -> type:
+        model = small_model(name, dtype).cuda()
+        return type(make_step(model, model.initial_state(2), max_new_tokens=tokens, **options))
 
     assert kind("tcnca", torch.float32, MIN_GRAPH_TOKENS) is FusedStep
     assert kind("tcnca", torch.float32, None) is FusedStep
     assert kind("tcnca", torch.float32, MIN_GRAPH_TOKENS - 1) is ModelStep
+    assert kind("tcnca", torch.float32, 1, quantization="int8") is FusedStep
     assert kind("tcnca", torch.float64, None) is GraphedStep
     assert kind("mega-full", torch.float32, None) is ModelStep
 

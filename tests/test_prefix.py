@@ -160,6 +160,10 @@ def test_refusals() -> None:
         cache.prefill(torch.zeros(0, dtype=torch.long))
     with pytest.raises(InputError, match="at least 1 token in each row"):
         cache.prefill(prompt(2, 3), lengths=[3, 0])
+    with pytest.raises(InputError, match="lengths: expected values from 0 to 3"):
+        cache.prefill(prompt(2, 3), lengths=[3, 4])
+    with pytest.raises(InputError, match=r"lengths: expected \[2\] integers"):
+        cache.prefill(prompt(2, 3), lengths=[3])
     with pytest.raises(VocabularyError):
         cache.prefill(torch.full((1, 3), VOCABULARY))
     assert len(cache) == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +250,31 @@ class Kernel:
 
     def __init__(self, *names: str) -> None:
         self.arg_names = list(names)
+
+
+@not_interpreted
+def test_a_kernel_is_loaded_on_the_device_that_is_named(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch, pretended: Driver
+) -> None:
+    """A module belongs to the device that is current when it is loaded."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def enter(device: int) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def load(*_: Any, **__: Any) -> int:
+        return current[-1]
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(driver, "Function", load)
+    metadata = SimpleNamespace(name="pretended", shared=0)
+    monkeypatch.setattr(launcher, "compile_kernel", lambda *_: SimpleNamespace(metadata=metadata, asm={"cubin": b""}))
+    build = launcher.Build(Kernel("x"), ("*fp32",), (), 4, 3, None)
+    assert [launcher.load_kernel(build, device) for device in (1, 0, 1)] == [1, 0, 1]
+    assert current == [0]
 
 
 @not_interpreted

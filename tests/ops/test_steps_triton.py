@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tcnca import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.fused import unsupported_reason as fused_reason
-from tcnca.generation.packed import PackedStep
+from tcnca.generation.prompts import prefill
 from tcnca.generation.quantize import quantize_rows
+from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.step import unsupported_reason
 from tcnca.models import ModelState
 from tcnca.models.heads import LanguageModelHead
@@ -62,12 +63,6 @@ def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragg
                 assert torch.equal(found.tensors()[name], tensor), name
         for name, tensor in before.tensors().items():
             assert torch.equal(state.tensors()[name], tensor), "the given state is a value"
-
-
-@not_interpreted
-@pytest.mark.parametrize("name", MODELS)
-def test_the_packed_step_equals_the_model(name: str) -> None:
-    assert_steps(PackedStep, small_model(MODELS[name]), 2, 20, ragged=False)
 
 
 @interpreted
@@ -139,28 +134,59 @@ def test_the_values_of_a_float8_cache_are_rounded(batch: int) -> None:
     assert 0 < error < 0.03
 
 
-def assert_rows_can_be_loaded(make: Step, model: SequenceModel) -> None:
-    """Replace one row of three by another sequence."""
+@not_interpreted
+def test_large_values_of_a_float8_cache_become_the_largest() -> None:
+    model = small_model("tcnca", torch.float32)
+    state = model.initial_state(2)
+    state.layers[0].attention.values.fill_(-1e4)  # type: ignore[union-attr]
+    step = FusedStep(model, state, cache_dtype="float8")
+    step.load(1, state.reorder([0]))
+    assert set(step.state().tensors()["layers.0.attention.values"].unique().tolist()) == {-448.0}
+
+
+def assert_rows_can_be_loaded(model: SequenceModel, count: int) -> None:
+    """Replace one row of three by another sequence, and take `count` steps."""
     x = torch.randint(VOCABULARY, (3, 40), device=model.embedding.weight.device)
     with torch.no_grad():
         state, other = model(x[:, :9]).state, model(x[1:2, 3:20]).state
         assert state is not None
         assert other is not None
-        step = make(model, state)
+        step = FusedStep(model, state)
         for place in (9, 10, 11):
             step(x[:, place])
         step.load(1, other)
         assert step.state().tensors()["layers.0.mixer.position"].tolist() == [12, 17, 12]
-        tokens = torch.stack([x[0, 12:30], x[1, 20:38], x[2, 12:30]])
+        rows = [(x[0:1], 12), (x[1:2, 3:], 17), (x[2:3], 12)]
+        tokens = torch.cat([row[:, place : place + count] for row, place in rows])
         found = torch.stack([step(token).clone() for token in tokens.unbind(1)], 1)
-        alone = [model(x[0:1]).logits[:, 12:30], model(x[1:2, 3:]).logits[:, 17:35], model(x[2:3]).logits[:, 12:30]]
+        alone = [model(row).logits[:, place : place + count] for row, place in rows]
     assert_close(found, torch.cat(alone))
+
+
+@interpreted
+def test_rows_can_be_loaded_in_the_interpreter() -> None:
+    assert_rows_can_be_loaded(small_model(MODELS["tcnca"], torch.float32), 3)
+
+
+@interpreted
+def test_sampling_in_the_step_equals_sampling_after_it() -> None:
+    model, x = small_model(MODELS["tcnca"], torch.float32), torch.randint(VOCABULARY, (2, 5))
+    with torch.no_grad():
+        last, state = prefill(model, x)
+        found = []
+        for fused in (True, False):
+            sampler = Sampler(2, VOCABULARY, x.device)
+            sampler.assign(range(2), SamplingOptions(top_k=9, repetition_penalty=1.2), [(1,), (2,)])
+            sampler.fused = fused
+            first, step = sampler(last), FusedStep(model, state, sampler)
+            found.append(torch.stack([first, *[step.next() for _ in range(5)]]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tcnca", "mega", "tcn-mlp", "tcnca-simple"])
 def test_rows_can_be_loaded(name: str) -> None:
-    assert_rows_can_be_loaded(FusedStep, small_model(MODELS[name], torch.float32).cuda())
+    assert_rows_can_be_loaded(small_model(MODELS[name], torch.float32).cuda(), 18)
 
 
 @pytest.mark.gpu

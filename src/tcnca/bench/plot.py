@@ -159,7 +159,11 @@ def _draw_generation(report: Report) -> Figure:
         for axes, unit in zip(row, ("milliseconds a token", "peak memory, GiB"), strict=False):
             axes.set_title(f"batch {batch}", loc="left", fontsize=9)
             axes.set_xscale("log")
-            axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            if high > 5 * low:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0.0)
             axes.set_xlabel("tokens before", color=GRAY)
             axes.set_ylabel(unit)
             axes.grid(alpha=0.25, linewidth=0.6)

@@ -13,10 +13,10 @@ from tcnca.generation.prefix import PrefixCache
 from tcnca.generation.prompts import OnPiece, prefill
 from tcnca.generation.sampling import Sampler, SamplingOptions, excluded_tokens
 from tcnca.generation.speculative import speculative_generate
-from tcnca.generation.step import CacheDtype, Quantization, Step
+from tcnca.generation.step import CacheDtype, Quantization, Step, generating
 from tcnca.generation.steps import check_rounding, make_step
 from tcnca.generation.text import stream_text, stream_texts
-from tcnca.models import Lengths, SequenceModel, evaluating
+from tcnca.models import Lengths, SequenceModel
 from tcnca.models.model import suggest_arguments
 from tcnca.ops import check_lengths
 
@@ -115,37 +115,34 @@ def stream(
         if bool((host < 1).any()):
             raise InputError(f"lengths: expected at least 1 token in each row, got {host.tolist()}")
     padding = model.embedding.pad_token_id
-    if lengths is None and padding is not None and bool((prompt == padding).all(-1).any()):
+    if lengths is None and padding is not None and bool((prompt.long() == padding).all(-1).any()):
         raise InputError(f"prompt: expected at least 1 token in each row, got a row of padding ({padding})")
+
+    def begin() -> tuple[Tensor, Step]:
+        """Read the prompt; return the first token, and the step after it."""
+        batch, vocab_size = prompt.shape[0] * num_samples, model.embedding.weight.shape[0]
+        sampler = Sampler(batch, vocab_size, prompt.device, excluded=excluded_tokens(model), generator=generator)
+        seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
+        sampler.assign(range(batch), options, seeds)
+        observe = _both(sampler.observe, on_piece)
+        if prefix_cache is None:
+            last, state = prefill(model, prompt, lengths, observe)
+        else:
+            last, state = prefix_cache.prefill(prompt, lengths, observe)
+        if num_samples > 1:
+            last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
+        step = make_step(
+            model, state, sampler, max_new_tokens=max_new_tokens, quantization=quantization, cache_dtype=cache_dtype
+        )
+        return sampler(last), step
 
     def tokens() -> Iterator[Tensor]:
         step: Step | None = None
         for _ in range(max_new_tokens):
             # Around each step only: between two tokens the caller has its own modes.
-            with torch.no_grad(), evaluating(model):
+            with generating(model):
                 if step is None:
-                    batch, vocab_size = prompt.shape[0] * num_samples, model.embedding.weight.shape[0]
-                    sampler = Sampler(
-                        batch, vocab_size, prompt.device, excluded=excluded_tokens(model), generator=generator
-                    )
-                    seeds = [] if seed is None else [(seed, *divmod(row, num_samples)) for row in range(batch)]
-                    sampler.assign(range(batch), options, seeds)
-                    observe = _both(sampler.observe, on_piece)
-                    if prefix_cache is None:
-                        last, state = prefill(model, prompt, lengths, observe)
-                    else:
-                        last, state = prefix_cache.prefill(prompt, lengths, observe)
-                    if num_samples > 1:
-                        last, state = last.repeat_interleave(num_samples, 0), state.repeat(num_samples)
-                    step = make_step(
-                        model,
-                        state,
-                        sampler,
-                        max_new_tokens=max_new_tokens,
-                        quantization=quantization,
-                        cache_dtype=cache_dtype,
-                    )
-                    token = sampler(last)
+                    token, step = begin()
                 else:
                     token = step.next()
             yield token
@@ -175,7 +172,7 @@ def generate(
 ) -> Tensor:
     """Return the tokens that `stream` yields for the same arguments, `[batch × num_samples, max_new_tokens]`."""
     tokens = list(stream(**locals()))
-    return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0)
+    return torch.stack(tokens, 1) if tokens else prompt.new_zeros(prompt.shape[0] * num_samples, 0, dtype=torch.long)
 
 
 def _both(first: OnPiece, second: OnPiece | None) -> OnPiece:

@@ -124,7 +124,7 @@ class FusedStep(step.Step):
         for parts, new in zip(self._parts, step.unpack(state), strict=True):
             for name, part in new.items():
                 if name == "values":
-                    part = part.unflatten(2, (-1, parts[name].shape[3])).transpose(1, 2)
+                    part = self._in_panels(part, parts[name].shape[3])
                 parts[name][row].copy_(part[0])
         position = step.positions(state)
         self.slots[row] = (position % self._sizes).to(torch.int32)
@@ -237,9 +237,7 @@ class FusedStep(step.Step):
         if block.attention is not None:
             panel = math.gcd(block.attention.config.d_value, SECTOR // self.cache_dtype.itemsize)
             parts["keys"] = parts["keys"].contiguous()
-            parts["values"] = (
-                parts["values"].unflatten(2, (-1, panel)).transpose(1, 2).contiguous().to(self.cache_dtype)
-            )
+            parts["values"] = self._in_panels(parts["values"], panel)
             self._add_attention(kernels, block, parts["keys"], parts["values"])
         net = layer.feed_forward
         if net is not None:
@@ -444,7 +442,7 @@ class FusedStep(step.Step):
             ROWS=rows,
             STEP=step,
             DOT=dot,
-            NORM="none" if norm is None else _norm_kind(norm),
+            NORM=_norm_kind(norm),
             BIAS=bias is not None,
             QUANTIZED=self.quantization is not None,
             VALUES=VALUES,
@@ -457,6 +455,14 @@ class FusedStep(step.Step):
             ACTIVATION=activation,
             **{"OPEN": 0, "SMOOTH": 0, **constants},
         )
+
+    def _in_panels(self, values: Tensor, panel: int) -> Tensor:
+        """Return values `[batch, chunk_size, d_value]` as the cache has them: `[batch, panels, chunk_size, panel]`."""
+        if self.cache_dtype != self.dtype:
+            # As the kernels do; PyTorch 2.11 turns larger ones into NaN.
+            limit = torch.finfo(self.cache_dtype).max
+            values = values.clamp(-limit, limit)
+        return values.unflatten(2, (-1, panel)).transpose(1, 2).contiguous().to(self.cache_dtype)
 
     def _empty(self, width: int) -> Tensor:
         return torch.zeros(self.batch, width, device=self.device, dtype=self.dtype)
@@ -493,7 +499,9 @@ def _pad_rows(rows: Tensor, first: int, multiple: int) -> Tensor:
 def _norm_kind(norm: nn.Module | None) -> str:
     if isinstance(norm, LayerNorm):
         return "layer"
-    return "rms" if isinstance(norm, RMSNorm) else "batch"
+    if isinstance(norm, RMSNorm):
+        return "rms"
+    return "none" if norm is None else "batch"
 
 
 def _power(number: int) -> int:

@@ -208,9 +208,8 @@ class PackedStep(Step):
         self._add(torch.lerp, self.x, h, u, out=self.x)
 
     def _add_residual(self, block: ResidualBlock, parts: Parts) -> None:
-        if block.mixer is not None:
-            _, mixed = self._add_mixer(block.mixer, block.mixer_norm, parts)
-            self._add(self.x.add_, mixed)
+        _, mixed = self._add_mixer(block.mixer, block.mixer_norm, parts)
+        self._add(self.x.add_, mixed)
         if block.attention is None:
             return
         d_key, _, d_value = block.widths
@@ -276,18 +275,19 @@ class PackedStep(Step):
     def _add_mixer(self, mixer: nn.Module | None, norm: nn.Module | None, parts: Parts) -> tuple[Tensor, Tensor]:
         """Add norm and mixer; return where their outputs are."""
         if isinstance(mixer, TCN):
-            return self._add_tcn(mixer, norm, parts.get("ring"))
+            return self._add_tcn(mixer, norm, parts["ring"])
+        assert isinstance(mixer, EMA)
         normed = self._add_norm(norm, self.x)
-        return normed, self._add_ema(mixer, normed, parts["hidden"]) if isinstance(mixer, EMA) else normed
+        return normed, self._add_ema(mixer, normed, parts["hidden"])
 
-    def _add_tcn(self, mixer: TCN, norm: nn.Module | None, ring: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add_tcn(self, mixer: TCN, norm: nn.Module | None, ring: Tensor) -> tuple[Tensor, Tensor]:
         config, batch, lags, width = mixer.config, self.batch, self._lags, mixer.d_model
         weight = (mixer.weight if mixer.scale is None else weight_norm(mixer.weight, mixer.scale))[:, 0]
         # The inputs of all blocks, and the output of the last one.
         inputs = self._empty(config.depth + 1, batch, width)
         sums, y = self._empty(config.depth, batch, width), self._empty(batch, width)
         normed = self._add_norm(norm, self.x, inputs[0])
-        if ring is not None and lags:
+        if lags:
             cells, taps = ring.flatten(0, 1), self._empty(config.depth, batch, lags, width)
             kernels = weight[:, :, 1:].transpose(1, 2).unsqueeze(1).contiguous()
             self._add(torch.index_select, cells, 0, torch.from_numpy(self._past).flatten(), out=taps.view(-1, width))
@@ -309,7 +309,7 @@ class PackedStep(Step):
                 self._add(y.copy_, out)
                 self._add_activation(config.activation, y)
                 self._add(out.addcmul_, mixer.gain[block].detach(), y)
-        if ring is not None and lags:
+        if lags:
             self._add(cells.index_copy_, 0, torch.from_numpy(self._now).flatten(), inputs[:-1].flatten(0, 1))
         mixed = inputs[-1]
         if mixer.omega is not None:
@@ -335,9 +335,7 @@ class PackedStep(Step):
         out = self._empty(*x.shape) if out is None else out
         shape = x.shape[1:]
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-        if norm is None:
-            self._add(out.copy_, x)
-        elif isinstance(norm, LayerNorm):
+        if isinstance(norm, LayerNorm):
             self._add(lambda: out.copy_(torch.layer_norm(x, shape, weight, bias, EPS)))
         elif isinstance(norm, RMSNorm):
             scale = None if weight is None else weight.detach().expand(shape).contiguous()

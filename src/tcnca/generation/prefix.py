@@ -13,6 +13,7 @@ from torch import Tensor
 from tcnca.errors import InputError
 from tcnca.generation.prompts import piece_length
 from tcnca.models import Lengths, ModelState, SequenceModel, evaluating
+from tcnca.ops import check_lengths
 
 _MIN_BLOCK = 256
 """Tokens between two states that are kept, at least: pieces should be worth a call of the model."""
@@ -101,8 +102,9 @@ class PrefixCache:
         self.model.embedding.check_shape("prompt", prompt)
         valid, padding = None, self.model.embedding.pad_token_id
         if lengths is not None:
-            ends = torch.as_tensor(lengths, device=prompt.device).unsqueeze(1)
-            valid = torch.arange(prompt.shape[1], device=prompt.device) < ends
+            ends = torch.as_tensor(lengths)
+            check_lengths(ends, *prompt.shape)
+            valid = torch.arange(prompt.shape[1], device=prompt.device) < ends.to(prompt.device).unsqueeze(1)
         elif padding is not None:
             valid = prompt.long() != padding
         rows = prompt.unbind() if valid is None else [row[kept] for row, kept in zip(prompt, valid, strict=True)]

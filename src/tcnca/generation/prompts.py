@@ -11,7 +11,7 @@ from tcnca.models import Lengths, ModelState, SequenceModel
 from tcnca.ops import take_time
 
 PREFILL_TOKENS = 16_384
-"""Tokens of a batch that are read in one call on a CPU, by models up to the `PREFILL_WIDTH`; less by wider ones."""
+"""Tokens of a batch that are read in one call on a CPU, by models and vocabularies up to the `PREFILL_WIDTH`."""
 PREFILL_WIDTH = 512
 GPU_FACTOR = 8
 """How many times as many are read in one call on a GPU, so that launching the kernels takes less time than they run."""
@@ -24,7 +24,8 @@ def piece_length(model: SequenceModel, batch: int) -> int:
     attention, device = model.config.attention, model.embedding.weight.device
     chunk = 1 if attention is None else attention.chunk_size or 1
     tokens = PREFILL_TOKENS * (GPU_FACTOR if device.type == "cuda" else 1)
-    tokens = tokens * PREFILL_WIDTH // max(model.config.d_model, PREFILL_WIDTH)
+    # A large vocabulary makes the logits the largest tensor.
+    tokens = tokens * PREFILL_WIDTH // max(model.config.d_model, len(model.embedding.weight), PREFILL_WIDTH)
     return max(tokens // batch // chunk, 1) * chunk
 
 

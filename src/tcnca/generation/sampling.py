@@ -15,7 +15,7 @@ from tcnca.data.rng import CounterRNG
 from tcnca.errors import InputError
 from tcnca.models import SequenceModel
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
-from tcnca.ops.driver import current_stream
+from tcnca.ops.driver import on_device
 
 _BLOCK = 1024
 """Random numbers of a sequence that are copied to the device at once."""
@@ -119,6 +119,7 @@ class Sampler:
         generator: torch.Generator | None = None,
     ) -> None:
         self.device, self.vocab_size, self._generator = device, vocab_size, generator
+        self._excludes = excluded is not None
         self._excluded = torch.zeros(vocab_size, dtype=torch.bool, device=device) if excluded is None else excluded
         self._options = [SamplingOptions()] * batch
         self._streams: list[CounterRNG | None] = [None] * batch
@@ -159,7 +160,9 @@ class Sampler:
         self._values.index_copy_(0, index, values.expand(len(rows), -1))
         self._seen.index_fill_(0, index, False)
         self._greedy = all(each.temperature == 0.0 for each in self._options)
-        self._filters = any(each.top_k is not None or each.top_p is not None or each.min_p for each in self._options)
+        # Whether a row samples from anything but the softmax of its logits.
+        plain = SamplingOptions()
+        self._filters = any(dataclasses.replace(each, repetition_penalty=1.0) != plain for each in self._options)
         self._penalizes = any(each.repetition_penalty != 1.0 for each in self._options)
 
     def observe(self, tokens: Tensor, valid: Tensor | None = None, rows: slice = slice(None)) -> None:
@@ -186,7 +189,8 @@ class Sampler:
     def prepare(self) -> None:
         """Provide random numbers for one token of each row; to be called before each `launch`."""
         if self._step >= self._next and not self._greedy:
-            empty = [row for row, end in enumerate(self._ends) if end <= self._step]
+            sampled = [row for row, options in enumerate(self._options) if options.temperature > 0.0]
+            empty = [row for row in sampled if self._ends[row] <= self._step]
             seeded = {row: stream for row in empty if (stream := self._streams[row]) is not None}
             if seeded:
                 # In 24 bits: float32 would round larger ones up to 1.
@@ -195,7 +199,7 @@ class Sampler:
             others = [row for row in empty if self._streams[row] is None]
             if others:
                 self._refill(others, torch.rand(len(others), _BLOCK, generator=self._generator, device=self.device))
-            self._next = min(self._ends)
+            self._next = min(self._ends[row] for row in sampled)
         self._step += 1
 
     def _refill(self, rows: list[int], numbers: Tensor) -> None:
@@ -212,23 +216,22 @@ class Sampler:
             if self._kernel is None or self._kernel[1][0].data_ptr() != logits.data_ptr():
                 self._kernel = self._make_kernel(logits)
             launch, tensors = self._kernel
-            launch(0 if INTERPRETED else current_stream(self.device.index or 0), *tensors)
+            launch(*tensors)
             return
         penalty, temperature, top_k, top_p, min_p = self._values.unbind(1)
         logits = logits.float()
         if self._penalizes:
             logits = penalize(logits, self._seen, penalty)
-        logits = logits.masked_fill(self._excluded, -math.inf)
-        token = logits.argmax(-1)
-        if not self._greedy:
-            greedy = token
+        if self._excludes:
+            logits = logits.masked_fill(self._excluded, -math.inf)
+        if self._greedy:
+            token = logits.argmax(-1)
+        else:
+            filtered = filter_logits(logits, temperature, top_k, top_p, min_p) if self._filters else logits
+            token = choose(filtered, self._uniforms.gather(1, self._used).squeeze(1))
             if self._filters:
-                logits = filter_logits(logits, temperature, top_k, top_p, min_p)
-            else:
-                logits = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=_MIN_TEMPERATURE).unsqueeze(1)
-            token = choose(logits, self._uniforms.gather(1, self._used).squeeze(1))
-            token = torch.where(temperature == 0.0, greedy, token)
-            self._used += 1
+                token = torch.where(temperature == 0.0, logits.argmax(-1), token)
+            self._used += (temperature != 0.0).unsqueeze(1)
         if self._penalizes:
             self._seen.scatter_(1, token.unsqueeze(1), True)
         self.token.copy_(token)
@@ -253,4 +256,4 @@ class Sampler:
             device=None if self.device.type == "cpu" else self.device.index or 0,
             num_warps=4,
         )
-        return launch, tensors
+        return on_device(launch), tensors

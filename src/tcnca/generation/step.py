@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, Layer
-from tcnca.models import ModelState, SequenceModel
+from tcnca.models import ModelState, SequenceModel, evaluating
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import AttentionState, EMAState, TCNState
@@ -49,6 +51,16 @@ class Step(abc.ABC):
         return self.sampler(self(self.sampler.token))
 
 
+@contextlib.contextmanager
+def generating(model: SequenceModel) -> Iterator[None]:
+    """Put the model in evaluation mode, and compute no gradients.
+
+    Not in inference mode, whose tensors could not be written to outside of it, where the caller may continue.
+    """
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model):
+        yield
+
+
 def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
     """Return which part of a model the packed and the fused step do not support, or None if there is none."""
     config, dtype = model.config, model.embedding.weight.dtype
@@ -71,7 +83,8 @@ def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
                 return "mixer: expected blocks of one convolution without norms of activations"
         elif not isinstance(mixer, EMA) or mixer.config.truncation is not None:
             return "mixer: expected a TCN, or an EMA without truncation"
-    if any(part.dtype != dtype for parts in unpack(state) for name, part in parts.items() if name != "hidden"):
+    floating = {name: part for name, part in state.tensors().items() if part.is_floating_point()}
+    if any(part.dtype != dtype for name, part in floating.items() if not name.endswith(".hidden")):
         return f"state: expected {dtype}"
     return None
 

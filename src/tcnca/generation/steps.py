@@ -30,11 +30,12 @@ def make_step(
 ) -> Step:
     """Return the fastest step that can generate `max_new_tokens` tokens after a state; None for many."""
     device = model.embedding.weight.device
+    rounded = quantization is not None or cache_dtype is not None
     # Weights that autocast has converted live for one replay only.
     if not torch.is_autocast_enabled(device.type):
         if device.type == "cpu" and unsupported_reason(model, state) is None:
             return PackedStep(model, state, sampler, quantization=quantization)
-        if device.type == "cuda" and (max_new_tokens is None or max_new_tokens >= MIN_GRAPH_TOKENS):
+        if device.type == "cuda" and (rounded or max_new_tokens is None or max_new_tokens >= MIN_GRAPH_TOKENS):
             if fused.unsupported_reason(model, state) is None:
                 return fused.FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
             if has_fixed_state(model):
@@ -49,11 +50,13 @@ def check_rounding(model: SequenceModel, quantization: str | None, cache_dtype: 
             raise InputError(f"{name}: expected {expected!r} or None, got {value!r}")
     if quantization is None and cache_dtype is None:
         return
-    state = model.initial_state(1)
-    if model.embedding.weight.is_cuda:
+    state, device = model.initial_state(1), model.embedding.weight.device
+    if torch.is_autocast_enabled(device.type):
+        reason: str | None = "autocast: expected it off"
+    elif device.type == "cuda":
         reason = fused.unsupported_reason(model, state, cache_dtype)
     elif cache_dtype is not None:
-        reason = f"device: expected an NVIDIA GPU, got {model.embedding.weight.device}"
+        reason = f"device: expected an NVIDIA GPU, got {device}"
     else:
         reason = unsupported_reason(model, state)
     if reason is not None:

@@ -116,11 +116,12 @@ def aligned(x: Tensor) -> Tensor:
 
 @functools.cache
 def load_kernel(build: Build, device: int) -> driver.Function:
-    """Load a kernel on the current device, which has this index."""
+    """Load a kernel on a device, which need not be the current one."""
     major, minor = torch.cuda.get_device_capability(device)
     compiled = compile_kernel(build, 10 * major + minor)
     name, shared_memory = str(compiled.metadata.name), int(compiled.metadata.shared)
-    return driver.Function(compiled.asm["cubin"], name, shared_memory, prefer_shared=True)
+    with torch.cuda.device(device):
+        return driver.Function(compiled.asm["cubin"], name, shared_memory, prefer_shared=True)
 
 
 def compile_kernel(build: Build, capability: int) -> Any:
