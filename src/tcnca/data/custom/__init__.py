@@ -75,7 +75,11 @@ def _form(origin: Path, files: Sequence[Path], options: CustomOptions) -> _Form 
         _refuse_unsuitable(files)
     possible = ", ".join([*dict.fromkeys(kind for form in present for kind in _KINDS[form]), "language"])
     needed = " or ".join(f"{form} ({', '.join(_SUFFIXES[form])})" for form in _SUFFIXES if options.kind in _KINDS[form])
-    raise DataError(f"{origin}: --kind {options.kind} needs {needed}, got other files; for these, use {possible}")
+    convert = 'np.save("data.npy", np.loadtxt(FILE, delimiter=",", skiprows=1)) makes an array of a table of numbers'
+    raise DataError(
+        f"{origin}: --kind {options.kind} needs {needed}, got other files; for these, use {possible}"
+        + (f"; {convert}" if "tables" in present and options.kind in _KINDS["arrays"] else "")
+    )
 
 
 def _refuse_unsuitable(files: Sequence[Path]) -> None:
