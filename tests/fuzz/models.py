@@ -149,15 +149,19 @@ _STATES: list[Attack] = [
 ]
 
 
+_LOG = Path("/proc/self/cwd/app.log")
+"""The state has the path of its log, which is the same in every working directory."""
+
+
 def _make_watch() -> None:
     model = SequenceModel(*_models()["tcnca"]).eval()
     save(model, "model")
     Path("app.log").write_bytes(bytes(range(11)) * 3)
-    tail = FileTail(Path("app.log"))
+    tail = FileTail(_LOG)
     watch = LogWatch(model, tail)
     watch.read()
-    tail.close()
     watch.save(Path("app.state"))
+    tail.close()
     Path("app.log").write_bytes(bytes(range(11)) * 5)
 
 
@@ -271,7 +275,7 @@ BASES: dict[str, Callable[[], None]] = {
     "watch": _make_watch,
     "mega": _make_mega,
 }
-_WATCH = command("watch", "model", "app.log", "--once", "--state", "app.state", "--device", "cpu")
+_WATCH = command("watch", "model", str(_LOG), "--once", "--state", "app.state", "--device", "cpu")
 _SIZES = [attack for name in ("tcnca", "mega") for attack in _sizes_of_config(f"{name}/config.json")]
 SUBJECTS = {
     "model": Subject(base="models", use=_load_models, attacks=_SIZES, independent=True, share=18),

@@ -49,6 +49,8 @@ from tests.examples import small_model
 
 runner = CliRunner()
 LINES = [b"%d: line of a log\n" % number for number in range(30)]
+BANNER = b"equal lines\n" * 140
+"""Longer than the beginning by which files are recognized."""
 
 
 def text_model(byte_map: bytes = bytes(range(10, 127)), family: str = "tcnca", **changes: Any) -> SequenceModel:
@@ -166,6 +168,77 @@ def test_reading_continues_after_a_stop(log: Path, moved: str) -> None:
     assert read_all(resumed) == {"": b"two\n", "replaced": b"new\n"}.get(moved, b"two\nnew\n")
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("moved", ["renamed", "copied", "replaced"])
+def test_files_with_the_same_beginning_are_told_apart(log: Path, moved: str, stopped: bool) -> None:
+    log.write_bytes(BANNER + b"old\n" * 200)
+    tail = FileTail(log)
+    read_all(tail)
+    state = tail.state()
+    append(log, b"rest\n")
+    if moved == "renamed":
+        log.rename(f"{log}.1")
+    elif moved == "copied":
+        shutil.copy(log, f"{log}.1")
+    new = BANNER + b"new\n" * 300
+    log.write_bytes(new)
+    # An older file, which comes first by name and has the same beginning too.
+    log.with_name("app.log.0").write_bytes(BANNER + b"other\n" * 300)
+    os.utime(log.with_name("app.log.0"), (0, 0))
+    if stopped:
+        tail = FileTail(log, state)
+        assert tail.continues == (moved != "replaced")
+    first = tail.read()
+    assert first == (Piece(new, 0, 1) if moved == "replaced" else Piece(b"rest\n", len(BANNER) + 800, 341))
+    assert read_all(tail) == (b"" if moved == "replaced" else new)
+
+
+def test_of_equal_files_the_same_one_is_continued(log: Path) -> None:
+    log.write_bytes(BANNER)
+    tail = FileTail(log)
+    read_all(tail)
+    log.rename(f"{log}.1")
+    append(Path(f"{log}.1"), b"old\n")
+    log.write_bytes(BANNER + b"new\n")
+    log.with_name("app.log.0").write_bytes(BANNER + b"older\n")
+    os.utime(log.with_name("app.log.0"), (0, 0))
+    assert read_all(FileTail(log, tail.state())) == b"old\n" + BANNER + b"new\n"
+
+
+def test_files_of_several_rotations_are_read_in_order(log: Path) -> None:
+    log.write_bytes(b"one\n")
+    tail = FileTail(log)
+    read_all(tail)
+    append(log, b"two\n")
+    # By name, a number or a date, these are in another order.
+    names = ["app.log.4", "app.log.5", "app.log.2", "app.log-20261116", "app.log.1"]
+    log.rename(log.with_name(names[1]))
+    log.with_name(names[0]).write_bytes(b"older\n")
+    for name in names[2:]:
+        log.with_name(name).write_bytes(name.encode())
+    for name in ("app.log.copy", "app.log.3.gz", "app.log.state", "app.logs.1"):
+        log.with_name(name).write_bytes(b"not rotated\n")
+    log.with_name("app.log.3").touch()
+    shutil.copy(log.with_name(names[1]), log.with_name("app.log.6"))
+    for time_, name in enumerate([*names[:2], "app.log.6", *names[2:]]):
+        os.utime(log.with_name(name), (time_, time_))
+    log.write_bytes(b"new\n")
+    resumed = FileTail(log, tail.state())
+    pieces = list(iter(resumed.read, None))
+    assert [piece.data for piece in pieces] == [b"two\n", *(name.encode() for name in names[2:]), b"new\n"]
+    assert [(piece.offset, piece.line) for piece in pieces] == [(4, 2), *[(0, 1)] * 4]
+
+
+def test_a_file_of_which_nothing_was_read_is_continued(log: Path) -> None:
+    log.write_bytes(b"half")
+    tail = FileTail(log)
+    assert tail.read() is None
+    append(log, b" a line\n")
+    log.rename(f"{log}.1")
+    log.write_bytes(b"new\n")
+    assert read_all(FileTail(log, tail.state())) == b"half a line\nnew\n"
+
+
 @given(
     actions=st.lists(
         st.one_of(
@@ -179,7 +252,7 @@ def test_each_byte_is_read_once(actions: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log, read, written, files = Path(folder, "log"), b"", b"", 0
         tail = FileTail(log)
-        for action in [b"begin\n", *actions, b"\nend\n"]:
+        for action in [b"begin\n", "read", *actions, b"\nend\n"]:
             if isinstance(action, bytes):
                 append(log, action)
                 written += action
@@ -187,15 +260,16 @@ def test_each_byte_is_read_once(actions: list[Any]) -> None:
             if action == "resume":
                 tail = FileTail(log, tail.state())
             if action in ("rename", "copy"):
-                read += read_all(tail)  # what was written before an earlier rotation is known
                 files += 1
                 if action == "rename":
                     log.rename(f"{log}.{files}")
                 else:
                     shutil.copy(log, f"{log}.{files}")
                     log.write_bytes(b"")
+                os.utime(f"{log}.{files}", (files, files))
                 append(log, b"file %d\n" % files)
                 written += b"file %d\n" % files
+                continue
             read += read_all(tail)
         read += read_all(tail)
         assert read == written
@@ -500,6 +574,66 @@ def test_mistakes_are_answered(folder: Path, log: Path, tmp_path: Path) -> None:
         result = run(*arguments, "--once")
         assert result.exit_code == 1, arguments
         assert f"Error: {message}" in result.stderr
+
+
+def test_a_new_file_with_the_same_beginning_is_read_from_its_first_line(
+    folder: Path, log: Path, tmp_path: Path
+) -> None:
+    options = ("--once", "--state", tmp_path / "state", "--threshold", 0, "--jsonl")
+    log.write_bytes(BANNER + b"old\n" * 20)
+    assert len(rows(run(folder, log, *options).stdout)) == 160
+    log.rename(f"{log}.1")
+    log.write_bytes(BANNER + b"new\n" * 30)
+    result = run(folder, log, *options)
+    assert result.stderr == f"continuing at line 161 of {log}\n"
+    assert [row["line"] for row in rows(result.stdout)] == list(range(1, 171))
+    log.write_bytes(BANNER + b"again\n" * 40)
+    result = run(folder, log, *options)
+    assert result.stderr == f"{log}: another file than that of the saved state; starting at its first line\n"
+    assert [row["line"] for row in rows(result.stdout)] == list(range(1, 181))
+
+
+def test_a_state_is_that_of_one_path(folder: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(log.parent)
+    log.write_bytes(b"one\n")
+    options = ("--once", "--state", "state", "--threshold", 0, "--jsonl")
+    assert run(folder, log.name, *options).exit_code == 0
+    append(log, b"two\n")
+    for name in ("apq.log", "-"):
+        Path("apq.log").write_bytes(b"one\ntwo\n")
+        result = run(folder, name, *options)
+        expected = "-" if name == "-" else log.with_name(name)
+        message = (
+            f"--state: expected the state of {expected}, got that of {log}; give another --state, or remove the file"
+        )
+        assert (result.exit_code, result.stdout, result.stderr.strip()) == (1, "", f"Error: {message}")
+    assert [row["text"] for row in rows(run(folder, log, *options).stdout)] == ["two"]
+    Path("state").unlink()
+    for _ in range(2):
+        with open(log, "rb") as file:
+            monkeypatch.setattr("tcnca.cli.watch._stdin", lambda: file)
+            assert len(rows(run(folder, "-", *options).stdout)) == 2
+    result = run(folder, log, *options)
+    assert f"--state: expected the state of {log}, got that of -; give another" in result.stderr
+
+
+def test_a_state_that_cannot_be_read_can_be_removed(folder: Path, log: Path, tmp_path: Path) -> None:
+    log.write_bytes(b"a\n")
+    state = tmp_path / "state"
+    run(folder, log, "--once", "--state", state)
+    content = state.read_bytes()
+    earlier = content.replace(WatchState._format.encode(), b"tcnca-state-3")
+    for damaged, reason in {
+        content[:-1]: f"{state}: cannot be read as safetensors (",
+        earlier: f"{state}: expected format 'tcnca-watch-2', got 'tcnca-state-3'",
+        content.replace(b"StreamState", b"StreamStats"): f"{state}: 'stream': expected one of ",
+    }.items():
+        state.write_bytes(damaged)
+        result = run(folder, log, "--once", "--state", state)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"Error: {reason}")
+        assert result.stderr.endswith("; remove the file to start again\n")
+        assert "?" not in result.stderr
 
 
 def test_one_watch_uses_a_state(folder: Path, log: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from tcnca.cli.boundary import exit_code
-from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control
+from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control, shorten
 from tcnca.files import file_lock, to_json
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def watch(
     from_end: Annotated[
         bool, typer.Option("--from-end", help="Without a saved state, skip the lines that are there already.")
     ] = False,
-    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print a JSON object for each line.")] = False,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="Print lines as JSON objects.")] = False,
     save_every: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time between two saves.")] = 5.0,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
@@ -61,16 +62,16 @@ def watch(
         raise DataError(f"{file}: expected a file to watch, got nothing of this name")
 
     from tcnca.inference.load import load_run
-    from tcnca.inference.watching import FileTail, LogWatch, PipeTail, WatchState
+    from tcnca.inference.watching import FileTail, LogWatch, PipeTail
     from tcnca.training.distributed import dist_context
     from tcnca.training.signals import catch_signals
 
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
-        model = load_run(run, place, best=best)
         if state is not None:
             stack.enter_context(_alone(state))
-        saved = None if state is None or not state.exists() else WatchState.load(state)
+        saved = None if state is None or not state.exists() else _load(state, file)
+        model = load_run(run, place, best=best)
         piped = file == _STDIN
         limits = {"threshold": threshold} if z_score is None else {"z_score": z_score}
         try:
@@ -105,12 +106,31 @@ def _alone(state: Path) -> Iterator[None]:
         raise DataError(f"{state}: expected one watch with this state, got another that is running") from error
 
 
+def _load(state: Path, file: Path) -> WatchState:
+    """Return a saved state, or raise an error if it is damaged or that of another file."""
+    from tcnca.inference.watching import WatchState
+
+    try:
+        saved = WatchState.load(state)
+    except StateError as error:
+        reason = str(error).removesuffix("; is the file complete?")
+        raise StateError(f"{reason}; remove the file to start again") from error
+    expected = str(file) if file == _STDIN else os.path.abspath(file)
+    found = str(_STDIN) if saved.tail is None else saved.tail.path
+    if found != expected:
+        raise ConfigError(
+            f"--state: expected the state of {expected}, got that of {shorten(found)}; give another --state, or remove "
+            "the file"
+        )
+    return saved
+
+
 def _print_start(tail: FileTail, saved: WatchState | None) -> None:
     if tail.continues:
         text = f"continuing at line {tail.line:,} of {tail.path}"
     elif not tail.path.exists():
         text = f"waiting for {tail.path}"
-    elif saved is not None and saved.tail is not None:
+    elif saved is not None and saved.tail is not None and int(saved.tail.offset):
         text = f"{tail.path}: another file than that of the saved state; starting at its first line"
     else:
         return

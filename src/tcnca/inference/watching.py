@@ -8,9 +8,10 @@ import hashlib
 import io
 import math
 import os
+import re
 import select
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,10 @@ from tcnca.ops.state import MAX_POSITION
 
 _PIECE = 2**16
 """Bytes that are read at once. Longer lines are divided into parts, which are scored like lines."""
-_HEAD = 1024
-"""Bytes at the beginning of a file by which it is recognized."""
+_END = 1024
+"""Bytes at each end of what was read of a file, by which it is recognized."""
+_ROTATED = re.compile(r"[.-]\d[\d._-]*")
+"""What rotation adds to the name of a file: a number, or a date."""
 _UNKNOWN_BITS = 16.0
 """Bits of a byte that does not occur in the training data, which the model does not read."""
 _WARM_UP = 100
@@ -53,25 +56,30 @@ class Piece(NamedTuple):
 class TailState(State):
     """Where the reading of a file is.
 
+    path: absolute path of the file that is watched; what is read may have been renamed.
     offset, line: `[1]`, of the next line.
-    head: number and digest of the first bytes of the file, by which it is recognized.
+    head, last: number and digest of the first bytes, and of the last bytes before the offset.
+    inode: device and inode.
     """
 
+    path: str
     offset: Tensor
     line: Tensor
     head: str
+    last: str
+    inode: str
 
 
 class FileTail:
     """Reads the lines of a growing file as they are completed, like `tail -F`.
 
     After the file was truncated, reading starts at its beginning. If another file takes its name, the rest of the old
-    one is read first.
+    one is read first, and then rotated files (`log.1`, `log-20261116`) that were changed after it.
 
     Args:
         path: a file, which need not exist yet.
-        state: where to continue. A file that was renamed or copied since then is found by its first bytes, if its
-            name still begins with that of `path`.
+        state: where to continue. A file that was renamed or copied since then is found by its content, if its name
+            still begins with that of `path`.
 
     Attributes:
         ended: whether there will be no more lines.
@@ -85,42 +93,49 @@ class FileTail:
         if state is not None:
             _check("tail.offset", state.offset, torch.int64, 0, MAX_POSITION)
             _check("tail.line", state.line, torch.int64, 1, MAX_POSITION)
-        self.path, self._file = path, None if state is None else _find(path, state)
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._head, self._last = b"", b""
+        self._continue(state)
         self.continues = self._file is not None
-        self._offset, self.line, self._head = 0, 1, b""
-        if state is not None and self._file is not None:
-            self._offset, self.line = int(state.offset), int(state.line)
-            self._head = os.pread(self._file.fileno(), min(self._offset, _HEAD), 0)
 
     def state(self) -> TailState:
         """Return where the reading is."""
-        return TailState(torch.tensor([self._offset]), torch.tensor([self.line]), _describe(self._head))
+        return TailState(
+            path=os.path.abspath(self.path),
+            offset=torch.tensor([self._offset]),
+            line=torch.tensor([self.line]),
+            head=_describe(self._head),
+            last=_describe(self._last),
+            inode="" if self._file is None else _inode(self._file),
+        )
 
     def read(self) -> Piece | None:
         """Return the next lines; None if there are none yet."""
         if self._file is None:
-            self._file = _open(self.path)
-            self._offset, self.line, self._head = 0, 1, b""
+            self._switch(_open(self.path))
         if self._file is None:
             return None
         replaced = self._replaced()  # before the last bytes are read
-        file = self._file.fileno()
-        if os.fstat(file).st_size < self._offset or os.pread(file, len(self._head), 0) != self._head:
-            self._switch(_find(self.path, self.state()))  # the rest may be in a copy
+        data = os.pread(self._file.fileno(), _PIECE, self._offset)
+        if _ends(self._file, self._offset) != (self._head, self._last):
+            self._continue(self.state())  # the rest may be in a copy
             return self.read()
-        data = os.pread(file, _PIECE, self._offset)
         data = data[: _end_of_lines(data, replaced)]
         if data:
             piece = Piece(data, self._offset, self.line)
             self._offset += len(data)
             self.line += data.count(b"\n")
-            if len(self._head) < _HEAD:
-                self._head = os.pread(file, min(self._offset, _HEAD), 0)
+            self._head, self._last = (self._head + data)[:_END], (self._last + data)[-_END:]
             return piece
         if not replaced:
             return None
-        self._switch(None)
+        self._switch(self._following())
         return self.read()
+
+    def close(self) -> None:
+        """Close the file, which the next `read` would open at its beginning."""
+        self._switch(None)
 
     def _replaced(self) -> bool:
         """Whether the path names another file, and something was written to it: the old one is complete."""
@@ -131,14 +146,41 @@ class FileTail:
             return False
         return found.st_size > 0 and not os.path.samestat(found, os.fstat(self._file.fileno()))
 
-    def close(self) -> None:
-        """Close the file, which the next `read` would open at its beginning."""
-        self._switch(None)
+    def _following(self) -> BinaryIO | None:
+        """Return the first rotated file that was changed after the current one, open; None if there is none."""
+        assert self._file is not None
+        state, changed = self.state(), os.fstat(self._file.fileno()).st_mtime_ns
+        newer: list[tuple[int, Path]] = []
+        for other in _beside(self.path):
+            with contextlib.suppress(OSError):
+                found = other.stat()
+                if (
+                    _ROTATED.fullmatch(other.name, len(self.path.name))
+                    and found.st_size
+                    and found.st_mtime_ns > changed
+                ):
+                    newer.append((found.st_mtime_ns, other))
+        for _, other in sorted(newer):
+            file = _try_open(other)
+            if file is not None and not _is_of(file, state):  # not a copy of what was read
+                return file
+            if file is not None:
+                file.close()
+        return None
 
-    def _switch(self, following: BinaryIO | None) -> None:
+    def _continue(self, state: TailState | None) -> None:
+        """Go on in the file of a state; if there is none, at the beginning of the path."""
+        found = None if state is None else _find(self.path, state)
+        if state is None or found is None:
+            self._switch(None)
+        else:
+            self._switch(found, int(state.offset), int(state.line))
+
+    def _switch(self, file: BinaryIO | None, offset: int = 0, line: int = 1) -> None:
         if self._file is not None:
             self._file.close()
-        self._file = following
+        self._file, self._offset, self.line = file, offset, line
+        self._head, self._last = (b"", b"") if file is None else _ends(file, offset)
 
 
 class PipeTail:
@@ -177,29 +219,57 @@ def _open(path: Path) -> BinaryIO | None:
         raise DataError(f"{path}: cannot be read ({error.strerror}); give a file, or - for a pipe") from error
 
 
-def _find(path: Path, state: TailState) -> BinaryIO | None:
-    """Return the file that a state is of, open; None if there is none."""
-    if not int(state.offset) or not path.parent.is_dir():
-        return None
-    candidates = [path]
-    # Other files, or the folder itself, may be those of another user.
-    with contextlib.suppress(OSError):
-        candidates += sorted(other for other in path.parent.iterdir() if other.name.startswith(path.name))
-    for candidate in candidates:
-        file: BinaryIO | None = None
-        with contextlib.suppress(DataError):
-            file = _open(candidate)
-        if file is None:
-            continue
-        head = os.pread(file.fileno(), min(int(state.offset), _HEAD), 0)
-        if _describe(head) == state.head and os.fstat(file.fileno()).st_size >= int(state.offset):
-            return file
-        file.close()
+def _try_open(path: Path) -> BinaryIO | None:
+    """Return the open file; None if it cannot be read: it may be that of another user."""
+    with contextlib.suppress(DataError):
+        return _open(path)
     return None
 
 
-def _describe(head: bytes) -> str:
-    return f"{len(head)} {hashlib.sha256(head).hexdigest()}"
+def _beside(path: Path) -> list[Path]:
+    """Return the other files in the folder of a file whose names begin with its name."""
+    with contextlib.suppress(OSError):
+        return sorted(each for each in path.parent.iterdir() if each.name.startswith(path.name) and each != path)
+    return []
+
+
+def _find(path: Path, state: TailState) -> BinaryIO | None:
+    """Return the file that a state is of, open; None if there is none."""
+    found: BinaryIO | None = None
+    for candidate in (path, *_beside(path)):
+        file = _try_open(candidate)
+        if file is None:
+            continue
+        same = _inode(file) == state.inode
+        # If nothing was read yet, the content of any file fits.
+        if _is_of(file, state) and (same or (found is None and int(state.offset))):
+            found, file = file, found
+        if file is not None:
+            file.close()
+        if same and found is not None:
+            break
+    return found
+
+
+def _is_of(file: BinaryIO, state: TailState) -> bool:
+    """Whether a file has the content that a state is of, up to its offset."""
+    head, last = _ends(file, int(state.offset))
+    return (_describe(head), _describe(last)) == (state.head, state.last)
+
+
+def _ends(file: BinaryIO, offset: int) -> tuple[bytes, bytes]:
+    """Return the first and the last bytes before an offset; fewer, if the file is shorter."""
+    count = min(offset, _END)
+    return os.pread(file.fileno(), count, 0), os.pread(file.fileno(), count, offset - count)
+
+
+def _inode(file: BinaryIO) -> str:
+    status = os.fstat(file.fileno())
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def _describe(data: bytes) -> str:
+    return f"{len(data)} {hashlib.sha256(data).hexdigest()}"
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, least: int, most: int, *shape: int) -> None:
@@ -217,6 +287,8 @@ class WatchState(State):
     tail: of the file; None for a pipe.
     usual: `[1, 3]`, in float64: number of lines, mean and variance of their scores.
     """
+
+    _format: ClassVar[str] = "tcnca-watch-2"
 
     stream: StreamState
     tail: TailState | None

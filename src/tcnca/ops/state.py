@@ -27,7 +27,6 @@ from tcnca.errors import ConfigError, StateError, TcncaError, shown
 from tcnca.files import check_regular, parse_json
 from tcnca.ops.padding import take_time
 
-_FORMAT = "tcnca-state-3"
 _MAX_HEADER = 2**24
 """Bytes of the header of a safetensors file. A tensor takes about a hundred."""
 _MAX_DEPTH = 16
@@ -48,6 +47,7 @@ class State:
     `torch.export` support them.
     """
 
+    _format: ClassVar[str] = "tcnca-state-3"  # of files; it changes with the fields
     _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
     # Fields `[batch, size, channels]` in which a call writes the token at time `t` to slot `t mod size`.
     _rings: ClassVar[frozenset[str]] = frozenset()
@@ -196,15 +196,15 @@ class State:
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file."""
         self.check_not_consumed()
-        metadata = {"format": _FORMAT, "structure": json.dumps(_encode(self))}
+        metadata = {"format": self._format, "structure": json.dumps(_encode(self))}
         save_file({name: tensor.contiguous().clone() for name, tensor in self.tensors().items()}, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
         """Read a state that `save` wrote."""
         tensors, metadata = read_tensors(Path(path), StateError)
-        if metadata.get("format") != _FORMAT:
-            raise StateError(f"{path}: expected format {_FORMAT!r}, got {shown(metadata.get('format'))}")
+        if metadata.get("format") != cls._format:
+            raise StateError(f"{path}: expected format {cls._format!r}, got {shown(metadata.get('format'))}")
         try:
             state = _decode(parse_json(metadata.get("structure", "")), tensors, "", 0)
             if not isinstance(state, cls):
