@@ -27,7 +27,12 @@ def predict(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File: .csv, .tsv, .jsonl, .npz or .npy; - for standard output. (default: -)"),
+        typer.Option(
+            "--out",
+            "-o",
+            help="File: .csv, .tsv, .jsonl, .npz or .npy; - for standard output. If the command ends early, what was "
+            "predicted is in FILE.partial. (default: -)",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Time steps of a forecast.")] = 1,
     probabilities: Annotated[bool, typer.Option(help="Write the probability of each class.")] = True,
@@ -74,6 +79,12 @@ def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | 
     """Print to standard error, as standard output may be a file of predictions."""
     if summary.cut:
         typer.echo(f"{summary.cut:,} sequences were cut to {max_length:,}, as in training (max_length)", err=True)
+    if summary.unknown:
+        typer.echo(
+            f"warning: {summary.unknown:,} labels are not classes of the model, and count as wrong; the first: "
+            f"{summary.first_unknown}; --label '' predicts without comparing",
+            err=True,
+        )
     if summary.metric is not None:
         typer.echo(f"{summary.metric} {summary.score:.4f} (of {summary.compared:,})", err=True)
     if out is not None:

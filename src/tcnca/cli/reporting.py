@@ -61,6 +61,9 @@ class _Terminal:
     def flush(self) -> None:
         sys.stdout.flush()
 
+    def seekable(self) -> bool:
+        return False
+
 
 def open_stdout() -> TextIO:
     """Return standard output for values from files and models, which must not control the terminal."""
