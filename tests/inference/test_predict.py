@@ -234,6 +234,20 @@ def test_unknown_classes_count_as_wrong(tmp_path: Path) -> None:
     assert "accuracy 0.6000 (of 5)" in result.stderr
 
 
+def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("classification", tmp_path / "model")
+    used, before = [], torch.get_num_threads()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return predict_sequences(*args, **more)
+
+    monkeypatch.setattr(tcnca.inference.predict, "predict_sequences", counted)
+    predicted(tmp_path / "model", "a text", "--threads", before + 1)
+    assert (used, torch.get_num_threads()) == ([before + 1], before)
+    assert tcnca_predict(tmp_path / "model", "a text", "--threads", 0).exit_code == 2
+
+
 def test_labels_are_not_compared_on_request(tmp_path: Path) -> None:
     saved("classification", tmp_path / "model")
     data = write_csv(tmp_path / "rows.csv", [{"body": "a b", "stars": "unknown"}])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import open_stdout, progress_bar
+from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
@@ -41,6 +41,7 @@ def predict(
         int | None, typer.Option(min=1, help="Sequences that are computed at once. (default: depends on their lengths)")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    threads: Threads = None,
     format: Annotated[
         Literal["csv", "tsv", "jsonl", "text"] | None,
         typer.Option(help="Format of standard input, or of a file without suffix. (default: text, one per line)"),
@@ -66,7 +67,7 @@ def predict(
         steps=steps,
         batch_size=batch_size,
     )
-    with dist_context(device) as dist:
+    with dist_context(device) as dist, use_threads(threads):
         model = load_run(run, dist.device, best=best)
         # A bar would mix with predictions in the terminal, and texts in the arguments are few.
         shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
