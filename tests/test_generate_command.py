@@ -125,7 +125,7 @@ def test_models_without_text_are_refused() -> None:
         InputError, match=r"^model: expected a model of text, got one that was saved without a byte map"
     ):
         tcnca.stream_text(small_model(), "a", 3)
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use tcnca predict"):
         tcnca.stream_text(text_model(head=ClassifierHeadConfig()), "a", 3)
     with pytest.raises(VocabularyError, match=r"expected the 3 bytes that occur .*got b'xy', .*offset 2; remove them$"):
         tcnca.stream_text(text_model(b"abc"), "abyx", 3)

@@ -203,7 +203,7 @@ def test_models_that_do_not_stream_are_refused() -> None:
     pair = small_model(causal=False, head=PairHeadConfig())
     with pytest.raises(InputError, match=r"got one that reads pairs; train one of single sequences$"):
         Stream(pair)
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig$"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use"):
         Stream(classifier()).score([1.0])
 
 
