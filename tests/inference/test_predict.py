@@ -467,6 +467,17 @@ def test_a_mistake_in_the_input_keeps_what_comes_before(suffix: str, tmp_path: P
     assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:3]
 
 
+@pytest.mark.parametrize(("suffix", "field"), [(".csv", "other"), (".jsonl", "prediction")])
+def test_a_row_that_does_not_fit_the_output_keeps_what_comes_before(suffix: str, field: str, tmp_path: Path) -> None:
+    model, data = saved("classification", tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows: list[Any] = [*ROWS[:2], {**ROWS[2], field: 1}, *ROWS[3:]]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = tcnca_predict(tmp_path / "model", data, "-o", tmp_path / f"out{suffix}")
+    assert result.stderr.startswith(f"Error: {data}, line 3: expected")
+    assert f"; 2 predictions are in {tmp_path}/out{suffix}.partial" in result.stderr
+    assert predictions_in(tmp_path / f"out{suffix}.partial", suffix) == expected(model, TEXTS)[0][:2]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".npz"])
 def test_rows_of_a_write_that_was_interrupted_are_left_out(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -52,13 +52,23 @@ class _RowWriter(Writer):
 
     def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
         """Write the rows of some examples."""
-        self._write_rows(examples, predictions)
+        written = 0
+        try:
+            for number, example in enumerate(examples):
+                self._write_row(example, predictions, number)
+                written += 1
+        except DataError:
+            self._complete(written)  # the rows before the mistake
+            raise
+        self._complete(written)
+
+    def _complete(self, written: int) -> None:
         self._file.flush()
-        self.count, self._end = self.count + len(examples), self._file.tell() if self._file.seekable() else 0
+        self.count, self._end = self.count + written, self._file.tell() if self._file.seekable() else 0
 
     @abc.abstractmethod
-    def _write_rows(self, examples: Sequence[Example], predictions: Predictions) -> None:
-        """Write the rows, and a header before the first."""
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
+        """Write the row of example `number` of the predictions, and a header before the first."""
 
     def close(self) -> None:
         """Remove rows of an interrupted `write`."""
@@ -77,18 +87,17 @@ class TableWriter(_RowWriter):
         self._csv = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         self._columns: list[str] = []
 
-    def _write_rows(self, examples: Sequence[Example], predictions: Predictions) -> None:
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
         forecast = predictions.values is not None and predictions.values.ndim == 3
         if not self._columns:
-            self._columns = ["index"] if forecast else list(examples[0].row)
+            self._columns = ["index"] if forecast else list(example.row)
             self._csv.writerow([*self._columns, *self._new_columns(predictions)])
-        for number, example in enumerate(examples):
-            if forecast:
-                assert predictions.values is not None
-                for step, values in enumerate(predictions.values[number], 1):
-                    self._csv.writerow([self.count + number, step, *map(_number, values)])
-            else:
-                self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
+        if forecast:
+            assert predictions.values is not None
+            for step, values in enumerate(predictions.values[number], 1):
+                self._csv.writerow([self.count + number, step, *map(_number, values)])
+        else:
+            self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
 
     def _new_columns(self, predictions: Predictions) -> list[str]:
         if predictions.values is None:
@@ -119,26 +128,23 @@ class JSONWriter(_RowWriter):
         super().__init__(file, probabilities)
         self._names: list[str] = []
 
-    def _write_rows(self, examples: Sequence[Example], predictions: Predictions) -> None:
-        self._names = self._names or unused_names(["prediction", "probabilities"], list(examples[0].row))
-        for number, example in enumerate(examples):
-            new: dict[str, Any] = {}
-            if predictions.values is not None:
-                values = predictions.values[number]
-                # As the input of a line of numbers: without brackets around a single feature.
-                plain = _nested(values[..., 0] if values.shape[-1] == 1 else values)
-                new[self._names[0]] = plain
-            elif predictions.labels is not None and predictions.classes is not None:
-                label, *chances = _fields(predictions, number, self._probabilities)
-                new[self._names[0]] = label
-                if self._probabilities:
-                    new[self._names[1]] = dict(zip(predictions.classes, chances, strict=True))
-            for name in new:
-                if name in example.row:
-                    raise DataError(
-                        f"{example.place}: expected no field {name!r}, which the first row has not; rename it"
-                    )
-            self._file.write(_json({**example.row, **new}) + "\n")
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
+        self._names = self._names or unused_names(["prediction", "probabilities"], list(example.row))
+        new: dict[str, Any] = {}
+        if predictions.values is not None:
+            values = predictions.values[number]
+            # As the input of a line of numbers: without brackets around a single feature.
+            plain = _nested(values[..., 0] if values.shape[-1] == 1 else values)
+            new[self._names[0]] = plain
+        elif predictions.labels is not None and predictions.classes is not None:
+            label, *chances = _fields(predictions, number, self._probabilities)
+            new[self._names[0]] = label
+            if self._probabilities:
+                new[self._names[1]] = dict(zip(predictions.classes, chances, strict=True))
+        for name in new:
+            if name in example.row:
+                raise DataError(f"{example.place}: expected no field {name!r}, which the first row has not; rename it")
+        self._file.write(_json({**example.row, **new}) + "\n")
 
 
 class ArrayWriter(Writer):
