@@ -21,6 +21,7 @@ from tcnca.cli.generate import _Printer
 from tcnca.errors import escape_control
 from tcnca.generation.text import _Continuation
 from tests.examples import small_model
+from tests.inference.models import saved
 
 runner = CliRunner()
 ASCII = bytes(range(32, 127))
@@ -124,7 +125,7 @@ def test_models_without_text_are_refused() -> None:
         InputError, match=r"^model: expected a model of text, got one that was saved without a byte map"
     ):
         tcnca.stream_text(small_model(), "a", 3)
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use tcnca predict"):
         tcnca.stream_text(text_model(head=ClassifierHeadConfig()), "a", 3)
     with pytest.raises(VocabularyError, match=r"expected the 3 bytes that occur .*got b'xy', .*offset 2; remove them$"):
         tcnca.stream_text(text_model(b"abc"), "abyx", 3)
@@ -143,12 +144,12 @@ def test_the_command_prints_the_continuation_and_the_speed(folder: Path, tmp_pat
     options = ("--max-tokens", "30", "--seed", "5", "--top-k", "20", "--min-p", "0.001")
     result = run(folder, "--prompt", "Hello\n", *options)
     assert result.exit_code == 0, result.output
-    assert result.stdout == expected
+    assert result.stdout == expected.removesuffix("\n") + "\n"
     speed = r"30 tokens in [\d.]+ s, [\d,]+ tokens/s, after a prompt of 6 bytes in [\d.]+ s; seed 5\n"
     assert re.fullmatch(speed, result.stderr)
     (tmp_path / "prompt.txt").write_text("Hello\n", encoding="utf-8")
-    assert run(folder, "--prompt-file", str(tmp_path / "prompt.txt"), *options).stdout == expected
-    assert run(folder, "--prompt-file", "-", *options, stdin=b"Hello\n").stdout == expected
+    assert run(folder, "--prompt-file", str(tmp_path / "prompt.txt"), *options).stdout == result.stdout
+    assert run(folder, "--prompt-file", "-", *options, stdin=b"Hello\n").stdout == result.stdout
 
 
 def test_samples_do_not_depend_on_their_number(folder: Path) -> None:
@@ -167,11 +168,41 @@ def test_json_lines_have_a_continuation_each(folder: Path) -> None:
     rows = [json.loads(line) for line in run(folder, *options, "--jsonl").stdout.splitlines()]
     texts = [part.rstrip("\n") for part in re.split(r"\n?== sample \d of 2 ==\n", run(folder, *options).stdout)]
     assert [row.pop("text").rstrip("\n") for row in rows] == texts[1:]
-    assert rows == [{"sample": sample, "tokens": 25, "seed": 2} for sample in range(2)]
+    assert rows == [{"sample": sample, "tokens": 25, "finish_reason": "length", "seed": 2} for sample in range(2)]
     text = json.loads(run(folder, *options, "--jsonl", "--num-samples", "1").stdout)["text"]
     row = json.loads(run(folder, *options, "--jsonl", "--num-samples", "1", "--stop", text[10]).stdout)
     assert row["text"] == text.partition(text[10])[0]
     assert row["tokens"] < 25
+    assert row["finish_reason"] == "stop"
+
+
+def test_a_stop_string_at_the_last_token_is_the_reason_of_the_end() -> None:
+    model, ends = text_model(ASCII), list[tuple[int, str]]()
+    (text,) = ("".join(filter(None, column)) for column in zip(*tcnca.stream_texts(model, "a", 9, seed=1), strict=True))
+    stop = next(text[place:] for place in range(8, -1, -1) if text.count(text[place:]) == 1)
+    list(tcnca.stream_texts(model, "a", 9, seed=1, stop=stop, on_end=lambda *end: ends.append(end)))
+    list(tcnca.stream_texts(model, "a", 8, seed=1, stop=stop, on_end=lambda *end: ends.append(end)))
+    assert ends == [(0, "stop"), (0, "length")]
+
+
+def test_small_models_run_on_one_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, before = [], torch.get_num_threads()
+
+    def stream(*_: Any, **__: Any) -> Iterator[list[str | None]]:
+        used.append(torch.get_num_threads())
+        yield ["x"]
+
+    monkeypatch.setattr("tcnca.generation.stream_texts", stream)
+    torch.set_num_threads(2)
+    try:
+        for options in ((), ("--threads", "3")):
+            assert run(folder, "--prompt", "a", "--device", "cpu", *options).exit_code == 0
+        monkeypatch.setattr("tcnca.cli.generate._SMALL_MODEL", 1)
+        assert run(folder, "--prompt", "a", "--device", "cpu").exit_code == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1, 3, 2]
 
 
 def test_weights_and_cache_can_have_fewer_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +234,11 @@ def test_ctrl_c_prints_what_was_generated(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("tcnca.generation.stream_texts", interrupted)
     result = run(folder, "--prompt", "x", "--num-samples", "2", "--seed", "0")
     assert result.exit_code == 130
-    assert result.stdout == "== sample 1 of 2 ==\none two\n== sample 2 of 2 ==\nuno dos"
+    assert result.stdout == "== sample 1 of 2 ==\none two\n== sample 2 of 2 ==\nuno dos\n"
     assert result.stderr.startswith("4 tokens in ")
     assert result.stderr.endswith("\nstopped by SIGINT\n")
+    rows = run(folder, "--prompt", "x", "--num-samples", "2", "--jsonl").stdout.splitlines()
+    assert [json.loads(row)["finish_reason"] for row in rows] == ["cancelled", "cancelled"]
 
 
 def test_a_long_prompt_shows_how_much_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +284,12 @@ def test_control_characters_do_not_drive_a_terminal(monkeypatch: pytest.MonkeyPa
         (("--prompt", "a", "--prompt-file", "b"), "--prompt, --prompt-file: expected one of them, got both"),
         (("--prompt-file", "nowhere.txt"), "nowhere.txt: cannot be read (No such file or directory)"),
         (("--prompt-file", "-"), "standard input: expected a text to continue, got an empty one"),
-        (("--prompt", "a", "--top-p", "7"), "top_p: expected a number above 0 and at most 1, or None, got 7.0"),
-        (("--prompt", "a", "--temperature", "-1"), "temperature: expected a number of at least 0, got -1.0"),
-        (("--prompt", "a", "--repetition-penalty", "nan"), "repetition_penalty: expected a number above 0"),
-        (("--prompt", "a", "--stop", ""), "stop: expected texts that are not empty"),
+        (("--prompt", "a", "--top-p", "7"), "--top-p: expected a number above 0 and at most 1, got 7.0"),
+        (("--prompt", "a", "--top-k", "0"), "--top-k: expected at least 1, got 0"),
+        (("--prompt", "a", "--float8-cache", "--device", "cpu"), "--float8-cache: expected it off for this model; "),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature: expected a number of at least 0, got -1.0"),
+        (("--prompt", "a", "--repetition-penalty", "nan"), "--repetition-penalty: expected a number above 0"),
+        (("--prompt", "a", "--stop", ""), "--stop: expected texts that are not empty"),
     ],
 )
 def test_mistakes_are_answered(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -267,11 +302,14 @@ def test_mistakes_are_answered(folder: Path, arguments: tuple[str, ...], message
 
 def test_wrong_models_are_answered(tmp_path: Path) -> None:
     tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
+    saved("forecast", tmp_path / "forecast")
     tcnca.save(text_model(b"abc"), tmp_path / "narrow")
     for name, message in {
         "nothing": f"{tmp_path}/nothing: expected a run directory or a saved model, got no such folder",
-        "classifier": "model: expected a language model, got one with a ClassifierHeadConfig",
-        "narrow": "text: expected the 3 bytes that occur in the training data",
+        "classifier": f"{tmp_path}/classifier: expected a language model, got a classifier; use tcnca predict, or "
+        "train one with tcnca train lm",
+        "forecast": f"{tmp_path}/forecast: expected a language model, got a forecast model; use tcnca predict",
+        "narrow": "--prompt: expected the 3 bytes that occur in the training data",
     }.items():
         result = run(tmp_path / name, "--prompt", "lol")
         assert result.exit_code == 1

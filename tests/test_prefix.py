@@ -149,7 +149,7 @@ def test_dropout_is_off_and_the_mode_is_kept() -> None:
 
 def test_refusals() -> None:
     model = small_model()
-    with pytest.raises(InputError, match="model: expected a language model, got one with a ClassifierHeadConfig"):
+    with pytest.raises(InputError, match="model: expected a language model, got a classifier; use tcnca predict"):
         PrefixCache(small_model(head=ClassifierHeadConfig()))
     with pytest.raises(InputError, match="max_bytes: expected at least 0"):
         PrefixCache(model, max_bytes=-1)

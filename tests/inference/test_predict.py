@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import tcnca.__main__
 import tcnca.inference.predict
 import tcnca.inference.readers
+import tcnca.inference.writers
 from tcnca import SequenceModel, load, save
 from tcnca.cli import app
 from tcnca.cli.reporting import open_stdout
@@ -216,7 +217,35 @@ def test_integers_are_the_indices_of_named_classes(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=x, y=[("cat", "dog").index(label) for label in labels or []])
     assert "accuracy 1.0000 (of 6)" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
     np.savez(tmp_path / "x.npz", x=x, y=[2, *[0] * 5])
-    assert "x.npz: y[0]: expected one of the classes" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+    result = tcnca_predict(tmp_path / "model", tmp_path / "x.npz")
+    assert "x.npz: y[0]: expected one of 'cat', 'dog', got '2'" in result.stderr
+
+
+def test_unknown_classes_count_as_wrong(tmp_path: Path) -> None:
+    model = saved("classification", tmp_path / "model")
+    labels, _ = expected(model, TEXTS)
+    rows = [{"body": text, "stars": label} for text, label in zip(TEXTS, labels, strict=True)]
+    rows[1]["stars"], rows[3]["stars"] = "wow\x1b", "other"
+    result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", rows))
+    assert result.exit_code == 0
+    assert len(read_csv(result.stdout)) == len(rows)
+    assert result.stderr.startswith("warning: 2 labels are not classes of the model, and count as wrong; the first: ")
+    assert "rows.csv, line 4, column 'stars': expected one of 'bad', 'fair', 'good', got 'wow\\x1b'" in result.stderr
+    assert "accuracy 0.6000 (of 5)" in result.stderr
+
+
+def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("classification", tmp_path / "model")
+    used, before = [], torch.get_num_threads()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return predict_sequences(*args, **more)
+
+    monkeypatch.setattr(tcnca.inference.predict, "predict_sequences", counted)
+    predicted(tmp_path / "model", "a text", "--threads", before + 1)
+    assert (used, torch.get_num_threads()) == ([before + 1], before)
+    assert tcnca_predict(tmp_path / "model", "a text", "--threads", 0).exit_code == 2
 
 
 def test_labels_are_not_compared_on_request(tmp_path: Path) -> None:
@@ -243,8 +272,11 @@ def test_texts_and_standard_input(tmp_path: Path) -> None:
     text = predicted(tmp_path / "model", "-", "--format", "jsonl", input='{"body": "dull"}')
     assert json.loads(text)["prediction"] == (labels or [])[1]
     lines = tmp_path / "lines.txt"
-    lines.write_text("dull\r\n\r\n")
-    assert read_csv(predicted(tmp_path / "model", lines))[0]["text"] == "dull"
+    lines.write_text("dull\r\n\r\na great film\n\n")
+    rows = read_csv(predicted(tmp_path / "model", lines))
+    assert [row["text"] for row in rows] == ["dull", "", "a great film", ""]
+    assert [row["prediction"] for row in rows] == model.predict(["dull", "", "a great film", ""]).labels
+    assert read_csv(predicted(tmp_path / "model", "-", input="a\n\nb\n"))[1]["text"] == ""
 
 
 def test_texts_are_predicted_as_they_are_given(tmp_path: Path) -> None:
@@ -381,7 +413,7 @@ def test_forecasts_have_as_many_steps_as_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".npz"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_command_leaves_no_file(
+def test_a_stopped_command_keeps_what_was_predicted(
     suffix: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved("classification", tmp_path / "model")
@@ -404,9 +436,71 @@ def test_a_stopped_command_leaves_no_file(
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert result.exit_code == 128 + number
-    assert f"stopped by {number.name}; 4 predictions were done, {out} was not written" in result.stderr
+    partial = tmp_path / f"{out.name}.partial"
+    assert f"stopped by {number.name}; 4 predictions are in {partial}\n" in result.stderr
     assert out.read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", out.name, "rows.csv"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", out.name, partial.name, "rows.csv"])
+    assert predictions_in(partial, suffix) == expected(load(tmp_path / "model"), TEXTS)[0][:4]
+
+
+def predictions_in(path: Path, suffix: str) -> list[str]:
+    if suffix == ".npz":
+        with np.load(path) as arrays:
+            assert len(arrays["probabilities"]) == len(arrays["labels"])
+            return list(map(str, arrays["labels"]))
+    text = path.read_text(encoding="utf-8")
+    rows = read_csv(text) if suffix == ".csv" else [json.loads(line) for line in text.splitlines()]
+    return [str(row["prediction"]) for row in rows]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".npz"])
+def test_a_mistake_in_the_input_keeps_what_comes_before(suffix: str, tmp_path: Path) -> None:
+    model = saved("classification", tmp_path / "model")
+    data, out, partial = tmp_path / "rows.jsonl", tmp_path / f"out{suffix}", tmp_path / f"out{suffix}.partial"
+    partial.write_text("of an earlier run")
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]) + "{damaged\n" + json.dumps(ROWS[3]))
+    result = tcnca_predict(tmp_path / "model", data, "-o", out)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {data}, line 4")
+    assert result.stderr.endswith(f"; 3 predictions are in {partial}\n")
+    assert not out.exists()
+    assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:3]
+
+
+@pytest.mark.parametrize(("suffix", "field"), [(".csv", "other"), (".jsonl", "prediction")])
+def test_a_row_that_does_not_fit_the_output_keeps_what_comes_before(suffix: str, field: str, tmp_path: Path) -> None:
+    model, data = saved("classification", tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows: list[Any] = [*ROWS[:2], {**ROWS[2], field: 1}, *ROWS[3:]]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    result = tcnca_predict(tmp_path / "model", data, "-o", tmp_path / f"out{suffix}")
+    assert result.stderr.startswith(f"Error: {data}, line 3: expected")
+    assert f"; 2 predictions are in {tmp_path}/out{suffix}.partial" in result.stderr
+    assert predictions_in(tmp_path / f"out{suffix}.partial", suffix) == expected(model, TEXTS)[0][:2]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".npz"])
+def test_rows_of_a_write_that_was_interrupted_are_left_out(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, partial = saved("classification", tmp_path / "model"), tmp_path / f"out{suffix}.partial"
+    monkeypatch.setattr(tcnca.inference.predict, "_BLOCK_ROWS", 2)
+    written: list[int] = []
+
+    def interrupted(function: Any, limit: int) -> Any:
+        def call(*arguments: Any) -> Any:
+            written.append(1)
+            if len(written) > limit:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return call
+
+    writers = tcnca.inference.writers
+    monkeypatch.setattr(writers, "_fields", interrupted(writers._fields, 3))
+    monkeypatch.setattr(writers._GrowingArray, "append", interrupted(writers._GrowingArray.append, 3))
+    result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", ROWS), "-o", tmp_path / f"out{suffix}")
+    assert f"; 2 predictions are in {partial}" in result.stderr
+    assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:2]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +540,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.save(tmp_path / "none.npy", np.zeros((0, 5, 2)))
     np.savez(tmp_path / "names.npz", a=np.zeros((2, 5, 2)))
     np.savez(tmp_path / "counts.npz", x=np.zeros((2, 5, 2)), y=np.zeros(3, int))
-    np.savez(tmp_path / "labels.npz", x=np.zeros((2, 5, 2)), y=np.array([0, 7]))
     np.savez(tmp_path / "lengths.npz", x=np.zeros((2, 5, 2)), n=np.array([1, 6]))
     np.savez(tmp_path / "nan.npz", x=np.full((1, 5, 2), np.nan))
     with zipfile.ZipFile(tmp_path / "header.npz", "w") as archive:
@@ -462,7 +555,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("classification", ".", ".: expected a file, got a folder"),
         ("classification", "other.csv", "other.csv: expected the column 'body', as in training, got 'txt', 'stars'"),
         ("classification", "rows.csv --text bdy", "rows.csv: did you mean 'body'? expected one of the columns"),
-        ("classification", "class.csv", "class.csv, line 4, column 'stars': expected one of the classes of the model"),
         ("classification", "empty.csv", "empty.csv: expected something to predict, got no rows"),
         ("classification", "header.csv", "header.csv: expected something to predict, got no rows"),
         ("classification", "latin.csv", "latin.csv, line 3: expected UTF-8, got byte 0xe9"),
@@ -487,7 +579,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "none.npy", "none.npy: expected something to predict, got no rows"),
         ("signals", "names.npz", "names.npz: expected the array 'x', as in training, got 'a'"),
         ("signals", "counts.npz", "counts.npz: array 'y': expected 2 examples, as in 'x', got 3"),
-        ("signals", "labels.npz", "labels.npz: y[1]: expected one of the classes of the model, '0', '1', got '7'"),
         ("signals", "lengths.npz", "lengths.npz: n[1]: expected 1 to 5, the time steps of 'x', got 6"),
         ("signals", "nan.npz", "nan.npz: x[0], time step 0: expected finite float32 numbers"),
         ("signals", "header.npz", "header.npz: array 'x': cannot be read"),
@@ -522,7 +613,7 @@ def test_sequences_beyond_a_position_bias_are_named(tmp_path: Path) -> None:
 def test_empty_texts_and_missing_runs(tmp_path: Path) -> None:
     saved("classification", tmp_path / "model")
     assert "INPUT: expected a text or a file, got an empty text" in tcnca_predict(tmp_path / "model", " ").stderr
-    assert "expected something to predict" in tcnca_predict(tmp_path / "model", "-", input="\n").stderr
+    assert "expected something to predict" in tcnca_predict(tmp_path / "model", "-", input="").stderr
     assert "expected a run directory or a saved model" in tcnca_predict(tmp_path / "nope", "text").stderr
     save(small_model(dtype=torch.float32), tmp_path / "plain")  # a language model from Python
     assert "continue a text with `tcnca generate`" in tcnca_predict(tmp_path / "plain", "text").stderr

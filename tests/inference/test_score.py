@@ -23,6 +23,7 @@ from tcnca.inference.scoring import CONTEXT, MAX_POINTS, WINDOW, Curve, Lines, P
 from tcnca.training.evaluate import evaluate
 from tests.data.helpers import write_dataset
 from tests.examples import FAMILY, small_model
+from tests.inference.models import saved
 
 runner = CliRunner()
 TEXT = b"The first line.\nAnother one,\n\nand a last one without an end " * 9
@@ -77,7 +78,7 @@ def test_scores_leave_the_mode_of_the_model() -> None:
 
 
 def test_models_without_bytes_are_refused() -> None:
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use tcnca predict"):
         tcnca.score(text_model(head=ClassifierHeadConfig()), "a")
     with pytest.raises(InputError, match=r"^model: expected a language model of bytes, got one without"):
         tcnca.score(small_model(), "a")
@@ -210,6 +211,11 @@ def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:
         expected = tcnca.score(tcnca.load(score["run"]), TEXT if score["file"] == "-" else TEXT[:50])
         assert score["bits"] == pytest.approx(expected.sum())
         assert f"{score['bits_per_byte']:.4f}" in result.stdout
+    assert "most surprising places" not in result.stdout
+    result = run(folder, other, text, "--top", "1", "--plot", tmp_path / "s.svg", "--threads", "1")
+    assert "<svg" in (tmp_path / "s.svg").read_text(encoding="utf-8")
+    titles = [line.strip() for line in result.stdout.splitlines() if line.startswith("most")]
+    assert titles == [f"most surprising places: {name}, {text}" for name in (folder, other)]
 
 
 def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +263,8 @@ def test_a_text_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
-    tcnca.save(text_model(head=ClassifierHeadConfig()), tmp_path / "classifier")
+    tcnca.save(text_model(head=ClassifierHeadConfig(), causal=False), tmp_path / "classifier")
+    saved("pairs", tmp_path / "pairs")
     narrow = tcnca.save(text_model(byte_map=b"abc"), tmp_path / "narrow")
     words = small_model(dtype=torch.float32, input=TokenInputConfig(vocab_size=2))
     words.preprocessing = Preprocessing(task="recall", symbols=("a", "b"))
@@ -265,7 +272,7 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("abcx", encoding="utf-8")
     text = tmp_path / "text"
-    for arguments, message in {
+    mistakes: dict[tuple[Any, ...], str] = {
         (text,): "RUN... FILE...: expected a text after the runs, got none",
         (folder, tmp_path): "RUN... FILE...: expected a text after the runs, got none",
         (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to score, got nothing of this name",
@@ -274,10 +281,18 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
         (tmp_path, text): f"{tmp_path}: expected a run directory or a saved model, got a folder without config.json",
         (folder, text, "--best"): f"{folder}: has no best checkpoint",
         (narrow, text): f"{text}: text: expected the 3 bytes that occur in the training data, got b'x'",
-        (tmp_path / "words", text): "model: expected a language model of bytes, got one of words",
-        (tmp_path / "classifier", text): "model: expected a language model, got one with a ClassifierHeadConfig",
+        (tmp_path / "words", text): f"{tmp_path}/words: expected a language model of bytes, got one of words",
+        (tmp_path / "classifier", text): f"{tmp_path}/classifier: expected a language model, got a classifier; use",
+        (tmp_path / "pairs", text): f"{tmp_path}/pairs: expected a language model, got a classifier of pairs; use",
+        (folder, text, "--plot", tmp_path / "s.txt"): "--plot: expected a file name that ends in one of .png, .svg",
+        **{
+            (folder, text, option, tmp_path / "no/file.png"): f"{option}: expected a file in a folder that exists, got "
+            for option in ("--json", "--plot", "--lines")
+        },
         (tmp_path / "nothing", text): f"{tmp_path}/nothing: expected a run directory or a saved model, got no such",
-    }.items():
+    }
+    for arguments, message in mistakes.items():
         result = run(*arguments)
         assert result.exit_code == 1, arguments
         assert f"Error: {message}" in result.stderr
+        assert not (tmp_path / "no").exists()

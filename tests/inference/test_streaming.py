@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import tracemalloc
 from pathlib import Path
 from typing import Any, TypeVar
@@ -203,7 +204,7 @@ def test_models_that_do_not_stream_are_refused() -> None:
     pair = small_model(causal=False, head=PairHeadConfig())
     with pytest.raises(InputError, match=r"got one that reads pairs; train one of single sequences$"):
         Stream(pair)
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig$"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use"):
         Stream(classifier()).score([1.0])
 
 
@@ -307,11 +308,11 @@ def test_memory_stays(make: Any, values: Any) -> None:
     stream.push(values)
     size = stream.state().nbytes
     tracemalloc.start()
-    before = traced(stream, values, 50)
-    after = traced(stream, values, 150)
+    # What leaks grows every time; what Python keeps for later does not.
+    sizes = [traced(stream, values, 75) for _ in range(4)]
     tracemalloc.stop()
     assert stream.state().nbytes == size
-    assert after - before < 150 * 64
+    assert min(after - before for before, after in itertools.pairwise(sizes)) < 75 * 64
 
 
 def resident() -> int:

@@ -562,7 +562,7 @@ def test_mistakes_are_answered(folder: Path, log: Path, tmp_path: Path) -> None:
         (words, log): "model: expected a language model of bytes, got one of words",
         (folder, log, "--state", log): f"--state: expected a file of its own, got {log}",
         (folder, log, "--state", ""): "--state: expected a file of its own, got .",
-        (classifier, log): "model: expected a language model, got one with a ClassifierHeadConfig",
+        (classifier, log): "model: expected a language model, got a classifier; use tcnca predict",
         (
             folder,
             log,

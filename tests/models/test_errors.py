@@ -252,7 +252,7 @@ def test_generation_with_wrong_arguments(arguments: dict[str, Any], message: str
 def test_generation_is_checked_before_the_first_token() -> None:
     with pytest.raises(InputError, match=r"^temperature: expected"):
         stream(small_model(), tokens(), 2, temperature=-1.0)
-    with pytest.raises(InputError, match=r"^model: expected a language model, got one with a ClassifierHeadConfig"):
+    with pytest.raises(InputError, match=r"^model: expected a language model, got a classifier; use tcnca predict"):
         generate(small_model(small_config(head=ClassifierHeadConfig())), tokens(), 2)
 
 

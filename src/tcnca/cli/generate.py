@@ -13,11 +13,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import open_stdout, progress_bar
+from tcnca.cli.reporting import open_stdout, progress_bar, use_threads
 from tcnca.errors import DataError, InputError
 
 _LONG_PROMPT = 2**15
 """Bytes of a prompt from which reading it shows a bar."""
+_SMALL_MODEL = 4_000_000
+"""Parameters of a model whose steps are too short for several threads to share."""
+# The option of each argument in Python.
+_OPTIONS = {"max_new_tokens": "--max-tokens", "quantization": "--int8", "cache_dtype": "--float8-cache"} | {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples", "stop")
+}
 
 
 def generate(
@@ -45,7 +52,12 @@ def generate(
         list[str] | None, typer.Option(help="Text that ends a continuation, and is not printed; can be repeated.")
     ] = None,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="Print a JSON object per continuation: sample, text, tokens and seed.")
+        bool,
+        typer.Option(
+            "--jsonl",
+            help="Print a JSON object per continuation: sample, text, tokens, finish_reason (length, stop, or "
+            "cancelled after Ctrl-C) and seed.",
+        ),
     ] = False,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
@@ -58,6 +70,13 @@ def generate(
     float8_cache: Annotated[
         bool, typer.Option("--float8-cache", help="Round the values of the attention to 8 bits, on a GPU.")
     ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Threads on a CPU. (default: one for models of fewer than 4 million parameters, else PyTorch's)",
+        ),
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained language model.
 
@@ -71,10 +90,17 @@ def generate(
 
     from tcnca.generation import stream_texts
     from tcnca.inference.load import load_run
+    from tcnca.models.prediction import check_language_model
     from tcnca.training.distributed import dist_context
 
-    with dist_context(device) as dist, contextlib.ExitStack() as bar:
+    with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
         language_model = load_run(model, dist.device, best=best)
+        check_language_model(language_model, str(model))
+        size = sum(parameter.numel() for parameter in language_model.parameters())
+        # Threads that wait for each other at every step are far slower than one on a busy machine.
+        small = dist.device.type == "cpu" and size < _SMALL_MODEL
+        stack.enter_context(use_threads(threads or (1 if small else None)))
+        stack.enter_context(_option_names("--prompt" if prompt_file is None else str(prompt_file)))
         if dtype is not None:
             language_model = language_model.to(getattr(torch, dtype))
         progress = bar.enter_context(progress_bar("reading the prompt", len(text) > _LONG_PROMPT))
@@ -85,6 +111,7 @@ def generate(
             read += piece.shape[1]
             progress(read, len(text) if language_model.preprocessing.byte_map else None)
 
+        printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)
         texts = stream_texts(
             language_model,
             text,
@@ -100,8 +127,8 @@ def generate(
             quantization="int8" if int8 else None,
             cache_dtype="float8" if float8_cache else None,
             on_piece=on_piece,
+            on_end=printer.end,
         )
-        printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)
         _print_texts(texts, printer, bar.close, f"a prompt of {len(text):,} bytes", seed)
 
 
@@ -125,13 +152,26 @@ def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
     return data
 
 
+@contextlib.contextmanager
+def _option_names(prompt: str) -> Iterator[None]:
+    """Name the options of the command, not the arguments in Python, in errors."""
+    try:
+        yield
+    except InputError as error:
+        name, colon, text = str(error).partition(":")
+        option = {**_OPTIONS, "prompt": prompt, "text": prompt}.get(name, name)
+        text = text.replace(", or None,", ",").replace("expected None for", "expected it off for")
+        raise type(error)(option + colon + text) from error
+
+
 class _Printer:
     """Prints continuations one after the other: the first that has not ended as it grows, the others after it."""
 
     def __init__(self, num_samples: int) -> None:
         self._texts, self._ended = [""] * num_samples, [False] * num_samples
+        self._reasons = ["cancelled"] * num_samples
         self._current, self._begun, self._last = 0, False, "\n"
-        self._out, self._terminal = open_stdout(), sys.stdout.isatty()
+        self._out = open_stdout()
 
     def add(self, new: list[str | None]) -> None:
         """Add the next piece of each continuation; None after its end."""
@@ -140,11 +180,15 @@ class _Printer:
             self._ended[sample] |= text is None
         self._print()
 
+    def end(self, sample: int, reason: str) -> None:
+        """Note why a continuation has ended."""
+        self._reasons[sample] = reason
+
     def finish(self) -> None:
-        """Print all that was not printed yet."""
+        """Print all that was not printed yet, and end the line."""
         self._ended = [True] * len(self._texts)
         self._print()
-        if self._terminal and self._last != "\n":
+        if self._last != "\n":
             self._write("\n")
 
     def _print(self) -> None:
@@ -181,7 +225,13 @@ class _JSONPrinter(_Printer):
     def _print(self) -> None:
         while self._current < len(self._texts) and self._ended[self._current]:
             sample = self._current
-            row = {"sample": sample, "text": self._texts[sample], "tokens": self._tokens[sample], "seed": self._seed}
+            row = {
+                "sample": sample,
+                "text": self._texts[sample],
+                "tokens": self._tokens[sample],
+                "finish_reason": self._reasons[sample],
+                "seed": self._seed,
+            }
             self._write(json.dumps(row, ensure_ascii=False) + "\n")
             self._current += 1
 

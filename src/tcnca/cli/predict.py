@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import open_stdout, progress_bar
+from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
@@ -27,7 +27,12 @@ def predict(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File: .csv, .tsv, .jsonl, .npz or .npy; - for standard output. (default: -)"),
+        typer.Option(
+            "--out",
+            "-o",
+            help="File: .csv, .tsv, .jsonl, .npz or .npy; - for standard output. If the command ends early, what was "
+            "predicted is in FILE.partial. (default: -)",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Time steps of a forecast.")] = 1,
     probabilities: Annotated[bool, typer.Option(help="Write the probability of each class.")] = True,
@@ -36,6 +41,7 @@ def predict(
         int | None, typer.Option(min=1, help="Sequences that are computed at once. (default: depends on their lengths)")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    threads: Threads = None,
     format: Annotated[
         Literal["csv", "tsv", "jsonl", "text"] | None,
         typer.Option(help="Format of standard input, or of a file without suffix. (default: text, one per line)"),
@@ -61,7 +67,7 @@ def predict(
         steps=steps,
         batch_size=batch_size,
     )
-    with dist_context(device) as dist:
+    with dist_context(device) as dist, use_threads(threads):
         model = load_run(run, dist.device, best=best)
         # A bar would mix with predictions in the terminal, and texts in the arguments are few.
         shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
@@ -74,6 +80,12 @@ def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | 
     """Print to standard error, as standard output may be a file of predictions."""
     if summary.cut:
         typer.echo(f"{summary.cut:,} sequences were cut to {max_length:,}, as in training (max_length)", err=True)
+    if summary.unknown:
+        typer.echo(
+            f"warning: {summary.unknown:,} labels are not classes of the model, and count as wrong; the first: "
+            f"{summary.first_unknown}; --label '' predicts without comparing",
+            err=True,
+        )
     if summary.metric is not None:
         typer.echo(f"{summary.metric} {summary.score:.4f} (of {summary.compared:,})", err=True)
     if out is not None:

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO, cast
+from typing import Annotated, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -18,6 +18,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from tcnca.errors import ConfigError, escape_control, shown
 
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads on a CPU. (default: PyTorch's, one for each core)")
+]
+"""The option `--threads`."""
 _LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 _MAX_WORD = 100
@@ -52,6 +56,19 @@ def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
         )
 
 
+@contextlib.contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Compute with this number of threads in the block; None for PyTorch's default."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Terminal:
     """Standard output without control characters."""
 
@@ -60,6 +77,9 @@ class _Terminal:
 
     def flush(self) -> None:
         sys.stdout.flush()
+
+    def seekable(self) -> bool:
+        return False
 
 
 def open_stdout() -> TextIO:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tcnca.cli.reporting import open_stdout, progress_bar
+from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, VocabularyError, escape_control
 from tcnca.files import atomic_path, atomic_write, to_json
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PIECE = 2**16
 """Bytes that are read at once."""
 _STDIO = Path("-")
+_TOP = 10
 _SHOWN_BEFORE = 16
 """Characters of a line that are printed before its most surprising place."""
 
@@ -45,7 +46,7 @@ def score(
         typer.Option("--json", metavar="FILE", help="Write totals, curve and places as JSON; - for standard output."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the bits per byte along the text.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the bits per byte along the text: .png, .svg or .pdf.")
     ] = None,
     lines: Annotated[
         Path | None,
@@ -54,9 +55,15 @@ def score(
             help="Write the bits of each line: CSV if the name ends in .csv, else JSONL; - for standard output.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="Number of most surprising places to show.")] = 10,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Number of most surprising places to show. (default: 10; in a comparison, only in --json)"
+        ),
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    threads: Threads = None,
 ) -> None:
     """Measure the bits per byte of texts with language models, and find what surprises them.
 
@@ -71,24 +78,29 @@ def score(
     if lines is not None and len(runs) * len(files) > 1:
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
+    from tcnca.bench.plot import check_plot_path
     from tcnca.inference.load import load_run
     from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
     from tcnca.training.distributed import dist_context
 
+    if plot is not None:
+        check_plot_path(plot)
     console = Console(emoji=False, highlight=False, stderr=_STDIO in (lines, json_file))
     results: list[_Result] = []
     stopped: BaseException | None = None
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
+        stack.enter_context(use_threads(threads))
         models = [load_run(run, place, best=best) for run in runs]
-        for model in models:
-            check_bytes(model)
+        for run, model in zip(runs, models, strict=True):
+            check_bytes(model, str(run))
         write = None if lines is None else stack.enter_context(_line_writer(lines))
         try:
             for file in files:
                 found = [
-                    _Result(run, file, Stream(model), TextProfile(top)) for run, model in zip(runs, models, strict=True)
+                    _Result(run, file, Stream(model), TextProfile(_TOP if top is None else top))
+                    for run, model in zip(runs, models, strict=True)
                 ]
                 results += found
                 # Bars and lines of text would mix.
@@ -97,7 +109,12 @@ def score(
         except (KeyboardInterrupt, Stopped) as error:
             stopped = error  # after what was measured so far is written
     results = [result for result in results if result.profile.count]
-    _print(console, results)
+    _print_totals(console, results)
+    if len(results) == 1:
+        _print_places(console, results[0], "most surprising places")
+    elif top is not None:
+        for result in results:
+            _print_places(console, result, f"most surprising places: {result.run}, {result.file}")
     if json_file is not None:
         content = {"complete": stopped is None, "scores": [result.to_dict() for result in results]}
         text = to_json(content, indent=1) + "\n"
@@ -164,6 +181,8 @@ def _check_outputs(files: Sequence[Path], outputs: Mapping[str, Path | None]) ->
             continue
         if path.is_dir():
             raise ConfigError(f"{option}: expected a file, got {path}, which is a folder")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}")
         if path.exists() and any(file.exists() and path.samefile(file) for file in files):
             raise ConfigError(f"{option}: expected another file than the text, got {path}")
 
@@ -233,7 +252,7 @@ def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
         yield write
 
 
-def _print(console: Console, results: Sequence[_Result]) -> None:
+def _print_totals(console: Console, results: Sequence[_Result]) -> None:
     several = len({result.file for result in results}) > 1
     totals = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "text") if several else ("run",):
@@ -245,9 +264,13 @@ def _print(console: Console, results: Sequence[_Result]) -> None:
         numbers = f"{result.profile.bits_per_byte:.4f}", f"{result.profile.count:,}", f"{result.profile.bits:,.0f}"
         totals.add_row(*names[: 2 if several else 1], *numbers)
     console.print(totals)
-    if len(results) != 1 or not (places := results[0].profile.places()):
+
+
+def _print_places(console: Console, result: _Result, title: str) -> None:
+    if not (places := result.profile.places()):
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="most surprising places", title_justify="left")
+    console.print(Text(escape_control(title, ""), "italic"), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("bits per byte", "line", "offset", "text"):
         table.add_column(column, justify="left" if column == "text" else "right", no_wrap=True)
     last = max(places, key=lambda place: place.offset)

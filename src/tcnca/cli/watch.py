@@ -48,6 +48,7 @@ def watch(
     save_every: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time between two saves.")] = 5.0,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    threads: Threads = None,
 ) -> None:
     """Follow a log like `tail -F`, and print the lines that surprise a language model.
 
@@ -67,6 +68,7 @@ def watch(
     from tcnca.training.signals import catch_signals
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(use_threads(threads))
         place = stack.enter_context(dist_context(device)).device
         if state is not None:
             stack.enter_context(_alone(state))

@@ -18,6 +18,7 @@ from tcnca.generation.steps import check_rounding, make_step
 from tcnca.generation.text import stream_text, stream_texts
 from tcnca.models import Lengths, SequenceModel
 from tcnca.models.model import suggest_arguments
+from tcnca.models.prediction import check_language_model
 from tcnca.ops import check_lengths
 
 __all__ = [
@@ -94,8 +95,7 @@ def stream(
         on_piece: is called with each piece of the prompts that was read, `[batch, time]`, and which of its tokens are
             valid; None if all are.
     """
-    if not model.config.head.generates:
-        raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
+    check_language_model(model)
     if max_new_tokens < 0:
         raise InputError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
     options = SamplingOptions(

@@ -13,6 +13,7 @@ from torch import Tensor
 from tcnca.errors import InputError
 from tcnca.generation.prompts import piece_length
 from tcnca.models import Lengths, ModelState, SequenceModel, evaluating
+from tcnca.models.prediction import check_language_model
 from tcnca.ops import check_lengths
 
 _MIN_BLOCK = 256
@@ -50,8 +51,7 @@ class PrefixCache:
     """
 
     def __init__(self, model: SequenceModel, max_bytes: int = 2**30, block_size: int | None = None) -> None:
-        if not model.config.head.generates:
-            raise InputError(f"model: expected a language model, got one with a {type(model.config.head).__name__}")
+        check_language_model(model)
         if max_bytes < 0:
             raise InputError(f"max_bytes: expected at least 0, got {max_bytes}")
         if block_size is not None and block_size < 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,12 +37,19 @@ def stream_text(
 
 
 def stream_texts(
-    model: SequenceModel, prompt: str | bytes, max_new_tokens: int, *, stop: str | Sequence[str] = (), **options: Any
+    model: SequenceModel,
+    prompt: str | bytes,
+    max_new_tokens: int,
+    *,
+    stop: str | Sequence[str] = (),
+    on_end: Callable[[int, Literal["stop", "length"]], None] | None = None,
+    **options: Any,
 ) -> Iterator[list[str | None]]:
     """Yield the new text of each of `num_samples` continuations of a prompt, after each token.
 
     The text is empty where characters are not complete or may be the beginning of a stop string, and None after the
-    end of a continuation. The arguments are those of `stream_text`, and `num_samples`.
+    end of a continuation. The arguments are those of `stream_text`, and `num_samples`. `on_end` is called with the
+    number of a continuation that has ended, and with `stop` if it was by a stop string, else `length`.
     """
     from tcnca.generation import stream
 
@@ -60,18 +67,23 @@ def stream_texts(
     # The checks above, and those of `stream`, run when the function is called.
     generated = stream(model, tokens, max_new_tokens, **options)
     continuations = [_Continuation(data, stops) for _ in range(options.get("num_samples", 1))]
-    return _texts(generated, continuations, pieces, max_new_tokens)
+    return _texts(generated, continuations, pieces, max_new_tokens, on_end)
 
 
 def _texts(
-    generated: Iterator[Tensor], continuations: list[_Continuation], pieces: list[bytes], max_new_tokens: int
+    generated: Iterator[Tensor],
+    continuations: list[_Continuation],
+    pieces: list[bytes],
+    max_new_tokens: int,
+    on_end: Callable[[int, Literal["stop", "length"]], None] | None,
 ) -> Iterator[list[str | None]]:
     for number, row in enumerate(_to_host(generated), 1):
-        last = number == max_new_tokens
-        yield [
-            None if text.ended else text.feed(pieces[token], last)
-            for text, token in zip(continuations, row, strict=True)
-        ]
+        new: list[str | None] = []
+        for index, (text, token) in enumerate(zip(continuations, row, strict=True)):
+            new.append(None if text.ended else text.feed(pieces[token], number == max_new_tokens))
+            if new[-1] is not None and text.ended and on_end is not None:
+                on_end(index, "stop" if text.stopped else "length")
+        yield new
         if all(text.ended for text in continuations):
             return
 
@@ -110,7 +122,7 @@ class _Continuation:
     """Turns the bytes of one continuation into text."""
 
     def __init__(self, prompt: bytes, stops: Sequence[bytes]) -> None:
-        self.ended = False
+        self.ended = self.stopped = False
         self._stops, self._held = stops, b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # The prompt may end inside a character, which then is the first one.
@@ -120,7 +132,8 @@ class _Continuation:
         """Add bytes, and return the text that is complete with them; all of it with the last ones."""
         self._held += piece
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        self.ended = bool(found) or last
+        self.stopped = bool(found)
+        self.ended = self.stopped or last
         if self.ended:
             return self._decoder.decode(self._held[: min(found, default=None)], final=True)
         ready, self._held = _split(self._held, self._stops)

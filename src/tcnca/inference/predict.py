@@ -18,7 +18,7 @@ from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
-from tcnca.errors import ConfigError, DataError, Stopped, shown
+from tcnca.errors import ConfigError, DataError, Stopped, TcncaError, shown
 from tcnca.files import atomic_path
 from tcnca.inference.readers import (
     FORMATS,
@@ -76,6 +76,10 @@ class PredictSummary:
     """Value of the metric."""
     compared: int
     """Number of classes or values that were compared."""
+    unknown: int = 0
+    """Number of true classes that the model does not have. They count as wrong."""
+    first_unknown: str = ""
+    """The first of them, and where it is."""
 
 
 def predict_inputs(
@@ -89,7 +93,8 @@ def predict_inputs(
 ) -> PredictSummary:
     """Predict a file, the lines of `stdin`, or texts, and write the predictions in the order of the input.
 
-    Memory does not grow with the size of the input. A file is written completely or not at all.
+    Memory does not grow with the size of the input. `options.out` is written completely or not at all. If
+    an error or a signal ends the function before, the predictions so far are in a file with `.partial` after its name.
 
     Args:
         model: the model, see `load_run`.
@@ -105,10 +110,10 @@ def predict_inputs(
         raise ConfigError(f"--steps: expected a run that forecasts, got one of {kind}; leave it out")
     _check_out(options.out, kind, inputs)
     how: dict[str, Any] = {"steps": options.steps, "batch_size": options.batch_size}
-    score, done, cut = _Score(), 0, 0
+    score, cut = _Score(), 0
+    writer: Writer | None = None
     try:
         with _open_reader(model, inputs, options, stdin or sys.stdin) as reader, contextlib.ExitStack() as stack:
-            writer: Writer | None = None
             blocks = stack.enter_context(contextlib.closing(_blocks(model, reader, _block_rows(reader, options))))
             for block in blocks:
                 predictions = predict_sequences(model, block.sequences, block.place, **how)
@@ -116,17 +121,27 @@ def predict_inputs(
                 writer = writer or stack.enter_context(_open_writer(options, reader, stdout or sys.stdout))
                 writer.write(block.examples, predictions)
                 score.add(block.examples, predictions)
-                done, cut = done + len(block.examples), cut + block.cut
+                cut += block.cut
                 if progress is not None:
                     progress(reader.position, reader.total)
             if writer is None:
                 raise DataError(f"{reader.name}: expected something to predict, got no rows; add some")
     except (KeyboardInterrupt, Stopped) as error:
-        written = "were printed" if options.out is None else f"were done, {options.out} was not written"
-        error.add_note(f"{done:,} predictions {written}")
+        if options.out is None:
+            error.add_note(f"{0 if writer is None else writer.count:,} predictions were printed")
+        elif writer is None:
+            error.add_note(f"no predictions were done, {options.out} was not written")
         raise
     metric = None if not score.count else "mean squared error" if kind == "regression" else "accuracy"
-    return PredictSummary(count=done, cut=cut, metric=metric, score=score.value, compared=score.count)
+    return PredictSummary(
+        count=writer.count,
+        cut=cut,
+        metric=metric,
+        score=score.value,
+        compared=score.count,
+        unknown=reader.unknown,
+        first_unknown=reader.first_unknown,
+    )
 
 
 @contextlib.contextmanager
@@ -198,11 +213,17 @@ def _check_out(out: Path | None, kind: PredictionKind, inputs: Sequence[str]) ->
     known = [".csv", ".tsv", ".jsonl", ".ndjson", ".npz", *([".npy"] if kind in ("regression", "forecast") else [])]
     if suffix not in known:
         raise ConfigError(f"--out: expected a file that ends in {', '.join(known)}, got {shown(str(out))}")
-    if out.exists() and not out.is_file():
-        raise ConfigError(f"--out: expected a file, got {out}, which is something else")
-    # Unlike `Path.exists`, `os.path.exists` takes long texts.
-    if out.exists() and inputs and os.path.exists(inputs[0]) and out.samefile(inputs[0]):
-        raise ConfigError(f"--out: expected another file than the input, got {out}")
+    for path in (out, _partial(out)):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--out: expected a file, got {path}, which is something else")
+        # Unlike `Path.exists`, `os.path.exists` takes long texts.
+        if path.exists() and inputs and os.path.exists(inputs[0]) and path.samefile(inputs[0]):
+            raise ConfigError(f"--out: expected another file than the input, got {path}")
+
+
+def _partial(out: Path) -> Path:
+    """Return the file for the predictions of a run that ended early."""
+    return out.with_name(f"{out.name}.partial")
 
 
 def _block_rows(reader: Reader, options: PredictOptions) -> int:
@@ -228,8 +249,17 @@ class _Block:
 def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block, None, None]:
     block, size, limit = _Block(), 0, model.preprocessing.max_length
     with contextlib.closing(iter(reader)) as examples:
-        for example in examples:
-            sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
+        while True:
+            try:
+                example = next(examples, None)
+                if example is None:
+                    break
+                sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
+            except TcncaError:
+                # What comes before the mistake is predicted.
+                if block.examples:
+                    yield block
+                raise
             block.examples.append(example)
             block.sequences.append(sequences)
             block.cut += limit is not None and max(map(len, sequences)) > limit
@@ -249,18 +279,28 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
         yield _row_writer(stdout, None if json else reader.delimiter, options)
         return
     suffix = options.out.suffix.lower()
-    with atomic_path(options.out) as temporary:
+    with atomic_path(options.out) as temporary, contextlib.ExitStack() as stack:
         if suffix in ARRAY_SUFFIXES:
-            writer = ArrayWriter(temporary, options.out, options.probabilities)
-            try:
-                yield writer
-                writer.close()
-            finally:
-                writer.discard()
-            return
-        with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
+            arrays = ArrayWriter(temporary, options.out, options.probabilities)
+            stack.callback(arrays.discard)
+            writer: Writer = arrays
+        else:
+            file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline=""))
             same = reader.format == "csv" and suffix == ".csv"
-            yield _row_writer(file, reader.delimiter if same else _TABLES.get(suffix), options)
+            writer = _row_writer(file, reader.delimiter if same else _TABLES.get(suffix), options)
+        try:
+            yield writer
+            writer.close()
+        except OSError:
+            raise  # such as a full disk
+        except BaseException as error:
+            if writer.count:
+                writer.close()
+                temporary.replace(_partial(options.out))
+                error.add_note(f"{writer.count:,} predictions are in {_partial(options.out)}")
+            else:
+                error.add_note(f"no predictions were done, {options.out} was not written")
+            raise
 
 
 def _row_writer(file: TextIO, delimiter: str | None, options: PredictOptions) -> Writer:

@@ -90,11 +90,15 @@ class Reader(abc.ABC):
         format: of the rows; None for arrays.
         delimiter: of the columns of a table.
         total: what `position` is at the end; None if it is not known.
+        unknown: number of true classes that the model does not have.
+        first_unknown: the first of them, and where it is.
     """
 
     format: Format | None = None
     delimiter = ","
     total: int | None = None
+    unknown = 0
+    first_unknown = ""
 
     def __init__(self, model: SequenceModel, options: ColumnOptions, name: str) -> None:
         self.model, self.options, self.name = model, options, name
@@ -117,15 +121,12 @@ class Reader(abc.ABC):
             if (value := getattr(self.options, field.name)) and field.name not in used:
                 raise ConfigError(f"--{field.name}: expected none for {self.name}, got {shown(value)}; leave it out")
 
-    def check_class(self, label: str, place: str) -> str:
-        """Return a label if it is one of the model's classes."""
+    def check_class(self, label: str, place: str) -> None:
+        """Note a label that is not one of the model's classes. No prediction is equal to it."""
         if label not in self.classes:
+            self.unknown += 1
             known = list_names(sorted(self.classes))
-            raise DataError(
-                f"{place}: expected one of the classes of the model, {known}, got {shown(label)}; correct it, or "
-                "predict without comparing: --label ''"
-            )
-        return label
+            self.first_unknown = self.first_unknown or f"{place}: expected one of {known}, got {shown(label)}"
 
 
 class RowReader(Reader):
@@ -183,7 +184,8 @@ class RowReader(Reader):
     def _text_rows(self) -> Iterator[Row]:
         for number, line in enumerate(self._lines, 1):
             content = line.rstrip("\r\n")
-            if not content.strip():
+            # An empty line is an empty text, but neither numbers nor a pair.
+            if not content.strip() and (self._reads_values or self.kind == "pairs"):
                 continue
             parts = content.split("\t") if self.kind == "pairs" else [content]
             if len(parts) != len(self._text_columns):
@@ -250,7 +252,9 @@ class RowReader(Reader):
         cell = f"{place}, column {shown(column)}"
         if self.kind != "regression":
             label = label_field(row, column, place)
-            return self.check_class(label, cell) if label else None
+            if label:
+                self.check_class(label, cell)
+            return label or None
         if row[column] in (None, ""):
             return None
         values, outputs = parse_numbers(row[column], cell).reshape(-1), getattr(self.model.config.head, "outputs", 1)

@@ -14,6 +14,7 @@ from tcnca.errors import InputError
 from tcnca.files import atomic_path
 from tcnca.inference.streaming import Bits, Stream
 from tcnca.models import SequenceModel
+from tcnca.models.prediction import check_language_model
 
 _NEWLINE = 10
 MAX_POINTS = 4096
@@ -35,11 +36,12 @@ def score(model: SequenceModel, text: str | bytes) -> Bits:
     return Stream(model).score(text)
 
 
-def check_bytes(model: SequenceModel) -> None:
-    """Raise an InputError for a language model of words or other tokens, which has no bits of bytes."""
-    if model.config.head.generates and model.preprocessing.byte_map is None:
+def check_bytes(model: SequenceModel, name: str = "model") -> None:
+    """Raise an InputError unless a model is a language model of bytes; `name` is named in it."""
+    check_language_model(model, name)
+    if model.preprocessing.byte_map is None:
         found = "without a byte map" if model.preprocessing.symbols is None else "of words"
-        raise InputError(f"model: expected a language model of bytes, got one {found}")
+        raise InputError(f"{name}: expected a language model of bytes, got one {found}")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -223,7 +225,7 @@ _MARKED_PLACES = 5
 
 
 def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProfile]]) -> None:
-    """Draw the bits per byte along a text into a PNG file, one curve for each model."""
+    """Draw the bits per byte along a text in the format of the file's suffix, one curve for each model."""
     # Slow to import, and needed only here.
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -253,4 +255,4 @@ def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProf
         axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
         format_ticks(axis)
         with atomic_path(path) as temporary:
-            figure.savefig(temporary, format="png")
+            figure.savefig(temporary, format=path.suffix[1:].lower())

@@ -21,7 +21,7 @@ from tcnca.files import atomic_path
 from tcnca.generation.prompts import piece_length
 from tcnca.models import ModelState, Predictions, SequenceModel, evaluating
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
-from tcnca.models.prediction import PaddedRows, class_names, to_numpy, to_sequence
+from tcnca.models.prediction import PaddedRows, check_language_model, class_names, to_numpy, to_sequence
 from tcnca.ops import State
 
 Bits = NDArray[np.float64]
@@ -117,9 +117,7 @@ class Stream:
 
         The mean over a text is its bits per byte, that of `tcnca eval` with one segment.
         """
-        head = self.model.config.head
-        if not head.generates:
-            raise InputError(f"model: expected a language model, got one with a {type(head).__name__}")
+        check_language_model(self.model)
         tokens = self._to_tensor(values)
         if self._logits is None:
             tokens = torch.cat([self._first_token(tokens.device), tokens], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import csv
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -25,40 +26,78 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class Writer(abc.ABC):
-    """Writes predictions as they come."""
+    """Writes predictions as they come.
+
+    Attributes:
+        count: number of examples that were written.
+    """
+
+    count = 0
 
     @abc.abstractmethod
     def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
         """Write the predictions of some examples."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Complete the file with the predictions of `count` examples, also if the last `write` was interrupted."""
 
-class TableWriter(Writer):
+
+class _RowWriter(Writer):
+    """Writes text, a row or more for each example."""
+
+    def __init__(self, file: TextIO, probabilities: bool) -> None:
+        self._file, self._probabilities = file, probabilities
+        self._end = 0
+
+    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
+        """Write the rows of some examples."""
+        written = 0
+        try:
+            for number, example in enumerate(examples):
+                self._write_row(example, predictions, number)
+                written += 1
+        except DataError:
+            self._complete(written)  # the rows before the mistake
+            raise
+        self._complete(written)
+
+    def _complete(self, written: int) -> None:
+        self._file.flush()
+        self.count, self._end = self.count + written, self._file.tell() if self._file.seekable() else 0
+
+    @abc.abstractmethod
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
+        """Write the row of example `number` of the predictions, and a header before the first."""
+
+    def close(self) -> None:
+        """Remove rows of an interrupted `write`."""
+        self._file.flush()
+        self._file.truncate(self._end)
+
+
+class TableWriter(_RowWriter):
     """Writes CSV: the columns of the input, then the predicted class and the probability of each class, or the values.
 
     A forecast has a row for each step of each series: `index`, `step` and the values.
     """
 
     def __init__(self, file: TextIO, delimiter: str, probabilities: bool) -> None:
-        self._file, self._probabilities = file, probabilities
+        super().__init__(file, probabilities)
         self._csv = csv.writer(file, delimiter=delimiter, lineterminator="\n")
         self._columns: list[str] = []
-        self._count = 0
 
-    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
-        """Write a row for each example, and the header before the first."""
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
         forecast = predictions.values is not None and predictions.values.ndim == 3
         if not self._columns:
-            self._columns = ["index"] if forecast else list(examples[0].row)
+            self._columns = ["index"] if forecast else list(example.row)
             self._csv.writerow([*self._columns, *self._new_columns(predictions)])
-        for number, example in enumerate(examples):
-            if forecast:
-                assert predictions.values is not None
-                for step, values in enumerate(predictions.values[number], 1):
-                    self._csv.writerow([self._count, step, *map(_number, values)])
-            else:
-                self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
-            self._count += 1
-        self._file.flush()
+        if forecast:
+            assert predictions.values is not None
+            for step, values in enumerate(predictions.values[number], 1):
+                self._csv.writerow([self.count + number, step, *map(_number, values)])
+        else:
+            self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
 
     def _new_columns(self, predictions: Predictions) -> list[str]:
         if predictions.values is None:
@@ -82,35 +121,30 @@ class TableWriter(Writer):
             yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
 
 
-class JSONWriter(Writer):
+class JSONWriter(_RowWriter):
     """Writes JSON Lines: the row of the input with `prediction`, and `probabilities` by class."""
 
     def __init__(self, file: TextIO, probabilities: bool) -> None:
-        self._file, self._probabilities = file, probabilities
+        super().__init__(file, probabilities)
         self._names: list[str] = []
 
-    def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
-        """Write a line for each example."""
-        self._names = self._names or unused_names(["prediction", "probabilities"], list(examples[0].row))
-        for number, example in enumerate(examples):
-            new: dict[str, Any] = {}
-            if predictions.values is not None:
-                values = predictions.values[number]
-                # As the input of a line of numbers: without brackets around a single feature.
-                plain = _nested(values[..., 0] if values.shape[-1] == 1 else values)
-                new[self._names[0]] = plain
-            elif predictions.labels is not None and predictions.classes is not None:
-                label, *chances = _fields(predictions, number, self._probabilities)
-                new[self._names[0]] = label
-                if self._probabilities:
-                    new[self._names[1]] = dict(zip(predictions.classes, chances, strict=True))
-            for name in new:
-                if name in example.row:
-                    raise DataError(
-                        f"{example.place}: expected no field {name!r}, which the first row has not; rename it"
-                    )
-            self._file.write(_json({**example.row, **new}) + "\n")
-        self._file.flush()
+    def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
+        self._names = self._names or unused_names(["prediction", "probabilities"], list(example.row))
+        new: dict[str, Any] = {}
+        if predictions.values is not None:
+            values = predictions.values[number]
+            # As the input of a line of numbers: without brackets around a single feature.
+            plain = _nested(values[..., 0] if values.shape[-1] == 1 else values)
+            new[self._names[0]] = plain
+        elif predictions.labels is not None and predictions.classes is not None:
+            label, *chances = _fields(predictions, number, self._probabilities)
+            new[self._names[0]] = label
+            if self._probabilities:
+                new[self._names[1]] = dict(zip(predictions.classes, chances, strict=True))
+        for name in new:
+            if name in example.row:
+                raise DataError(f"{example.place}: expected no field {name!r}, which the first row has not; rename it")
+        self._file.write(_json({**example.row, **new}) + "\n")
 
 
 class ArrayWriter(Writer):
@@ -139,21 +173,21 @@ class ArrayWriter(Writer):
             if name not in self._parts:
                 self._parts[name] = _GrowingArray(Path(self._folder.name, name), values)
             self._parts[name].append(values)
+        self.count += len(examples)
 
     def close(self) -> None:
         """Write the file."""
         if self._single:
             with self._path.open("wb") as file:
-                self._parts["values"].copy_to(file)
+                self._parts["values"].copy_to(file, self.count)
         else:
             with zipfile.ZipFile(self._path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
                 for name, part in self._parts.items():
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                        part.copy_to(member)
+                        part.copy_to(member, self.count)
                 if self._classes is not None and self._probabilities:
                     with archive.open("classes.npy", "w") as member:
                         np.lib.format.write_array(member, np.array(self._classes, _label_dtype(self._classes)))
-        self.discard()
 
     def discard(self) -> None:
         """Remove the files of the arrays."""
@@ -167,17 +201,17 @@ class _GrowingArray:
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:
         self.file: Any = path.open("w+b")
-        self._dtype, self._row, self._count = like.dtype, like.shape[1:], 0
+        self._dtype, self._row = like.dtype, like.shape[1:]
 
     def append(self, values: NDArray[Any]) -> None:
         self.file.write(np.ascontiguousarray(values).tobytes())
-        self._count += len(values)
 
-    def copy_to(self, file: BinaryIO | Any) -> None:
-        """Write a whole .npy."""
+    def copy_to(self, file: BinaryIO | Any, count: int) -> None:
+        """Write a whole .npy of the first `count` rows."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": (self._count, *self._row)}
+        header = {"descr": descr, "fortran_order": False, "shape": (count, *self._row)}
         np.lib.format.write_array_header_1_0(file, header)
+        self.file.truncate(count * math.prod(self._row) * self._dtype.itemsize)
         self.file.seek(0)
         shutil.copyfileobj(self.file, file)
 

@@ -64,6 +64,21 @@ def evaluating(model: SequenceModel) -> Iterator[None]:
             module.training = True
 
 
+def check_language_model(model: SequenceModel, name: str = "model") -> None:
+    """Raise an InputError for a model with another head; `name` is named in it."""
+    head = model.config.head
+    if head.generates:
+        return
+    found = "a model of another kind"
+    if isinstance(head, RegressionHeadConfig):
+        found = "a forecast model" if head.pooling == "none" else "a regression model"
+    elif isinstance(head, ClassifierHeadConfig | PairHeadConfig):
+        found = "a classifier of pairs" if isinstance(head, PairHeadConfig) else "a classifier"
+    raise InputError(
+        f"{name}: expected a language model, got {found}; use tcnca predict, or train one with tcnca train lm"
+    )
+
+
 def prediction_kind(model: SequenceModel) -> PredictionKind:
     """Return what a model predicts of a sequence; raise an InputError if it does something else."""
     config, task = model.config, model.preprocessing.task
