@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from tcnca.cli.boundary import exit_code
+from tcnca.cli.reporting import Threads, use_threads
 from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control, shorten
 from tcnca.files import file_lock, to_json
 
