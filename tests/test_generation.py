@@ -211,7 +211,9 @@ def test_what_cannot_be_rounded_is_refused() -> None:
     with pytest.raises(InputError, match="quantization: expected 'int8' or None, got 'int4'"):
         stream(model, start, 4, quantization="int4")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"quantization: expected None for this model; prenorm: expected True"):
-        stream(small_model(prenorm=False), start, 4, quantization="int8")
+        stream(small_model(dtype=torch.float32, prenorm=False), start, 4, quantization="int8")
+    with pytest.raises(InputError, match=r"quantization: expected None for this model; dtype: .* got float64"):
+        stream(model, start, 4, quantization="int8")
     with pytest.raises(InputError, match=r"cache_dtype: expected None for this model; device: .* got cpu"):
         stream(model, start, 4, cache_dtype="float8")
     with (

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
-from tcnca.generation import fused
-from tcnca.generation.packed import PackedStep
+from tcnca.generation import fused, packed
 from tcnca.generation.sampling import Sampler
-from tcnca.generation.step import CacheDtype, Quantization, Step, unsupported_reason
+from tcnca.generation.step import CacheDtype, Quantization, Step
 from tcnca.models import ModelState, SequenceModel
 from tcnca.ops.driver import capture_graph
 
 MIN_GRAPH_TOKENS = 8
 """Capturing a CUDA graph costs about as much as this number of steps."""
+MIN_PACKED_LAYERS = 1000
+"""Layers of all steps together that the model itself computes in about the time in which kernels for CPUs compile."""
 _WARM_UP_STEPS = 2
 """Steps on the captured stream, in which libraries allocate their workspaces."""
 
@@ -33,8 +34,9 @@ def make_step(
     rounded = quantization is not None or cache_dtype is not None
     # Weights that autocast has converted live for one replay only.
     if not torch.is_autocast_enabled(device.type):
-        if device.type == "cpu" and unsupported_reason(model, state) is None:
-            return PackedStep(model, state, sampler, quantization=quantization)
+        many = max_new_tokens is None or max_new_tokens * model.config.num_layers >= MIN_PACKED_LAYERS
+        if device.type == "cpu" and (rounded or many) and packed.unsupported_reason(model, state) is None:
+            return packed.PackedStep(model, state, sampler, quantization=quantization)
         if device.type == "cuda" and (rounded or max_new_tokens is None or max_new_tokens >= MIN_GRAPH_TOKENS):
             if fused.unsupported_reason(model, state) is None:
                 return fused.FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
@@ -58,7 +60,7 @@ def check_rounding(model: SequenceModel, quantization: str | None, cache_dtype: 
     elif cache_dtype is not None:
         reason = f"device: expected an NVIDIA GPU, got {device}"
     else:
-        reason = unsupported_reason(model, state)
+        reason = packed.unsupported_reason(model, state)
     if reason is not None:
         name = "cache_dtype" if quantization is None else "quantization"
         raise InputError(f"{name}: expected None for this model; {reason}")
