@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tcnca import Batcher, InputError, PrefixCache, Preprocessing, TokenInputConfig, VocabularyError, generate
 from tcnca.generation import Request, batching
-from tcnca.generation.steps import ModelStep
+from tcnca.generation.dispatch import ModelStep
 from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_config, small_model
 from tests.test_generation import count_calls, lively_model, prompt
 
@@ -356,7 +356,7 @@ def test_seeded_sequences_leave_the_random_numbers_of_the_caller_alone() -> None
 def test_refusals() -> None:
     model = small_model()
     for name in ("max_batch_size", "prefill_tokens"):
-        with pytest.raises(InputError, match=f"{name}: expected at least 1, got 0"):
+        with pytest.raises(InputError, match=f"{name}: expected a whole number of at least 1, got 0"):
             Batcher(model, **{name: 0})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="temprature: no such argument; use temperature"):
         Batcher(model, temprature=1.0)
@@ -374,9 +374,9 @@ def test_refusals() -> None:
         batcher.submit(torch.rand(4), 5)
     with pytest.raises(VocabularyError, match=r"prompt: expected tokens of the vocabulary, 0 to 10"):
         batcher.submit([3, VOCABULARY], 5)
-    with pytest.raises(InputError, match="max_new_tokens: expected at least 0"):
+    with pytest.raises(InputError, match="max_new_tokens: expected a whole number of at least 0"):
         batcher.submit(start, -1)
-    with pytest.raises(InputError, match="top_k: expected at least 1"):
+    with pytest.raises(InputError, match="top_k: expected a whole number of at least 1"):
         batcher.submit(start, 1, top_k=0)
     with pytest.raises(InputError, match="topk: no such argument; use top_k"):
         batcher.submit(start, 1, topk=5)
@@ -384,3 +384,11 @@ def test_refusals() -> None:
         batcher.submit(start, 1, stop=[[]])
     assert len(batcher) == 0
     assert batcher.submit(start, 0).result() == []
+    with pytest.raises(InputError, match=r"max_new_tokens: expected a whole number of at least 0, got 2.5"):
+        batcher.submit(start, 2.5)  # type: ignore[arg-type]
+
+
+def test_a_single_token_ends_a_sequence() -> None:
+    batcher, start = Batcher(small_model(), temperature=0.0), prompt(1, 4)[0]
+    tokens = batcher.submit(start, 10).result()
+    assert batcher.submit(start, 10, stop=tokens[0]).result() == tokens[:1]

@@ -285,7 +285,7 @@ def test_control_characters_do_not_drive_a_terminal(monkeypatch: pytest.MonkeyPa
         (("--prompt-file", "nowhere.txt"), "nowhere.txt: cannot be read (No such file or directory)"),
         (("--prompt-file", "-"), "standard input: expected a text to continue, got an empty one"),
         (("--prompt", "a", "--top-p", "7"), "--top-p: expected a number above 0 and at most 1, got 7.0"),
-        (("--prompt", "a", "--top-k", "0"), "--top-k: expected at least 1, got 0"),
+        (("--prompt", "a", "--top-k", "0"), "--top-k: expected a whole number of at least 1, got 0"),
         (("--prompt", "a", "--float8-cache", "--device", "cpu"), "--float8-cache: expected it off for this model; "),
         (("--prompt", "a", "--temperature", "-1"), "--temperature: expected a number of at least 0, got -1.0"),
         (("--prompt", "a", "--repetition-penalty", "nan"), "--repetition-penalty: expected a number above 0"),

@@ -185,7 +185,7 @@ def test_the_state_of_the_prompt_is_freed(monkeypatch: pytest.MonkeyPatch) -> No
         states.append(weakref.ref(state))
         return last, state
 
-    monkeypatch.setattr("tcnca.generation.prefill", watched)
+    monkeypatch.setattr("tcnca.generation.api.prefill", watched)
     tokens = stream(small_model(), prompt(), 4)
     next(tokens)
     gc.collect()
@@ -221,6 +221,39 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         pytest.raises(InputError, match=r"quantization: .* autocast: expected it off"),
     ):
         stream(model, start, 4, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 2.5),
+        ("seed", 1.5),
+        ("seed", "a"),
+        ("top_k", 2.5),
+        ("num_samples", 1.5),
+        ("num_samples", True),
+    ],
+)
+def test_whole_numbers_are_expected(name: str, value: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 3, name: value}
+    with pytest.raises(InputError, match=f"{name}: expected a whole number.*, got {value!r}"):
+        stream(small_model(), prompt(), **options)
+
+
+def test_weights_that_are_not_numbers_are_named() -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.embedding.weight.fill_(torch.nan)
+    with pytest.raises(InputError, match="model: expected logits that are numbers, got NaN"):
+        generate(model, prompt(), 3)
+
+
+def test_a_part_of_the_model_in_training_mode_generates_without_dropout() -> None:
+    model, start = small_model(dropout=0.5), prompt()
+    expected = generate(model, start, 20, temperature=0.0)
+    model.layers[0].train()
+    assert torch.equal(generate(model, start, 20, temperature=0.0), expected)
+    assert model.layers[0].training
 
 
 def test_pieces_of_a_prompt_are_shorter_for_a_large_vocabulary() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tcnca.generation import generate, stream
+from tcnca.generation.dispatch import MIN_GRAPH_TOKENS, GraphedStep, ModelStep, has_fixed_state, make_step
 from tcnca.generation.fused import FusedStep
-from tcnca.generation.steps import MIN_GRAPH_TOKENS, GraphedStep, ModelStep, has_fixed_state, make_step
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, small_model
 
@@ -61,7 +61,7 @@ def test_generation_with_a_graph_equals_the_plain_loop(family: str, monkeypatch:
         if reason is not None:
             monkeypatch.setattr("tcnca.generation.fused.unsupported_reason", lambda *_, reason=reason: reason)
         if reason == "so is the graph":
-            monkeypatch.setattr("tcnca.generation.steps.has_fixed_state", lambda *_: False)
+            monkeypatch.setattr("tcnca.generation.dispatch.has_fixed_state", lambda *_: False)
         results.append(generate(model, prompt, 40, temperature=0.0))
         results.append(generate(model, prompt, 40, top_k=5, repetition_penalty=1.2, seed=3, num_samples=3))
     for found, expected in zip(results, results[-2:] * 3, strict=True):

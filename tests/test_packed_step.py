@@ -16,9 +16,9 @@ import tcnca
 from tcnca import SequenceModel, TokenInputConfig
 from tcnca.errors import InputError, StateError
 from tcnca.generation import packed
+from tcnca.generation.dispatch import MIN_PACKED_LAYERS, ModelStep, make_step
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.quantize import quantize_rows
-from tcnca.generation.steps import MIN_PACKED_LAYERS, ModelStep, make_step
 from tests.comparison import assert_close, relative_error
 from tests.examples import VOCABULARY, small_config, small_model
 from tests.ops.test_steps_triton import MODELS, assert_steps

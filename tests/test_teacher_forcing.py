@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tcnca import Batcher, SequenceModel
 from tcnca.generation import Request
+from tcnca.generation.dispatch import ModelStep
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.step import Step
-from tcnca.generation.steps import ModelStep
 from tcnca.models import ModelState
 from tests.comparison import assert_close
 from tests.examples import VOCABULARY, small_model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from tcnca.bench.case import DEEP_TOLERANCE, BenchCase, Settings, Workload
 from tcnca.bench.timing import Cost
 from tcnca.errors import ConfigError
+from tcnca.generation.dispatch import ModelStep
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.prompts import prefill
-from tcnca.generation.steps import ModelStep
+from tcnca.generation.step import Step
 from tcnca.models import ModelConfig, ModelState, SequenceModel, TokenInputConfig, preset
 
 # Batch sizes, and positions in the first chunk: as many keys and values are read.
@@ -25,9 +25,9 @@ BATCHES, POSITIONS = {"cpu": (1, 8), "cuda": (1, 64)}, (64, 1024)
 CPU_SIZES = {"num_layers": 6, "d_model": 256, "d_ff": 512, "vocab_size": 256}
 _CHECK_TOKENS, _CHECK_LAYERS = 12, 2
 _ROUNDED_TOLERANCE = 0.1
+_STEPS_AT_POSITION = 32
+"""Steps after which a measured sequence is put back to its position."""
 _FAMILIES = {"tcnca": "TCNCA", "tcnca-linear": "TCNCA-linear", "mega": "MEGA"}
-
-Step = Callable[[Tensor], Tensor]
 
 
 class _Kind(NamedTuple):
@@ -65,8 +65,7 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
     config = preset(f"{family}-enwik8").model.override(**({} if settings.on_gpu else CPU_SIZES))
     if settings.num_layers is not None:
         config = config.override(num_layers=settings.num_layers)
-    int8 = kind.quantization is not None
-    rounded = int8 or kind.cache_dtype is not None
+    rounded = kind.quantization is not None or kind.cache_dtype is not None
     return BenchCase(
         name=family + kind.suffix,
         label=_FAMILIES[family] + kind.label,
@@ -74,7 +73,7 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
         tokens=batch,
         build=functools.partial(_workload, config, settings, kind, batch, position),
         build_check=functools.partial(_check, config, settings, kind),
-        cost={"forward": _cost(config, settings, int8, batch, position)},
+        cost={"forward": _cost(config, settings, kind, batch, position)},
         tolerance=_ROUNDED_TOLERANCE if rounded else DEEP_TOLERANCE[settings.dtype],
         isolated=False,
         graph=False,
@@ -83,7 +82,7 @@ def _case(settings: Settings, family: str, kind: _Kind, batch: int, position: in
 
 def _make_step(model: SequenceModel, state: ModelState, kind: _Kind) -> Step:
     if kind.suffix == "-model":
-        return torch.no_grad()(ModelStep(model, state))
+        return ModelStep(model, state)
     if model.embedding.weight.is_cuda:
         return FusedStep(model, state, quantization=kind.quantization, cache_dtype=kind.cache_dtype)
     return PackedStep(model, state, quantization=kind.quantization)
@@ -94,7 +93,19 @@ def _workload(config: ModelConfig, settings: Settings, kind: _Kind, batch: int, 
     with torch.no_grad():
         _, state = prefill(model, torch.randint(_vocab_size(config), (batch, position), device=settings.device))
     step, token = _make_step(model, state, kind), torch.randint(_vocab_size(config), (batch,), device=settings.device)
-    return Workload(lambda: step(token))
+    rows, taken = [state.reorder([row]) for row in range(batch)], 0
+
+    def run() -> Tensor:
+        nonlocal taken
+        # Now and then back to the position, which is not the time of a median step.
+        if taken == _STEPS_AT_POSITION:
+            for row, each in enumerate(rows):
+                step.load(row, each)
+            taken = 0
+        taken += 1
+        return step(token)
+
+    return Workload(torch.no_grad()(run))
 
 
 def _check(config: ModelConfig, settings: Settings, kind: _Kind) -> tuple[Workload, Workload]:
@@ -105,6 +116,7 @@ def _check(config: ModelConfig, settings: Settings, kind: _Kind) -> tuple[Worklo
     model.load_state_dict(exact.state_dict())
     tokens = torch.randint(_vocab_size(config), (2, _CHECK_TOKENS))
 
+    @torch.no_grad()
     def run() -> Tensor:
         step = _make_step(model, model.initial_state(2), kind)
         return torch.stack([step(token).clone() for token in tokens.to(settings.device).unbind(1)], 1)
@@ -121,7 +133,7 @@ def _vocab_size(config: ModelConfig) -> int:
     return config.input.vocab_size
 
 
-def _cost(config: ModelConfig, settings: Settings, int8: bool, batch: int, position: int) -> Cost:
+def _cost(config: ModelConfig, settings: Settings, kind: _Kind, batch: int, position: int) -> Cost:
     """Minimal cost: weights and the chunk are read once."""
     with torch.device("meta"):
         model = SequenceModel(config)
@@ -129,6 +141,7 @@ def _cost(config: ModelConfig, settings: Settings, int8: bool, batch: int, posit
     assert attention is not None
     length = position % (attention.chunk_size or position) + 1
     size = settings.dtype.itemsize
-    weights = sum(weight.numel() for weight in model.parameters()) * (1 if int8 else size)
-    chunk = config.num_layers * batch * length * (attention.d_key + attention.d_value) * size
+    weights = sum(weight.numel() for weight in model.parameters()) * (size if kind.quantization is None else 1)
+    values = attention.d_value * (size if kind.cache_dtype is None else 1)
+    chunk = config.num_layers * batch * length * (attention.d_key * size + values)
     return Cost(weights + chunk, 2 * batch * model.macs_per_token(length))

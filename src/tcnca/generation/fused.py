@@ -19,7 +19,7 @@ from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import TCNState, rotary_bias
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
-from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream
+from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream, max_shared_memory
 from tcnca.ops.ema.naive import ema_coefficients
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: str
         return f"d_model: expected widths of at most {MAX_WIDTH}"
     if not INTERPRETED and not (weight.is_cuda and kernels_enabled() and should_use("triton", weight.device, "a step")):
         return "device: expected an NVIDIA GPU and Triton"
+    if not INTERPRETED and _tile_bytes(model, state) > max_shared_memory(weight.device.index):
+        return f"d_model: expected less than {config.d_model} for {state.batch_size} sequences in {weight.dtype}"
     if (
         cache_dtype is not None
         and weight.is_cuda
@@ -55,6 +57,16 @@ def unsupported_reason(model: SequenceModel, state: ModelState, cache_dtype: str
     ):
         return "cache_dtype: expected a GPU that converts 8-bit floats (compute capability 8.9), got an older one"
     return step.unsupported_reason(model, state)
+
+
+def _tile_bytes(model: SequenceModel, state: ModelState) -> int:
+    """Return how much shared memory the product of a normalized input takes at most, which it holds as a whole.
+
+    By what Triton takes for widths from 512 to 4096: 192 bytes a channel in float32, 32 to 64 in half precision.
+    """
+    if state.batch_size < DOT_ROWS:
+        return 0
+    return (192 if model.embedding.weight.dtype == torch.float32 else 64) * _power(model.config.d_model)
 
 
 class FusedStep(step.Step):
@@ -131,13 +143,13 @@ class FusedStep(step.Step):
         self._positions[row] = position[0] - self._steps
 
     def _replay(self, sampled: bool) -> None:
-        self._steps += 1
-        if not self.token.is_cuda:
+        if self.token.is_cuda:
+            if sampled not in self._graphs:
+                self._capture(sampled)
+            self._graphs[sampled].replay()
+        else:
             self._run(sampled)
-            return
-        if sampled not in self._graphs:
-            self._capture(sampled)
-        self._graphs[sampled].replay()
+        self._steps += 1
 
     def _run(self, sampled: bool) -> None:
         stream = 0 if INTERPRETED else current_stream(self.device.index or 0)
@@ -151,9 +163,10 @@ class FusedStep(step.Step):
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with capture_graph(stream, error_mode="thread_local") as self._graphs[sampled]:
+            with capture_graph(stream, error_mode="thread_local") as graph:
                 self._run(sampled)
             torch.cuda.current_stream().wait_stream(stream)
+            self._graphs[sampled] = graph
 
     # The kernels of a step, in order.
 

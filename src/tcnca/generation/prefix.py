@@ -79,6 +79,11 @@ class PrefixCache:
     def __repr__(self) -> str:
         return f"PrefixCache(states={len(self)}, nbytes={self.nbytes:,}, hits={self.hits}, misses={self.misses})"
 
+    def check_model(self, model: SequenceModel) -> None:
+        """Raise an InputError for another model than that of the cache."""
+        if self.model is not model:
+            raise InputError("prefix_cache: expected one of this model, got one of another model")
+
     def clear(self) -> None:
         """Remove all states."""
         self._prefixes.clear()
@@ -93,6 +98,8 @@ class PrefixCache:
         on_piece: Callable[[Tensor, Tensor | None], None] | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Read prompts, and return the logits after the last token of each, `[batch, vocab_size]`, and the state.
+
+        The rows are read one after the other, as each begins with another known state.
 
         Args:
             prompt: `[batch, time]`, whole numbers, at least one token in each row.

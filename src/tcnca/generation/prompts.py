@@ -59,7 +59,8 @@ def prefill(
         logits, state = model(piece, lengths=left, state=state, inplace=state is not None)
         valid: Tensor | None = None
         if left is None and padding is None:
-            last = logits[:, -1]
+            # Without a copy, the logits of the whole piece would stay in memory.
+            last = logits[:, -1].clone()
         else:
             times = torch.arange(piece.shape[1], device=piece.device)
             valid = torch.ne(piece, padding or 0) if left is None else times < left.unsqueeze(1)

@@ -47,12 +47,19 @@ class SamplingOptions:
             )
         if not 0.0 <= self.temperature < math.inf:
             raise InputError(f"temperature: expected a number of at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k: expected at least 1, or None, got {self.top_k}")
+        if self.top_k is not None:
+            check_whole("top_k", self.top_k, 1)
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InputError(f"top_p: expected a number above 0 and at most 1, or None, got {self.top_p}")
         if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
             raise InputError(f"min_p: expected a number from 0 to 1, or None, got {self.min_p}")
+
+
+def check_whole(name: str, value: object, least: int | None = None) -> None:
+    """Raise an InputError unless a value is a whole number, of at least `least`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or (least is not None and value < least):
+        expected = "a whole number" if least is None else f"a whole number of at least {least}"
+        raise InputError(f"{name}: expected {expected}, got {value!r}")
 
 
 def excluded_tokens(model: SequenceModel) -> Tensor | None:

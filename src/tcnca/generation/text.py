@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.generation.api import stream
 from tcnca.models import SequenceModel
 
 _MAX_CHARACTER = 4
@@ -51,8 +52,6 @@ def stream_texts(
     end of a continuation. The arguments are those of `stream_text`, and `num_samples`. `on_end` is called with the
     number of a continuation that has ended, and with `stop` if it was by a stop string, else `length`.
     """
-    from tcnca.generation import stream
-
     data = prompt.encode() if isinstance(prompt, str) else prompt
     stops = [text.encode() for text in ([stop] if isinstance(stop, str) else stop)]
     if not data:

@@ -54,10 +54,10 @@ class Predictions:
 @contextlib.contextmanager
 def evaluating(model: SequenceModel) -> Iterator[None]:
     """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training] if model.training else []
+    training = [module for module in model.modules() if module.training]
     try:
-        if training:
-            model.eval()
+        for module in training:
+            module.training = False
         yield
     finally:
         for module in training:

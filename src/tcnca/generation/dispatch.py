@@ -9,7 +9,7 @@ from tcnca.errors import InputError
 from tcnca.generation import fused, packed
 from tcnca.generation.sampling import Sampler
 from tcnca.generation.step import CacheDtype, Quantization, Step
-from tcnca.models import ModelState, SequenceModel
+from tcnca.models import ModelState, SequenceModel, evaluating
 from tcnca.ops.driver import capture_graph
 
 MIN_GRAPH_TOKENS = 8
@@ -81,7 +81,8 @@ class ModelStep(Step):
 
     def __call__(self, token: Tensor) -> Tensor:
         """Take a step."""
-        logits, state = self.model(token.unsqueeze(1), state=self._state, inplace=True)
+        with evaluating(self.model):
+            logits, state = self.model(token.unsqueeze(1), state=self._state, inplace=True)
         assert state is not None
         self._state = state
         return logits[:, -1]
