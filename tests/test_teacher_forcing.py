@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ STEPS = pytest.mark.parametrize(
     ("make", "device"),
     [
         pytest.param(ModelStep, "cpu", id="model"),
-        pytest.param(PackedStep, "cpu", id="packed"),
+        pytest.param(
+            PackedStep, "cpu", id="packed", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs Numba")
+        ),
         pytest.param(FusedStep, "cuda", id="fused", marks=pytest.mark.gpu),
     ],
 )
@@ -107,6 +110,20 @@ def test_steps_equal_the_parallel_forward(
     forced.rows[0] = [3, 1]
     forced.run(step, time - forced.rows[1][1], "after leaving")
     assert forced.rows[1] == [0, time]
+
+
+@DTYPES
+@torch.no_grad()
+def test_steps_of_full_attention_equal_the_parallel_forward(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = small_model("mega-full", dtype)
+    forced = Forced(model, list(torch.randint(VOCABULARY, (2, 60))))
+    forced.rows = [[0, 2], [1, 1]]
+    step = ModelStep(model, forced.read((0, 2), (1, 1)))
+    forced.run(step, 20, "steps")
+    step.state().save(tmp_path / "state.safetensors")
+    step = ModelStep(model, ModelState.load(tmp_path / "state.safetensors").reorder([1, 0]))
+    forced.rows.reverse()
+    forced.run(step, 38, "after saving and reordering")
 
 
 class ForcedSampler:

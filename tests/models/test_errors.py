@@ -220,16 +220,16 @@ def test_sequence_longer_than_a_full_simple_bias() -> None:
 
 
 GENERATION: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": -1}, "max_new_tokens: expected at least 0, got -1"),
+    ({"max_new_tokens": -1}, "max_new_tokens: expected a whole number of at least 0, got -1"),
     ({"temperature": -0.5}, "temperature: expected .*, got -0.5"),
     ({"temperature": float("nan")}, "temperature: expected .*, got nan"),
-    ({"top_k": 0}, "top_k: expected at least 1, or None, got 0"),
+    ({"top_k": 0}, "top_k: expected a whole number of at least 1, got 0"),
     ({"top_p": 0.0}, "top_p: expected a number above 0 and at most 1, or None, got 0.0"),
     ({"top_p": 1.5}, "top_p: expected .*, got 1.5"),
     ({"min_p": -0.1}, "min_p: expected a number from 0 to 1, or None, got -0.1"),
     ({"min_p": float("nan")}, "min_p: expected .*, got nan"),
     ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0, .*, got 0.0"),
-    ({"num_samples": 0}, "num_samples: expected at least 1, got 0"),
+    ({"num_samples": 0}, "num_samples: expected a whole number of at least 1, got 0"),
     ({"seed": 1, "generator": torch.Generator()}, "seed, generator: expected at most one"),
     ({"num_return_sequences": 2}, "num_return_sequences: no such argument; use num_samples"),
     ({"lengths": [3]}, "lengths: "),
