@@ -60,6 +60,7 @@ def test_the_readme_runs(run: Run) -> None:
     assert "disk failure" in done.stdout.partition("most surprising places")[2]
 
 
+@pytest.mark.slow
 def test_the_guide_runs(run: Run, tmp_path: Path) -> None:
     done = run("docs/guide.md")
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,6 @@ TRAINED = {
     "listops-tcnca",
     "text-mega",
     "retrieval-tcnca-linear",
-    "image-tcnca",
     "pathx-tcn-mlp",
     "recall-64-20-tcnca-simple",
     "lm",
