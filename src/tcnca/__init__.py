@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         stream_text,
         stream_texts,
     )
-    from tcnca.inference import Stream, score
+    from tcnca.inference import Stream, load, score
     from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
     from tcnca.models import (
         ClassifierHeadConfig,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         TokenInputConfig,
         ValueInputConfig,
         build,
-        load,
         load_mega_checkpoint,
         preset,
         presets,
@@ -109,7 +108,8 @@ if not TYPE_CHECKING:
         if name in _MODULES:
             return importlib.import_module(f"tcnca.{name}")
         if name in __all__:
-            for source in _SOURCES:
+            # That of `models` reads the weights alone, not the recipe of a run.
+            for source in ("inference",) if name == "load" else _SOURCES:
                 module = importlib.import_module(f"tcnca.{source}")
                 if hasattr(module, name):
                     # The next use finds it without this function.

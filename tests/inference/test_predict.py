@@ -24,7 +24,7 @@ import tcnca.inference.writers
 from tcnca import SequenceModel, load, save
 from tcnca.cli import app
 from tcnca.cli.reporting import open_stdout
-from tcnca.inference import PredictOptions, load_run, predict_inputs
+from tcnca.inference import PredictOptions, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
 from tests.examples import small_model
@@ -100,6 +100,11 @@ def test_a_trained_run_predicts_what_evaluation_counts(tmp_path: Path) -> None:
     right = [row["prediction"] == row["stars"] for row in answers]
     assert sum(right) / len(right) == score.value
     assert "were cut to 20, as in training" in result.stderr
+    model = load(run)
+    assert model.config.attention is not None
+    assert model.config.attention.chunk_size == 4
+    chances = [[float(row[f"probability_{name}"]) for name in ("bad", "good")] for row in answers]
+    assert_near(chances, expected(model, [row["body"] for row in test])[1], atol=1e-6)
     best = evaluate_run(run, split="test", best=True, device="cpu", verbose=False)
     assert f"accuracy {best.value:.4f}" in tcnca_predict(run, tmp_path / "test.csv", "--best").stderr
 
@@ -110,8 +115,8 @@ def test_a_run_that_is_not_finished_has_its_last_checkpoint(tmp_path: Path) -> N
         models[name] = saved("classification", tmp_path / f"checkpoints/step-{step:09}", class_names=(name, "b", "c"))
         (tmp_path / f"checkpoints/step-{step:09}/state.json").touch()
     (tmp_path / "checkpoints/best.json").write_text('{"checkpoint": "step-000000009", "score": 1}')
-    assert load_run(tmp_path).preprocessing == load(tmp_path).preprocessing == models["last"].preprocessing
-    assert load_run(tmp_path, best=True).preprocessing == models["best"].preprocessing
+    assert load(tmp_path).preprocessing == models["last"].preprocessing
+    assert load(tmp_path, best=True).preprocessing == models["best"].preprocessing
 
 
 @pytest.mark.parametrize("recipe", ["classify", "regress", "forecast"])

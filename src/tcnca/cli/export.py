@@ -38,11 +38,11 @@ def export(
         raise ConfigError(f"--onnx: expected a new file, got {onnx}, which exists; --force replaces it")
 
     from tcnca.export import export_onnx
-    from tcnca.inference import load_run
+    from tcnca.inference import load
 
     graph: Graph | None = None if step is None else "step" if step else "sequence"
     with Console(stderr=True).status(f"exporting {run}"):
-        done = export_onnx(load_run(run, best=best), onnx, graph, length=length, batch_size=batch_size)
+        done = export_onnx(load(run, best=best), onnx, graph, length=length, batch_size=batch_size)
     _print(done)
 
 

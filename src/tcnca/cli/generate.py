@@ -89,12 +89,12 @@ def generate(
     import torch
 
     from tcnca.generation import stream_texts
-    from tcnca.inference.load import load_run
+    from tcnca.inference.loading import load
     from tcnca.models.prediction import check_language_model
     from tcnca.training.distributed import dist_context
 
     with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
-        language_model = load_run(model, dist.device, best=best)
+        language_model = load(model, dist.device, best=best)
         check_language_model(language_model, str(model))
         size = sum(parameter.numel() for parameter in language_model.parameters())
         # Threads that wait for each other at every step are far slower than one on a busy machine.

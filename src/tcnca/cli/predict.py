@@ -55,7 +55,7 @@ def predict(
     ] = None,
 ) -> None:
     """Predict classes, values or forecasts with a trained model: the rows of the input with predictions appended."""
-    from tcnca.inference import ColumnOptions, PredictOptions, load_run, predict_inputs
+    from tcnca.inference import ColumnOptions, PredictOptions, load, predict_inputs
     from tcnca.training.distributed import dist_context
 
     out = None if out is not None and str(out) == "-" else out
@@ -68,7 +68,7 @@ def predict(
         batch_size=batch_size,
     )
     with dist_context(device) as dist, use_threads(threads):
-        model = load_run(run, dist.device, best=best)
+        model = load(run, dist.device, best=best)
         # A bar would mix with predictions in the terminal, and texts in the arguments are few.
         shows = (out is not None or not sys.stdout.isatty()) and (inputs == ["-"] or os.path.isfile(inputs[0]))
         with progress_bar(f"predicting {'standard input' if inputs == ['-'] else inputs[0]}", shows) as progress:

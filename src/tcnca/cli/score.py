@@ -79,7 +79,7 @@ def score(
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
     from tcnca.bench.plot import check_plot_path
-    from tcnca.inference.load import load_run
+    from tcnca.inference.loading import load
     from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
     from tcnca.training.distributed import dist_context
@@ -92,7 +92,7 @@ def score(
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(dist_context(device)).device
         stack.enter_context(use_threads(threads))
-        models = [load_run(run, place, best=best) for run in runs]
+        models = [load(run, place, best=best) for run in runs]
         for run, model in zip(runs, models, strict=True):
             check_bytes(model, str(run))
         write = None if lines is None else stack.enter_context(_line_writer(lines))

@@ -63,7 +63,7 @@ def watch(
     if once and file != _STDIN and not file.exists():
         raise DataError(f"{file}: expected a file to watch, got nothing of this name")
 
-    from tcnca.inference.load import load_run
+    from tcnca.inference.loading import load
     from tcnca.inference.watching import FileTail, LogWatch, PipeTail
     from tcnca.training.distributed import dist_context
     from tcnca.training.signals import catch_signals
@@ -74,7 +74,7 @@ def watch(
         if state is not None:
             stack.enter_context(_alone(state))
         saved = None if state is None or not state.exists() else _load(state, file)
-        model = load_run(run, place, best=best)
+        model = load(run, place, best=best)
         piped = file == _STDIN
         limits = {"threshold": threshold} if z_score is None else {"z_score": z_score}
         try:

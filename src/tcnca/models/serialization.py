@@ -54,10 +54,9 @@ def save(model: SequenceModel, folder: str | Path) -> Path:
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceModel:
-    """Read a model that `save` wrote, or the model of a run directory, in evaluation mode.
+    """Read a model that `save` wrote, or that of a run directory as it was trained, in evaluation mode.
 
-    The model takes raw inputs: it applies the preprocessing that it was trained with. Of a run that is not finished,
-    the last checkpoint is read.
+    Of a run that is not finished, the last checkpoint is read. `tcnca.load` also applies how the run is evaluated.
     """
     folder = _find_model(Path(folder))
     if not os.path.lexists(folder / CONFIG_FILE):
