@@ -15,22 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 import tcnca
-from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, TokenInputConfig, VocabularyError
+from tcnca import ClassifierHeadConfig, InputError, Preprocessing, SequenceModel, VocabularyError
 from tcnca.cli import app
 from tcnca.cli.generate import _Printer
 from tcnca.errors import escape_control
 from tcnca.generation.text import _Continuation
 from tests.examples import small_model
-from tests.inference.models import saved
+from tests.inference.models import saved, text_model
 
 runner = CliRunner()
 ASCII = bytes(range(32, 127))
-
-
-def text_model(byte_map: bytes = bytes(range(256)), **changes: Any) -> SequenceModel:
-    model = small_model(dtype=torch.float32, input=TokenInputConfig(vocab_size=len(byte_map)), **changes)
-    model.preprocessing = Preprocessing(task="language", byte_map=tuple(byte_map))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +168,13 @@ def test_json_lines_have_a_continuation_each(folder: Path) -> None:
     assert row["text"] == text.partition(text[10])[0]
     assert row["tokens"] < 25
     assert row["finish_reason"] == "stop"
+
+
+def test_stop_strings_can_be_bytes_that_are_not_utf8(folder: Path) -> None:
+    result = run(folder, "--prompt", "a", "--max-tokens", "9", "--stop", "\udcff", "--jsonl")
+    assert result.exit_code == 0, result.stderr
+    stop = tcnca.stream_text(text_model(b"\xff"), b"\xff", 9, stop="\udcff")
+    assert "".join(stop) == ""
 
 
 def test_a_stop_string_at_the_last_token_is_the_reason_of_the_end() -> None:

@@ -24,20 +24,20 @@ _MAX_JSON = 2**25
 
 
 @contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError into a DataError that says what to do."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError into a DataError that names a file or folder, and says what to do."""
     try:
         yield
     except BrokenPipeError:
         # Not of the disk: the reader of the output has ended.
         raise
     except OSError as error:
+        found = DataError(f"{path}: cannot be written ({error.strerror}); choose another folder with --out")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(
-                f"{folder}: the disk is full; free some space or choose another folder with --out (no incomplete "
-                "files were left)"
-            ) from error
-        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another folder with --out") from error
+            found = DiskFullError(f"{path}: the disk is full; free some space or choose another folder with --out")
+        for note in getattr(error, "__notes__", ()):
+            found.add_note(note)
+        raise found from error
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def check_no_links(folder: Path) -> None:
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to `path`, and move it to `path` when the block ends without an error."""
-    with disk_errors(path.parent):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         try:
@@ -93,6 +93,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def partial_path(path: Path) -> Path:
+    """Return the file for what a command has written to `path` before it ended early."""
+    return path.with_name(f"{path.name}.partial")
 
 
 def atomic_write(path: Path, text: str) -> None:

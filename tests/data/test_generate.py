@@ -371,7 +371,7 @@ def test_full_disk_leaves_no_partial_shard(tmp_path: Path, generator: ListOps, m
             yield temporary
 
     monkeypatch.setattr(module, "atomic_path", full)
-    with pytest.raises(DataError, match=r"shards: the disk is full; free some space .* --out"):
+    with pytest.raises(DataError, match=r"shards.000002.npz: the disk is full; free some space .* --out"):
         generated(plan(generator), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["000000.npz", "000001.npz", SETTINGS]
 

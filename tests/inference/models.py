@@ -18,9 +18,9 @@ from tcnca import (
     ValueInputConfig,
     save,
 )
-from tests.examples import small_config
+from tests.examples import small_config, small_model
 
-BYTES = tuple(range(256))
+BYTES = bytes(range(256))
 TEXT: dict[str, Any] = {"input": TokenInputConfig(vocab_size=256), "causal": False}
 
 
@@ -34,11 +34,15 @@ def saved(kind: str, folder: Path, family: str = "tcnca", **facts: Any) -> Seque
     known: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "classification": (
             {**TEXT, "head": ClassifierHeadConfig(num_classes=3)},
-            {"byte_map": BYTES, "class_names": ("bad", "fair", "good"), "columns": {"text": "body", "label": "stars"}},
+            {
+                "byte_map": tuple(BYTES),
+                "class_names": ("bad", "fair", "good"),
+                "columns": {"text": "body", "label": "stars"},
+            },
         ),
         "pairs": (
             {**TEXT, "head": PairHeadConfig()},
-            {"byte_map": BYTES, "class_names": ("no", "yes"), "columns": {"text": "one", "second": "two"}},
+            {"byte_map": tuple(BYTES), "class_names": ("no", "yes"), "columns": {"text": "one", "second": "two"}},
         ),
         "signals": (
             {"input": ValueInputConfig(features=2), "causal": False, "head": ClassifierHeadConfig(num_classes=2)},
@@ -60,7 +64,7 @@ def saved(kind: str, folder: Path, family: str = "tcnca", **facts: Any) -> Seque
             {"input": TokenInputConfig(vocab_size=4)},
             {"symbols": ("a", "b", "1", "2"), "class_names": ("a", "b", "1", "2")},
         ),
-        "language": ({"input": TokenInputConfig(vocab_size=256)}, {"byte_map": BYTES}),
+        "language": ({"input": TokenInputConfig(vocab_size=256)}, {"byte_map": tuple(BYTES)}),
     }
     config, preprocessing = known[kind]
     task = {"signals": "classification", "image": "classification"}.get(kind, kind)
@@ -70,6 +74,13 @@ def saved(kind: str, folder: Path, family: str = "tcnca", **facts: Any) -> Seque
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     save(model, folder)
+    return model
+
+
+def text_model(byte_map: bytes = BYTES, family: str = "tcnca", **changes: Any) -> SequenceModel:
+    """Return a language model of bytes."""
+    model = small_model(family, torch.float32, input=TokenInputConfig(vocab_size=len(byte_map)), **changes)
+    model.preprocessing = Preprocessing(task="language", byte_map=tuple(byte_map))
     return model
 
 

@@ -245,6 +245,9 @@ def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
         list(similar.parameters())[-1].add_(0.1)
     with pytest.raises(StateError, match=r"got one of a model with other weights"):
         Stream.load(similar, tmp_path / "s")
+    similar.load_state_dict(model.state_dict())
+    with pytest.raises(StateError, match=r"^state: expected one of .*; set its chunk size first$"):
+        Stream.load(similar.set_chunk_size(3), tmp_path / "s")
     state = stream.state()
     for logits in (None, torch.zeros(1, 3)):
         with pytest.raises(StateError, match=r"^state\.logits: expected shape \[1, 117\]"):

@@ -34,9 +34,9 @@ from tcnca import (
     TokenInputConfig,
 )
 from tcnca.cli import app
+from tcnca.inference.scoring import UNKNOWN_BITS
 from tcnca.inference.watching import (
     _PIECE,
-    _UNKNOWN_BITS,
     _WARM_UP,
     FileTail,
     LogWatch,
@@ -46,17 +46,12 @@ from tcnca.inference.watching import (
     WatchState,
 )
 from tests.examples import small_model
+from tests.inference.models import text_model
 
 runner = CliRunner()
 LINES = [b"%d: line of a log\n" % number for number in range(30)]
 BANNER = b"equal lines\n" * 140
 """Longer than the beginning by which files are recognized."""
-
-
-def text_model(byte_map: bytes = bytes(range(10, 127)), family: str = "tcnca", **changes: Any) -> SequenceModel:
-    model = small_model(family, torch.float32, input=TokenInputConfig(vocab_size=len(byte_map)), **changes)
-    model.preprocessing = Preprocessing(task="language", byte_map=tuple(byte_map))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +234,42 @@ def test_a_file_of_which_nothing_was_read_is_continued(log: Path) -> None:
     assert read_all(FileTail(log, tail.state())) == b"half a line\nnew\n"
 
 
+def test_a_file_that_is_missing_at_the_start_is_continued(log: Path) -> None:
+    log.write_bytes(b"one\ntwo\n")
+    tail = FileTail(log)
+    read_all(tail)
+    kept = log.rename(log.with_name("kept"))
+    resumed = FileTail(log, tail.state())
+    assert (resumed.read(), resumed.continues) == (None, False)
+    resumed = FileTail(log, resumed.state())
+    assert resumed.read() is None
+    kept.rename(log)
+    append(log, b"three\n")
+    assert resumed.read() == Piece(b"three\n", 8, 3)
+    assert int(resumed.state().offset) == 14
+    kept = log.rename(log.with_name("kept"))
+    resumed = FileTail(log, resumed.state())
+    log.write_bytes(b"another file\n")
+    assert resumed.read() == Piece(b"another file\n", 0, 1)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_file_behind_a_link_is_read_to_its_end(log: Path, stopped: bool) -> None:
+    folder = log.with_name("data")
+    folder.mkdir()
+    file = folder / "real.log"
+    log.symlink_to(file)
+    file.write_bytes(b"one\n")
+    tail = FileTail(log)
+    read_all(tail)
+    append(file, b"two\n")
+    for number, content in enumerate((b"three\n", b"four\n")):
+        rotated = file.rename(folder / f"real.log.{2 - number}")
+        os.utime(rotated, (number, number))
+        file.write_bytes(content)
+    assert read_all(FileTail(log, tail.state()) if stopped else tail) == b"two\nthree\nfour\n"
+
+
 @given(
     actions=st.lists(
         st.one_of(
@@ -358,24 +389,16 @@ def test_bytes_that_the_model_does_not_know_do_not_end_a_watch(log: Path) -> Non
     found = watched(log, model, threshold=0).read()
     assert found is not None
     bits = tcnca.score(model, b"ab\nab\n")
-    assert found[1].place.bits == pytest.approx(bits[3:].sum() + 2 * _UNKNOWN_BITS)
+    assert found[1].place.bits == pytest.approx(bits[3:].sum() + 2 * UNKNOWN_BITS)
     assert found[1].place.length == 5
 
 
-class Scripted(LogWatch):
-    """A watch with given scores of lines of one byte."""
-
-    scores: tuple[float, ...] = ()
-
-    def _score(self, data: bytes) -> Any:
-        return np.array(self.scores[: len(data)])
-
-
 def unusual(log: Path, scores: list[float], **options: Any) -> list[int]:
+    """The unusual lines among lines of one byte with given scores."""
     log.write_bytes(b"\n" * len(scores))
-    watch = Scripted(text_model(), FileTail(log), **options)
-    watch.scores = tuple(scores)
-    found = watch.read()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tcnca.inference.watching.score_bytes", lambda stream, data: np.array(scores[: len(data)]))
+        found = watched(log, text_model(), **options).read()
     assert found is not None
     return [each.place.line for each in found]
 

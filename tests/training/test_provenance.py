@@ -82,7 +82,7 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match=r"provenance\.json: .*expected .*; remove it"):
             add_launch(tmp_path, launch(), resumed=True)
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"file.run: cannot be written"):
+    with pytest.raises(DataError, match=r"file.run.provenance.json: cannot be written"):
         add_launch(tmp_path / "file" / "run", launch(), resumed=False)
     result = CliRunner().invoke(app, arguments(tmp_path / "file" / "run"))
     assert result.exit_code == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
-from tcnca.errors import ConfigError, DataError, InputError, Stopped, VocabularyError, escape_control
-from tcnca.files import atomic_path, atomic_write, to_json
+from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control
+from tcnca.files import atomic_path, atomic_write, partial_path, to_json
 
 if TYPE_CHECKING:
     from tcnca.inference.scoring import Place, TextProfile
@@ -89,14 +90,14 @@ def score(
     console = Console(emoji=False, highlight=False, stderr=_STDIO in (lines, json_file))
     results: list[_Result] = []
     stopped: BaseException | None = None
-    with contextlib.ExitStack() as stack:
-        place = stack.enter_context(dist_context(device)).device
-        stack.enter_context(use_threads(threads))
-        models = [load(run, place, best=best) for run in runs]
-        for run, model in zip(runs, models, strict=True):
-            check_bytes(model, str(run))
-        write = None if lines is None else stack.enter_context(_line_writer(lines))
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            place = stack.enter_context(dist_context(device)).device
+            stack.enter_context(use_threads(threads))
+            models = [load(run, place, best=best) for run in runs]
+            for run, model in zip(runs, models, strict=True):
+                check_bytes(model, str(run))
+            write = None if lines is None else stack.enter_context(_line_writer(lines))
             for file in files:
                 found = [
                     _Result(run, file, Stream(model), TextProfile(_TOP if top is None else top))
@@ -106,16 +107,17 @@ def score(
                 # Bars and lines of text would mix.
                 with progress_bar(f"scoring {file}", lines != _STDIO) as progress:
                     _score_file(file, found, write, progress)
-        except (KeyboardInterrupt, Stopped) as error:
-            stopped = error  # after what was measured so far is written
+    except (KeyboardInterrupt, Stopped, TcncaError) as error:
+        stopped = error  # after what was measured so far is written
     results = [result for result in results if result.profile.count]
-    _print_totals(console, results)
+    if results:
+        _print_totals(console, results)
     if len(results) == 1:
         _print_places(console, results[0], "most surprising places")
     elif top is not None:
         for result in results:
             _print_places(console, result, f"most surprising places: {result.run}, {result.file}")
-    if json_file is not None:
+    if json_file is not None and results:
         content = {"complete": stopped is None, "scores": [result.to_dict() for result in results]}
         text = to_json(content, indent=1) + "\n"
         if json_file == _STDIO:
@@ -149,6 +151,7 @@ class _Result:
             "file": str(self.file),
             "parameters": sum(parameter.numel() for parameter in self.stream.model.parameters()),
             "bytes": self.profile.count,
+            "unknown_bytes": self.profile.unknown,
             "bits": self.profile.bits,
             "bits_per_byte": self.profile.bits_per_byte,
             "curve": {
@@ -176,15 +179,24 @@ def _check_files(files: Sequence[Path]) -> None:
 
 def _check_outputs(files: Sequence[Path], outputs: Mapping[str, Path | None]) -> None:
     """Raise a ConfigError for a file that cannot be written, before the texts are read."""
+    used: dict[Path, str] = {}
     for option, path in outputs.items():
-        if path is None or (path == _STDIO and option != "--plot"):
+        if path is None:
             continue
-        if path.is_dir():
+        if path == _STDIO and option != "--plot":
+            written = [path]
+        elif path.is_dir():
             raise ConfigError(f"{option}: expected a file, got {path}, which is a folder")
-        if not path.parent.is_dir():
+        elif not path.parent.is_dir():
             raise ConfigError(f"{option}: expected a file in a folder that exists, got {path}")
-        if path.exists() and any(file.exists() and path.samefile(file) for file in files):
-            raise ConfigError(f"{option}: expected another file than the text, got {path}")
+        else:
+            written = [path.resolve(), *([partial_path(path).resolve()] if option == "--lines" else [])]
+        for each in written:
+            if each != _STDIO and each.exists() and any(file.exists() and each.samefile(file) for file in files):
+                raise ConfigError(f"{option}: expected another file than the text, got {path}")
+            if each in used:
+                raise ConfigError(f"{option}: expected another output than that of {used[each]}, got {path}")
+            used[each] = option
 
 
 def _score_file(
@@ -194,27 +206,24 @@ def _score_file(
     progress: Callable[[int, int | None], None],
 ) -> None:
     """Read a text once, and score it with each model; `write` takes its lines."""
-    from tcnca.inference.scoring import Lines
+    from tcnca.inference.scoring import Lines, known_bytes, score_bytes
 
     by_line = Lines()
     # Pipes and devices have no size.
     done, size = 0, None if file == _STDIO else file.stat().st_size or None
-    try:
-        for data in _read(file):
-            for result in results:
-                bits = result.stream.score(data)
-                result.profile.add(data, bits)
-            if write is not None:
-                write(by_line.add(data, bits))
-            done += len(data)
-            progress(done, size)
-    except VocabularyError as error:
-        raise VocabularyError(f"{file}: {error}") from error
-    finally:
+    for data in _read(file):
+        for result in results:
+            bits = score_bytes(result.stream, data)
+            unknown = int((~known_bytes(result.stream.model, data)).sum())
+            result.profile.add(data, bits, unknown)
         if write is not None:
-            write(by_line.finish())
+            write(by_line.add(data, bits))
+        done += len(data)
+        progress(done, size)
     if not done:
         raise InputError(f"{file}: expected a text, got an empty one")
+    if write is not None:
+        write(by_line.finish())
 
 
 def _read(file: Path) -> Iterator[bytes]:
@@ -230,26 +239,38 @@ def _read(file: Path) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
-    """Yield a function that writes the scores of lines."""
+    """Yield a function that writes the scores of lines; an error leaves complete rows in a `.partial` file."""
+    count = 0
     with contextlib.ExitStack() as stack:
         if path == _STDIO:
             file: Any = open_stdout()
         else:
             temporary = stack.enter_context(atomic_path(path))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", newline=""))
-        rows = csv.writer(file) if path.suffix.lower() == ".csv" else None
-        if rows is not None:
-            rows.writerow(["line", "offset", "bytes", "bits", "bits_per_byte", "text"])
+        header = ["line", "offset", "bytes", "bits", "bits_per_byte", "text"] if path.suffix.lower() == ".csv" else None
 
         def write(found: Iterator[Place]) -> None:
-            for place in found:
-                if rows is not None:
-                    rows.writerow(place.to_dict().values())
-                else:
-                    file.write(json.dumps(place.to_dict(), ensure_ascii=False) + "\n")
-            file.flush()
+            nonlocal count
+            rows = [place.to_dict() for place in found]
+            text = io.StringIO(newline="")
+            if header is None:
+                text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            else:
+                csv.writer(text).writerows([*([] if count else [header]), *(row.values() for row in rows)])
+            if rows:
+                file.write(text.getvalue())  # in one call: no row is cut by a signal
+                file.flush()
+            count += len(rows)
 
-        yield write
+        try:
+            yield write
+        except BaseException as error:
+            if path != _STDIO and count and not isinstance(error, OSError):
+                temporary.replace(partial_path(path))
+                error.add_note(f"{count:,} lines are in {partial_path(path)}")
+            raise
+    if path != _STDIO:
+        partial_path(path).unlink(missing_ok=True)
 
 
 def _print_totals(console: Console, results: Sequence[_Result]) -> None:
@@ -257,11 +278,14 @@ def _print_totals(console: Console, results: Sequence[_Result]) -> None:
     totals = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("run", "text") if several else ("run",):
         totals.add_column(column, overflow="fold")
-    for column in ("bits per byte", "bytes", "bits"):
+    unknown = any(result.profile.unknown for result in results)
+    for column in ("bits per byte", "bytes", "bits", *(["unknown bytes"] if unknown else [])):
         totals.add_column(column, justify="right", no_wrap=True)
     for result in results:
         names = [Text(escape_control(str(path), "")) for path in (result.run, result.file)]
-        numbers = f"{result.profile.bits_per_byte:.4f}", f"{result.profile.count:,}", f"{result.profile.bits:,.0f}"
+        profile = result.profile
+        numbers = [f"{profile.bits_per_byte:.4f}", f"{profile.count:,}", f"{profile.bits:,.0f}"]
+        numbers += [f"{profile.unknown:,}"] if unknown else []
         totals.add_row(*names[: 2 if several else 1], *numbers)
     console.print(totals)
 

@@ -53,7 +53,8 @@ def stream_texts(
     number of a continuation that has ended, and with `stop` if it was by a stop string, else `length`.
     """
     data = prompt.encode() if isinstance(prompt, str) else prompt
-    stops = [text.encode() for text in ([stop] if isinstance(stop, str) else stop)]
+    # Bytes of a command line that are not UTF-8 are kept.
+    stops = [text.encode("utf-8", "surrogateescape") for text in ([stop] if isinstance(stop, str) else stop)]
     if not data:
         raise InputError("prompt: expected a text, got an empty one; a newline is the shortest beginning")
     if not all(stops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tcnca.errors import InputError
 from tcnca.files import atomic_path
@@ -23,6 +25,8 @@ WINDOW = 32
 """Bytes of a place."""
 CONTEXT = 80
 """Bytes of its line that are kept before a place, and after it."""
+UNKNOWN_BITS = 16.0
+"""Bits of a byte that does not occur in the training data, which the model does not read."""
 MAX_LINE_TEXT = 200
 """Bytes of a line that are kept for its score."""
 
@@ -44,7 +48,20 @@ def check_bytes(model: SequenceModel, name: str = "model") -> None:
         raise InputError(f"{name}: expected a language model of bytes, got one {found}")
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+def known_bytes(model: SequenceModel, data: bytes) -> NDArray[np.bool_]:
+    """Return which bytes of a text the model knows, `[bytes]`."""
+    return np.isin(np.arange(256), model.preprocessing.byte_map or ())[np.frombuffer(data, np.uint8)]
+
+
+def score_bytes(stream: Stream, data: bytes) -> Bits:
+    """Return the bits of each byte of the next piece of a text; the model skips bytes that it does not know."""
+    known = known_bytes(stream.model, data)
+    bits = np.full(len(data), UNKNOWN_BITS)
+    bits[known] = stream.score(np.frombuffer(data, np.uint8)[known].tobytes())
+    return bits
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
     """A part of a text, with the bits that it takes."""
 
@@ -101,47 +118,52 @@ class Places:
     """Finds the parts of a text, `WINDOW` bytes each and without overlap, that take the most bits."""
 
     def __init__(self, count: int) -> None:
-        # Of each `WINDOW` positions the best is a candidate. It overlaps those of the neighbors, and its own group can
-        # have two if it was divided between pieces: among so many, `count` remain.
-        self._count, self._keep = count, 4 * count
-        self._heap: list[Place] = []
-        # Where the next window begins, the bits from there on, and the bytes from its context on.
+        # Of each group of `WINDOW` positions the best is a candidate. It can overlap those of both neighbors: among so
+        # many, `count` remain.
+        self._count, self._keep = count, 3 * count
+        self._heap: list[tuple[float, int, Place]] = []  # bits, minus the offset, place
+        # Where the next group begins, the bits from there on, and the bytes from its context on.
         self._offset, self._line = 0, 1
         self._bits, self._data = np.zeros(0), b""
 
     def add(self, data: bytes, bits: Bits) -> None:
         """Search the next piece of the text."""
-        if self._count:
-            self._data += data
-            self._bits = np.concatenate([self._bits, bits])
-            self._search(len(self._bits) - CONTEXT)
-
-    def _search(self, size: int) -> None:
-        """Search the next `size` bytes."""
-        if size < WINDOW:
+        if not self._count:
             return
-        sums = np.convolve(self._bits[:size], np.ones(WINDOW), "valid")
-        # Groups of positions begin at multiples of the window, whatever the pieces are.
-        before = self._offset % WINDOW
-        padded = np.full(-(-(before + len(sums)) // WINDOW) * WINDOW, -np.inf)
-        padded[before : before + len(sums)] = sums
-        groups = padded.reshape(-1, WINDOW)
-        starts = groups.argmax(1) + WINDOW * np.arange(len(groups)) - before
+        self._data += data
+        self._bits = np.concatenate([self._bits, bits])
+        # Whole groups, so that the pieces do not matter, and only those whose context is known.
+        done = (len(self._bits) - CONTEXT - WINDOW + 1) // WINDOW * WINDOW
+        if done <= 0:
+            return
+        self._heap = self._search(done)
+        shift = len(self._data) - len(self._bits)
+        self._line += self._data.count(b"\n", shift, shift + done)
+        self._offset += done
+        self._bits = self._bits[done:]
+        self._data = self._data[max(shift + done - CONTEXT, 0) :]
+
+    def _search(self, size: int) -> list[tuple[float, int, Place]]:
+        """Return the heap with the places that begin in the next `size` bytes."""
+        heap = self._heap.copy()
+        sums = np.convolve(self._bits[: size + WINDOW - 1], np.ones(WINDOW), "valid")
+        padded = np.full(-(-size // WINDOW) * WINDOW, -np.inf)
+        padded[:size] = sums
+        starts = padded.reshape(-1, WINDOW).argmax(1) + np.arange(0, size, WINDOW)
         # Those of the data, which begins before the first window.
         shift = len(self._data) - len(self._bits)
         newlines = np.flatnonzero(np.frombuffer(self._data, np.uint8)[shift:] == _NEWLINE)
         for start in starts[np.argsort(-sums[starts], kind="stable")[: self._keep]].tolist():
+            key = float(sums[start]), -(self._offset + start)
+            if len(heap) == self._keep and key < heap[0][:2]:
+                break
             line = self._line + int(np.searchsorted(newlines, start))
-            place = self._place(float(sums[start]), start, line, shift + start)
-            if len(self._heap) < self._keep:
-                heapq.heappush(self._heap, place)
+            entry = *key, self._place(key[0], start, line, shift + start)
+            if len(heap) < self._keep:
+                heapq.heappush(heap, entry)
             else:
-                heapq.heappushpop(self._heap, place)
-        done = len(sums)
-        self._line += int(np.searchsorted(newlines, done))
-        self._offset += done
-        self._bits = self._bits[done:]
-        self._data = self._data[max(shift + done - CONTEXT, 0) :]
+                heapq.heapreplace(heap, entry)
+        return heap
 
     def _place(self, bits: float, start: int, line: int, begin: int) -> Place:
         """Return the place `start` bytes after the next one, which begins at `begin` in the data, with its line."""
@@ -155,13 +177,18 @@ class Places:
 
     def best(self) -> list[Place]:
         """Return the places found so far, those with the most bits first."""
-        self._search(len(self._bits))
-        if self._count and self._data and not self._heap:
-            return [Place(float(self._bits.sum()), 0, 1, len(self._data), self._data)]  # a text shorter than a window
+        if self._count and 0 < len(self._data) < WINDOW:
+            return [Place(float(self._bits.sum()), 0, 1, len(self._data), self._data)]
+        rest = len(self._bits) - WINDOW + 1
         found: list[Place] = []
-        for place in sorted(self._heap, key=lambda place: (-place.bits, place.offset)):
-            if len(found) < self._count and all(abs(place.offset - other.offset) >= WINDOW for other in found):
+        offsets = [-math.inf, math.inf]
+        for _, _, place in sorted(self._search(rest) if self._count and rest > 0 else self._heap, reverse=True):
+            index = bisect.bisect(offsets, place.offset)
+            if place.offset - offsets[index - 1] >= WINDOW and offsets[index] - place.offset >= WINDOW:
+                offsets.insert(index, place.offset)
                 found.append(place)
+            if len(found) == self._count:
+                break
         return found
 
 
@@ -199,12 +226,15 @@ class TextProfile:
     """
 
     def __init__(self, places: int = 10) -> None:
-        self.count, self.bits = 0, 0.0
+        self.count, self.bits, self.unknown = 0, 0.0, 0
         self.curve, self._places = Curve(), Places(places)
+        self._best: list[Place] | None = None
 
-    def add(self, data: bytes, bits: Bits) -> None:
-        """Continue the text."""
+    def add(self, data: bytes, bits: Bits, unknown: int = 0) -> None:
+        """Continue the text, of which the model does not know some bytes."""
+        self._best = None
         self.count += len(data)
+        self.unknown += unknown
         self.bits += float(bits.sum())
         self.curve.add(bits)
         self._places.add(data, bits)
@@ -216,7 +246,9 @@ class TextProfile:
 
     def places(self) -> list[Place]:
         """Return the most surprising places, the first one first."""
-        return self._places.best()
+        if self._best is None:
+            self._best = self._places.best()
+        return self._best
 
 
 _COLORS = (("#1f4e79", "#a9c4de"), ("#c8553d", "#eebcb0"), ("#3a7d44", "#b5d6ba"), ("#7b5ea7", "#cfc2e2"))

@@ -160,6 +160,11 @@ class Stream:
             )
         if state.batch_size != 1:
             raise StateError(f"state: expected one sequence, got {state.batch_size}")
+        expected = self.model.initial_state(1).signature
+        if state.model is not None and state.model.signature != expected:
+            raise StateError(
+                f"state: expected one of {expected}, got one of {state.model.signature}; set its chunk size first"
+            )
         vocab_size, generates = self.model.embedding.weight.shape[0], self.model.config.head.generates
         shape = None if state.logits is None else list(state.logits.shape)
         if shape != ([1, vocab_size] if generates and state.model is not None else None):

@@ -13,14 +13,13 @@ import select
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tcnca.errors import DataError, InputError, StateError, shown
 from tcnca.files import atomic_path, check_regular
-from tcnca.inference.scoring import Place, check_bytes
-from tcnca.inference.streaming import Bits, Stream, StreamState
+from tcnca.inference.scoring import Place, check_bytes, score_bytes
+from tcnca.inference.streaming import Stream, StreamState
 from tcnca.models import SequenceModel
 from tcnca.ops import State
 from tcnca.ops.state import MAX_POSITION
@@ -31,8 +30,6 @@ _END = 1024
 """Bytes at each end of what was read of a file, by which it is recognized."""
 _ROTATED = re.compile(r"[.-]\d[\d._-]*")
 """What rotation adds to the name of a file: a number, or a date."""
-_UNKNOWN_BITS = 16.0
-"""Bits of a byte that does not occur in the training data, which the model does not read."""
 _WARM_UP = 100
 """Lines before the first that can be unusual, since it is not known yet what is usual."""
 _MEMORY = 1000
@@ -78,8 +75,8 @@ class FileTail:
 
     Args:
         path: a file, which need not exist yet.
-        state: where to continue. A file that was renamed or copied since then is found by its content, if its name
-            still begins with that of `path`.
+        state: where to continue, also if the file is missing and comes back. A file that was renamed or copied since
+            then is found by its content, if its name still begins with that of `path`.
 
     Attributes:
         ended: whether there will be no more lines.
@@ -95,12 +92,15 @@ class FileTail:
             _check("tail.line", state.line, torch.int64, 1, MAX_POSITION)
         self.path = path
         self._file: BinaryIO | None = None
+        self._pending: TailState | None = None  # of a file that is missing
         self._head, self._last = b"", b""
         self._continue(state)
         self.continues = self._file is not None
 
     def state(self) -> TailState:
         """Return where the reading is."""
+        if self._pending is not None:
+            return self._pending
         return TailState(
             path=os.path.abspath(self.path),
             offset=torch.tensor([self._offset]),
@@ -112,6 +112,8 @@ class FileTail:
 
     def read(self) -> Piece | None:
         """Return the next lines; None if there are none yet."""
+        if self._file is None and self._pending is not None and self.path.exists():
+            self._continue(self._pending)
         if self._file is None:
             self._switch(_open(self.path))
         if self._file is None:
@@ -151,14 +153,10 @@ class FileTail:
         assert self._file is not None
         state, changed = self.state(), os.fstat(self._file.fileno()).st_mtime_ns
         newer: list[tuple[int, Path]] = []
-        for other in _beside(self.path):
+        for other, added in _beside(self.path).items():
             with contextlib.suppress(OSError):
                 found = other.stat()
-                if (
-                    _ROTATED.fullmatch(other.name, len(self.path.name))
-                    and found.st_size
-                    and found.st_mtime_ns > changed
-                ):
+                if _ROTATED.fullmatch(added) and found.st_size and found.st_mtime_ns > changed:
                     newer.append((found.st_mtime_ns, other))
         for _, other in sorted(newer):
             file = _try_open(other)
@@ -169,10 +167,11 @@ class FileTail:
         return None
 
     def _continue(self, state: TailState | None) -> None:
-        """Go on in the file of a state; if there is none, at the beginning of the path."""
+        """Go on in the file of a state; if there is none, at the beginning of the path as soon as it exists."""
         found = None if state is None else _find(self.path, state)
         if state is None or found is None:
             self._switch(None)
+            self._pending = state
         else:
             self._switch(found, int(state.offset), int(state.line))
 
@@ -181,6 +180,8 @@ class FileTail:
             self._file.close()
         self._file, self._offset, self.line = file, offset, line
         self._head, self._last = (b"", b"") if file is None else _ends(file, offset)
+        if file is not None:
+            self._pending = None
 
 
 class PipeTail:
@@ -226,11 +227,15 @@ def _try_open(path: Path) -> BinaryIO | None:
     return None
 
 
-def _beside(path: Path) -> list[Path]:
-    """Return the other files in the folder of a file whose names begin with its name."""
-    with contextlib.suppress(OSError):
-        return sorted(each for each in path.parent.iterdir() if each.name.startswith(path.name) and each != path)
-    return []
+def _beside(path: Path) -> dict[Path, str]:
+    """Return the files whose names begin with that of a file, or of the file that it links to, and what follows it."""
+    found: dict[Path, str] = {}
+    for base in (path, path.resolve()) if path.is_symlink() else (path,):
+        with contextlib.suppress(OSError):
+            for each in sorted(base.parent.iterdir()):
+                if each.name.startswith(base.name) and each != base:
+                    found[each] = each.name.removeprefix(base.name)
+    return found
 
 
 def _find(path: Path, state: TailState) -> BinaryIO | None:
@@ -334,8 +339,6 @@ class LogWatch:
         check_bytes(model)
         self.tail, self.threshold, self.z_score = tail, threshold, z_score
         self._stream = Stream(model, None if state is None else state.stream)
-        self._stream.score(b"")  # raises an error if it is not a language model
-        self._known = np.isin(np.arange(256), model.preprocessing.byte_map or ())
         self._count = self._mean = self._variance = 0.0
         if state is not None:
             _check("usual", state.usual, torch.float64, 0, MAX_POSITION, 3)
@@ -351,7 +354,7 @@ class LogWatch:
         piece = self.tail.read()
         if piece is None:
             return None
-        bits, begin, found = self._score(piece.data), 0, []
+        bits, begin, found = score_bytes(self._stream, piece.data), 0, []
         for number, line in enumerate(io.BytesIO(piece.data), piece.line):
             total = float(bits[begin : begin + len(line)].sum())
             usual = self._usual_limit()
@@ -372,14 +375,6 @@ class LogWatch:
         """Write the watch to a safetensors file, completely or not at all."""
         with atomic_path(path) as temporary:
             self.state().save(temporary)
-
-    def _score(self, data: bytes) -> Bits:
-        """Return the bits of each byte; the model skips those that it does not know."""
-        content = np.frombuffer(data, np.uint8)
-        known = self._known[content]
-        bits = np.full(len(data), _UNKNOWN_BITS)
-        bits[known] = self._stream.score(content[known].tobytes())
-        return bits
 
     def _usual_limit(self) -> float:
         # Lines that are all alike would have almost no deviation.
