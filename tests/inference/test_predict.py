@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import resource
 import signal
 import zipfile
 from collections.abc import Iterator
@@ -21,18 +22,18 @@ import tcnca.__main__
 import tcnca.inference.predict
 import tcnca.inference.readers
 import tcnca.inference.writers
-from tcnca import SequenceModel, load, save
+from tcnca import Preprocessing, RegressionHeadConfig, SequenceModel, ValueInputConfig, load, save
 from tcnca.cli import app
 from tcnca.cli.reporting import open_stdout
 from tcnca.inference import PredictOptions, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
-from tests.examples import small_model
+from tests.examples import small_config, small_model
 from tests.inference.models import assert_near, saved
 from tests.training.tiny import MODEL, TinyTrainer
 
 runner = CliRunner()
-TEXTS = ['dull, but\n"fine"', "great; really", "a long text " * 9, "", "ünïcode"]
+TEXTS = ['dull, but\n"fine"', "great; really", "a long text " * 9, "", "ünïcode", "a\rb"]
 ROWS = [{"id": str(number), "body": text, "stars": "good"} for number, text in enumerate(TEXTS)]
 
 
@@ -160,7 +161,8 @@ def test_rows_are_kept_in_order(delimiter: str, tmp_path: Path, monkeypatch: pyt
     labels, chances = expected(model, TEXTS)
     for text in (
         predicted(tmp_path / "model", data),
-        predicted(tmp_path / "model", data, "-o", tmp_path / f"out{suffix}") or (tmp_path / f"out{suffix}").read_text(),
+        predicted(tmp_path / "model", data, "-o", tmp_path / f"out{suffix}")
+        or (tmp_path / f"out{suffix}").read_bytes().decode(),
     ):
         rows = read_csv(text, delimiter)
         assert list(rows[0]) == [*ROWS[0], "prediction", *(f"probability_{name}" for name in ("bad", "fair", "good"))]
@@ -212,7 +214,11 @@ def test_pairs(tmp_path: Path) -> None:
     assert [row["prediction"] for row in read_csv(predicted(tmp_path / "model", data))] == labels
     lines = predicted(tmp_path / "model", "-", input="a\tx y\nb c d\tz\n")
     assert [row["prediction"] for row in read_csv(lines)] == labels
-    assert read_csv(predicted(tmp_path / "model", "a", "x y"))[0]["prediction"] == (labels or [])[0]
+    rows = read_csv(predicted(tmp_path / "model", "a", "x y", "b c d", "z"))
+    assert [(row["text"], row["second"], row["prediction"]) for row in rows] == [
+        ("a", "x y", (labels or [])[0]),
+        ("b c d", "z", (labels or [])[1]),
+    ]
 
 
 def test_integers_are_the_indices_of_named_classes(tmp_path: Path) -> None:
@@ -236,7 +242,7 @@ def test_unknown_classes_count_as_wrong(tmp_path: Path) -> None:
     assert len(read_csv(result.stdout)) == len(rows)
     assert result.stderr.startswith("warning: 2 labels are not classes of the model, and count as wrong; the first: ")
     assert "rows.csv, line 4, column 'stars': expected one of 'bad', 'fair', 'good', got 'wow\\x1b'" in result.stderr
-    assert "accuracy 0.6000 (of 5)" in result.stderr
+    assert "accuracy 0.6667 (of 6)" in result.stderr
 
 
 def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +288,16 @@ def test_texts_and_standard_input(tmp_path: Path) -> None:
     assert [row["text"] for row in rows] == ["dull", "", "a great film", ""]
     assert [row["prediction"] for row in rows] == model.predict(["dull", "", "a great film", ""]).labels
     assert read_csv(predicted(tmp_path / "model", "-", input="a\n\nb\n"))[1]["text"] == ""
+
+
+def test_texts_can_have_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved("classification", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good").mkdir()
+    rows = read_csv(predicted("model", "good", "bad"))
+    assert [(row["text"], row["prediction"]) for row in rows] == list(
+        zip(("good", "bad"), model.predict(["good", "bad"]).labels or [], strict=True)
+    )
 
 
 def test_texts_are_predicted_as_they_are_given(tmp_path: Path) -> None:
@@ -352,7 +368,7 @@ def test_lines_are_answered_as_they_come(tmp_path: Path) -> None:
             return 5
 
     lines = Lines()
-    stdin = io.TextIOWrapper(io.BufferedReader(lines, 1))
+    stdin = io.BufferedReader(lines, 1)
     predict_inputs(model, ["-"], PredictOptions(batch_size=1), stdin=stdin, stdout=out)
     assert lines.answered == [0, 1, 2, 3]
 
@@ -411,6 +427,32 @@ def test_forecasts_have_as_many_steps_as_asked(tmp_path: Path) -> None:
     assert_near(found[1], np.asarray(model.predict(series[::-1][:20], steps=6).values)[0], rtol=1e-4)
     text = predicted(tmp_path / "model", "-", "--format", "jsonl", input=json.dumps({"values": series.tolist()}))
     assert_near(json.loads(text)["prediction"], values[0, :1], rtol=1e-5)
+
+
+def test_series_of_one_feature_are_read_alike_from_every_file(tmp_path: Path) -> None:
+    config = small_config(input=ValueInputConfig(), head=RegressionHeadConfig(outputs=1, pooling="none"))
+    model = SequenceModel(config, Preprocessing(task="forecast")).eval()
+    save(model, tmp_path / "model")
+    series = np.random.default_rng(0).normal(5, 2, (3, 8))
+    for array, count in ((series, 3), (series[0], 1), (series[0, :, None], 1), (series[..., None], 3)):
+        np.save(tmp_path / "series.npy", array)
+        np.savez(tmp_path / "series.npz", values=array)
+        want = np.asarray(model.predict(array, steps=2).values)
+        assert want.shape == (count, 2, 1)
+        for name in ("series.npy", "series.npz"):
+            predicted(tmp_path / "model", tmp_path / name, "--steps", 2, "-o", tmp_path / "out.npy")
+            assert_near(np.load(tmp_path / "out.npy"), want, rtol=1e-4)
+
+
+def test_forecasts_of_a_table_keep_its_columns(tmp_path: Path) -> None:
+    saved("forecast", tmp_path / "model", columns={"values": "x"})
+    data = tmp_path / "series.jsonl"
+    data.write_text('{"id": "a", "x": [[1, 2], [3, 4]], "step": 7}\n{"id": "b", "x": [[1, 2]], "step": 8}\n')
+    predicted(tmp_path / "model", data, "--steps", 2, "-o", tmp_path / "out.csv")
+    rows = read_csv((tmp_path / "out.csv").read_text())
+    assert list(rows[0]) == ["index", "id", "step", "step_2", "prediction_1_2", "prediction_2_2"]
+    found = [(row["index"], row["id"], row["step"], row["step_2"]) for row in rows]
+    assert found == [("0", "a", "7", "1"), ("0", "a", "7", "2"), ("1", "b", "8", "1"), ("1", "b", "8", "2")]
 
 
 # Interruptions.
@@ -472,6 +514,61 @@ def test_a_mistake_in_the_input_keeps_what_comes_before(suffix: str, tmp_path: P
     assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:3]
 
 
+@pytest.mark.parametrize("values", [[float("nan")], [1e300], [0] * 65], ids=["nan", "large", "long"])
+def test_values_that_do_not_fit_keep_what_comes_before(values: list[float], tmp_path: Path) -> None:
+    """The first mistake of a file is named."""
+    model = saved("regression", tmp_path / "model", "mega-full")  # reaches 64 time steps
+    data, partial = tmp_path / "rows.jsonl", tmp_path / "out.csv.partial"
+    data.write_text("".join(json.dumps({"values": each}) + "\n" for each in ([1, 2], [3], values)) + "{damaged\n")
+    result = tcnca_predict(tmp_path / "model", data, "-o", tmp_path / "out.csv")
+    assert result.stderr.startswith(f"Error: {data}, line 3")
+    assert result.stderr.endswith(f"; 2 predictions are in {partial}\n")
+    found = [[float(row[f"prediction_{n}"]) for n in (1, 2)] for row in read_csv(partial.read_text())]
+    assert_near(found, model.predict([[1.0, 2.0], [3.0]]).values, rtol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npz"])
+def test_a_full_disk_keeps_what_was_predicted(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = saved("classification", tmp_path / "model"), tmp_path / f"out{suffix}"
+    monkeypatch.setattr(tcnca.inference.predict, "_BLOCK_ROWS", 2)
+    data = write_csv(tmp_path / "rows.csv", [ROWS[1]] * 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400 if suffix == ".csv" else 100, hard))
+    try:
+        result = tcnca_predict(tmp_path / "model", data, "-o", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 1
+    assert f"Error: {out}: cannot be written (File too large)" in result.stderr
+    partial = out.with_name(f"{out.name}.partial")
+    if suffix == ".npz":  # it cannot be written, either
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.csv"]
+        return
+    rows = predictions_in(partial, suffix)
+    assert result.stderr.endswith(f"; {len(rows)} predictions are in {partial}\n")
+    assert rows == expected(model, [TEXTS[1]] * len(rows))[0]
+    assert len(rows) in (2, 4)
+    predicted(tmp_path / "model", data, "-o", out)
+    assert not partial.exists()
+
+
+def test_a_stopped_command_has_printed_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("classification", tmp_path / "model")
+    monkeypatch.setattr(tcnca.inference.predict, "_BLOCK_ROWS", 2)
+    fields, calls = tcnca.inference.writers._fields, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return fields(*arguments)
+
+    monkeypatch.setattr(tcnca.inference.writers, "_fields", interrupted)
+    result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", ROWS))
+    assert result.stderr == "\nstopped by SIGINT; 2 predictions were printed\n"
+    assert len(read_csv(result.stdout)) == 2
+
+
 @pytest.mark.parametrize(("suffix", "field"), [(".csv", "other"), (".jsonl", "prediction")])
 def test_a_row_that_does_not_fit_the_output_keeps_what_comes_before(suffix: str, field: str, tmp_path: Path) -> None:
     model, data = saved("classification", tmp_path / "model"), tmp_path / "rows.jsonl"
@@ -519,10 +616,30 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
             yield f"text {number}\n"
 
     monkeypatch.setattr(tcnca.inference.predict, "read_lines", lambda *_: lines())
-    stdin = io.TextIOWrapper(io.BytesIO())
-    summary = predict_inputs(model, ["-"], stdin=stdin, stdout=out)
+    summary = predict_inputs(model, ["-"], stdin=io.BytesIO(), stdout=out)
     assert summary.count == 50
     assert max(ahead) <= 4
+
+
+def test_blocks_are_limited_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by columns that are not predicted, and by long predictions."""
+    monkeypatch.setattr(tcnca.inference.predict, "_BLOCK_BYTES", 1000)
+    sizes = []
+
+    def counted(model: Any, sequences: Any, *arguments: Any, **more: Any) -> Any:
+        sizes.append(len(sequences))
+        return predict_sequences(model, sequences, *arguments, **more)
+
+    monkeypatch.setattr(tcnca.inference.predict, "predict_sequences", counted)
+    saved("classification", tmp_path / "model")
+    data = write_csv(tmp_path / "rows.csv", [{"body": "a", "stars": "bad", "notes": "x" * 400}] * 9)
+    predicted(tmp_path / "model", data, "-o", tmp_path / "out.csv")
+    assert sizes == [3, 3, 3]
+    sizes.clear()
+    saved("forecast", tmp_path / "forecast")
+    np.savez(tmp_path / "in.npz", values=np.zeros((4, 2, 2)))
+    predicted(tmp_path / "forecast", tmp_path / "in.npz", "--steps", 100, "-o", tmp_path / "out.npy")
+    assert sizes == [2, 2]
 
 
 # Errors.
@@ -557,6 +674,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("kind", "arguments", "message"),
     [
         ("classification", "nope.csv", "nope.csv: no such file; check the path"),
+        ("classification", "nope.csv rows.csv", "nope.csv: no such file; check the path, or give texts that look like"),
+        ("classification", "text nope.csv", "nope.csv: no such file; check the path"),
+        (
+            "classification",
+            "text rows.csv",
+            "INPUT: expected one file, or texts, got texts and the file rows.csv; give",
+        ),
         ("classification", ".", ".: expected a file, got a folder"),
         ("classification", "other.csv", "other.csv: expected the column 'body', as in training, got 'txt', 'stars'"),
         ("classification", "rows.csv --text bdy", "rows.csv: did you mean 'body'? expected one of the columns"),
@@ -571,7 +695,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("classification", "rows.csv -o out.npy", "--out: expected a file that ends in .csv"),
         ("classification", "rows.csv -o model.csv", "--out: expected a file, got model.csv, which is something else"),
         ("classification", "rows.csv --steps 2", "--steps: expected a run that forecasts, got one of classification"),
-        ("classification", "rows.csv class.csv", "INPUT: expected one file at a time, got 2"),
+        ("classification", "rows.csv class.csv", "INPUT: expected one file, or texts, got 2 files"),
         (
             "classification",
             "three.npy",
@@ -593,7 +717,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("classification", "rows.csv --second body", "--second: expected none for rows.csv, got 'body'; leave it"),
         ("classification", "some_text --label stars", "--label: expected none for INPUT, got 'stars'; leave it out"),
         ("forecast", "three.npy --label y", "--label: expected none for three.npy, got 'y'; leave it out"),
-        ("pairs", "alone", "INPUT: expected two texts, since the model compares pairs, got 1"),
+        ("pairs", "alone", "INPUT: expected two texts for each pair, since the model compares pairs, got 1"),
         ("regression", "three.npy", "three.npy: array 'values': expected shape [examples, time, 1]"),
     ],
 )

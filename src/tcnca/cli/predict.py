@@ -48,7 +48,7 @@ def predict(
     ] = None,
     text: Annotated[str | None, typer.Option(help="Column of the text. (default: as in training)")] = None,
     second: Annotated[str | None, typer.Option(help="Column of the second text of a pair.")] = None,
-    values: Annotated[str | None, typer.Option(help="Array with the sequences.")] = None,
+    values: Annotated[str | None, typer.Option(help="Column or array with the sequences of numbers.")] = None,
     label: Annotated[
         str | None,
         typer.Option(help="Column or array with the truth, '' for no comparison. (default: as in training)"),

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
 from tcnca.errors import ConfigError, DataError, Stopped, TcncaError, shown
-from tcnca.files import atomic_path
+from tcnca.files import atomic_path, partial_path
 from tcnca.inference.readers import (
     FORMATS,
     ArraysReader,
@@ -32,14 +32,22 @@ from tcnca.inference.readers import (
 )
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
 from tcnca.models import Predictions, SequenceModel
-from tcnca.models.prediction import PredictionKind, predict_sequences, prediction_kind, to_sequence
+from tcnca.models.prediction import (
+    PredictionKind,
+    check_sequence,
+    class_names,
+    predict_sequences,
+    prediction_kind,
+    to_sequence,
+)
 
 _BLOCK_ROWS = 2048
 _BLOCK_BYTES = 2**24
-"""Examples, and bytes of their sequences, that are sorted by length and predicted together."""
+"""Examples, and bytes of their rows, sequences and predictions, that are sorted by length and predicted together."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _PATH = re.compile(r"\S*(/\S*|\.[A-Za-z]\w{0,6})")
 """What is a path rather than a text."""
+_ADVICE = "give texts that look like paths on standard input, with -"
 
 Progress = Callable[[int, int | None], None]
 
@@ -87,7 +95,7 @@ def predict_inputs(
     inputs: Sequence[str],
     options: PredictOptions | None = None,
     *,
-    stdin: TextIO | None = None,
+    stdin: BinaryIO | None = None,
     stdout: TextIO | None = None,
     progress: Progress | None = None,
 ) -> PredictSummary:
@@ -97,8 +105,8 @@ def predict_inputs(
     an error or a signal ends the function before, the predictions so far are in a file with `.partial` after its name.
 
     Args:
-        model: the model, see `load_run`.
-        inputs: a file; `-` for `stdin`; or texts (one or more; two for a model of pairs), or lines of numbers.
+        model: the model, see `load`.
+        inputs: a file; `-` for `stdin`; or texts (one or more; two for each pair), or lines of numbers.
         options: how to predict.
         stdin: lines; by default standard input.
         stdout: where predictions are printed without `options.out`; by default standard output.
@@ -113,8 +121,8 @@ def predict_inputs(
     score, cut = _Score(), 0
     writer: Writer | None = None
     try:
-        with _open_reader(model, inputs, options, stdin or sys.stdin) as reader, contextlib.ExitStack() as stack:
-            blocks = stack.enter_context(contextlib.closing(_blocks(model, reader, _block_rows(reader, options))))
+        with _open_reader(model, inputs, options, stdin or sys.stdin.buffer) as reader, contextlib.ExitStack() as stack:
+            blocks = stack.enter_context(contextlib.closing(_blocks(model, reader, options)))
             for block in blocks:
                 predictions = predict_sequences(model, block.sequences, block.place, **how)
                 # Opened late: the columns of a table are known after its first row.
@@ -146,12 +154,12 @@ def predict_inputs(
 
 @contextlib.contextmanager
 def _open_reader(
-    model: SequenceModel, inputs: Sequence[str], options: PredictOptions, stdin: TextIO
+    model: SequenceModel, inputs: Sequence[str], options: PredictOptions, stdin: BinaryIO
 ) -> Iterator[Reader]:
     if not inputs:
         raise ConfigError("INPUT: expected a file, - for standard input, or a text, got nothing")
     if list(inputs) == ["-"]:
-        file = open_lines(stdin.buffer)
+        file = open_lines(stdin)
         lines = read_lines(file, "standard input")
         try:
             yield RowReader(model, options.columns, "standard input", lines, options.format or "text")
@@ -159,15 +167,21 @@ def _open_reader(
             # Otherwise it would be closed with the wrapper.
             file.detach()
         return
-    path = Path(inputs[0])
-    if not inputs[0] or not os.path.exists(path):
+    # Of several words, one may be the name of a folder by chance.
+    files = [each for each in inputs if os.path.exists(each) and (len(inputs) == 1 or not os.path.isdir(each))]
+    for each in inputs:
+        if each not in files and _PATH.fullmatch(each):
+            raise DataError(f"{each}: no such file; check the path, or {_ADVICE}")
+    if not files:
         yield _text_reader(model, inputs, options)
         return
     if len(inputs) > 1:
-        raise ConfigError(f"INPUT: expected one file at a time, got {len(inputs)}")
+        got = f"{len(files)} files" if len(files) == len(inputs) else f"texts and the file {files[0]}; {_ADVICE}"
+        raise ConfigError(f"INPUT: expected one file, or texts, got {got}")
+    path = Path(inputs[0])
     check_source(path)
     if path.is_dir():
-        raise DataError(f"{path}: expected a file, got a folder; give its files one by one")
+        raise DataError(f"{path}: expected a file, got a folder; give its files one by one, or {_ADVICE}")
     suffix = path.suffix.lower()
     if suffix in ARRAY_SUFFIXES:
         if options.format is not None:
@@ -191,17 +205,13 @@ def _open_reader(
 
 def _text_reader(model: SequenceModel, texts: Sequence[str], options: PredictOptions) -> Reader:
     """Return a reader of the arguments themselves."""
-    if len(texts) == 1 and _PATH.fullmatch(texts[0]):
-        raise DataError(
-            f"{texts[0]}: no such file; check the path, or give a text that looks like a path on standard input, with -"
-        )
     for text in texts:
         if not text.strip():
             raise DataError("INPUT: expected a text or a file, got an empty text")
     if options.format not in (None, "text"):
         raise ConfigError(f"--format: expected none for texts, got {options.format}; leave it out")
-    if prediction_kind(model) == "pairs" and len(texts) != 2:
-        raise ConfigError(f"INPUT: expected two texts, since the model compares pairs, got {len(texts)}")
+    if prediction_kind(model) == "pairs" and len(texts) % 2:
+        raise ConfigError(f"INPUT: expected two texts for each pair, since the model compares pairs, got {len(texts)}")
     return TextsReader(model, options.columns, texts)
 
 
@@ -213,17 +223,12 @@ def _check_out(out: Path | None, kind: PredictionKind, inputs: Sequence[str]) ->
     known = [".csv", ".tsv", ".jsonl", ".ndjson", ".npz", *([".npy"] if kind in ("regression", "forecast") else [])]
     if suffix not in known:
         raise ConfigError(f"--out: expected a file that ends in {', '.join(known)}, got {shown(str(out))}")
-    for path in (out, _partial(out)):
+    for path in (out, partial_path(out)):
         if path.exists() and not path.is_file():
             raise ConfigError(f"--out: expected a file, got {path}, which is something else")
         # Unlike `Path.exists`, `os.path.exists` takes long texts.
         if path.exists() and inputs and os.path.exists(inputs[0]) and path.samefile(inputs[0]):
             raise ConfigError(f"--out: expected another file than the input, got {path}")
-
-
-def _partial(out: Path) -> Path:
-    """Return the file for the predictions of a run that ended early."""
-    return out.with_name(f"{out.name}.partial")
 
 
 def _block_rows(reader: Reader, options: PredictOptions) -> int:
@@ -246,7 +251,8 @@ class _Block:
         return self.examples[index].place
 
 
-def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block, None, None]:
+def _blocks(model: SequenceModel, reader: Reader, options: PredictOptions) -> Generator[_Block, None, None]:
+    rows, answer = _block_rows(reader, options), _answer_bytes(model, options.steps)
     block, size, limit = _Block(), 0, model.preprocessing.max_length
     with contextlib.closing(iter(reader)) as examples:
         while True:
@@ -255,6 +261,8 @@ def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block
                 if example is None:
                     break
                 sequences = tuple(to_sequence(model, each, example.place) for each in example.inputs)
+                cut = limit is not None and max(map(len, sequences)) > limit
+                sequences = tuple(check_sequence(model, each, example.place, options.steps) for each in sequences)
             except TcncaError:
                 # What comes before the mistake is predicted.
                 if block.examples:
@@ -262,13 +270,19 @@ def _blocks(model: SequenceModel, reader: Reader, rows: int) -> Generator[_Block
                 raise
             block.examples.append(example)
             block.sequences.append(sequences)
-            block.cut += limit is not None and max(map(len, sequences)) > limit
-            size += sum(sequence.nbytes for sequence in sequences)
+            block.cut += cut
+            size += example.size + answer + sum(sequence.nbytes for sequence in sequences)
             if len(block.examples) >= rows or size >= _BLOCK_BYTES:
                 yield block
                 block, size = _Block(), 0
     if block.examples:
         yield block
+
+
+def _answer_bytes(model: SequenceModel, steps: int) -> int:
+    """Return the bytes of the prediction of an example."""
+    classes = class_names(model)
+    return 4 * steps * (getattr(model.config.head, "outputs", 1) if classes is None else len(classes))
 
 
 @contextlib.contextmanager
@@ -291,16 +305,17 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
         try:
             yield writer
             writer.close()
-        except OSError:
-            raise  # such as a full disk
         except BaseException as error:
-            if writer.count:
-                writer.close()
-                temporary.replace(_partial(options.out))
-                error.add_note(f"{writer.count:,} predictions are in {_partial(options.out)}")
-            else:
+            if not writer.count:
                 error.add_note(f"no predictions were done, {options.out} was not written")
+                raise
+            # A full disk may have no space for arrays, either.
+            with contextlib.suppress(OSError):
+                writer.close()
+                temporary.replace(partial_path(options.out))
+                error.add_note(f"{writer.count:,} predictions are in {partial_path(options.out)}")
             raise
+    partial_path(options.out).unlink(missing_ok=True)
 
 
 def _row_writer(file: TextIO, delimiter: str | None, options: PredictOptions) -> Writer:

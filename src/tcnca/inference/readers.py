@@ -36,7 +36,7 @@ from tcnca.data.npy import ArrayReader, array_errors, check_memory, list_arrays
 from tcnca.errors import ConfigError, DataError, shown
 from tcnca.files import parse_json
 from tcnca.models import SequenceModel, ValueInputConfig
-from tcnca.models.prediction import PredictionKind, class_names, prediction_kind
+from tcnca.models.prediction import PredictionKind, class_names, is_one_sequence, prediction_kind
 
 Format = Literal["csv", "tsv", "jsonl", "text"]
 FORMATS: Mapping[str, Format] = {
@@ -63,7 +63,7 @@ class ColumnOptions(Config):
     second: str | None = None
     """Column with the second text of a pair."""
     values: str | None = None
-    """Array with the sequences."""
+    """Column or array with the sequences of numbers."""
     label: str | None = None
     """Column or array with the true class, or array with the true values; empty not to compare."""
 
@@ -80,6 +80,10 @@ class Example:
     """A text, numbers, or two texts."""
     target: Any = None
     """The true class or values, if they are given."""
+    columns: tuple[str, ...] = ()
+    """Columns of the row that the inputs come from."""
+    size: int = 0
+    """Characters of the row in the file."""
 
 
 class Reader(abc.ABC):
@@ -148,7 +152,7 @@ class RowReader(Reader):
     ) -> None:
         super().__init__(model, options, name)
         self.format, self.total = format, size
-        self._lines, self._position, self._rows = iter(lines), position, 0
+        self._lines, self._position, self._rows, self._size = self._counted(lines), position, 0, 0
         self._reads_values = isinstance(model.config.input, ValueInputConfig)
         one: Column = "values" if self._reads_values else "text"
         self._text_columns: tuple[Column, ...] = ("text", "second") if self.kind == "pairs" else (one,)
@@ -171,7 +175,13 @@ class RowReader(Reader):
             place = f"{self.name}, line {line}"
             inputs = tuple(self._input(row, column, place) for column in columns)
             target = None if label is None or label not in row else self._target(row, label, place)
-            yield Example(place, row, inputs, target)
+            size, self._size = self._size, 0
+            yield Example(place, row, inputs, target, columns, size)
+
+    def _counted(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            self._size += len(line)
+            yield line
 
     def _read(self) -> Iterator[Row]:
         if self.format == "jsonl":
@@ -268,7 +278,8 @@ class TextsReader(RowReader):
 
     def __init__(self, model: SequenceModel, options: ColumnOptions, texts: Sequence[str]) -> None:
         super().__init__(model, options, "INPUT", texts, "text")
-        rows = [texts] if self.kind == "pairs" else [(text,) for text in texts]
+        count = len(self._text_columns)
+        rows = [texts[begin : begin + count] for begin in range(0, len(texts), count)]
         self.total = len(rows)
         self._texts = [dict[str, str](zip(self._text_columns, row, strict=True)) for row in rows]
 
@@ -314,12 +325,13 @@ class ArraysReader(Reader):
                 arrays[role] = self._open(archive, name)
                 stack.callback(arrays[role].reader.close)
             values = arrays["values"]
-            if self._is_series(values, archive is None):
+            if 0 in values.shape:
+                return
+            # With lengths or labels, there are several examples.
+            if len(arrays) == 1 and values.shape and is_one_sequence(self.model, values.shape):
                 self.total = 1
                 yield Example(f"{self._path}: {values.name}", {_INDEX: 0}, (values.read(values.shape[0]),))
                 self._done = 1
-                return
-            if 0 in values.shape:
                 return
             self._check(arrays)
             self.total = values.shape[0]
@@ -333,9 +345,6 @@ class ArraysReader(Reader):
     def _open(self, archive: zipfile.ZipFile | None, name: str) -> _Opened:
         with array_errors(f"{self._path}: array {shown(name)}", SAVE_AGAIN):
             return _Opened(self._path, name, ArrayReader(self._path, archive, name))
-
-    def _is_series(self, values: _Opened, alone: bool) -> bool:
-        return self.kind == "forecast" and alone and len(values.shape) in (1, 2) and values.shape[0] > 0
 
     def _roles(self, names: Sequence[str], alone: bool) -> dict[str, str]:
         """Return the name of the array of each role."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import csv
+import io
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +43,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Complete the file with the predictions of `count` examples, also if the last `write` was interrupted."""
+        """Complete the file with the predictions of `count` examples, also if the last `write` has failed."""
 
 
 class _RowWriter(Writer):
@@ -48,7 +51,8 @@ class _RowWriter(Writer):
 
     def __init__(self, file: TextIO, probabilities: bool) -> None:
         self._file, self._probabilities = file, probabilities
-        self._end = 0
+        self._rows = io.StringIO(newline="")
+        self._end, self._writing = 0, False
 
     def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
         """Write the rows of some examples."""
@@ -63,41 +67,61 @@ class _RowWriter(Writer):
         self._complete(written)
 
     def _complete(self, written: int) -> None:
+        """Write all rows in one call, so that `count` is right after a signal."""
+        self._writing = True
+        self._file.write(self._rows.getvalue())
         self._file.flush()
+        self._rows = io.StringIO(newline="")
         self.count, self._end = self.count + written, self._file.tell() if self._file.seekable() else 0
+        self._writing = False
 
     @abc.abstractmethod
     def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
         """Write the row of example `number` of the predictions, and a header before the first."""
 
     def close(self) -> None:
-        """Remove rows of an interrupted `write`."""
-        self._file.flush()
-        self._file.truncate(self._end)
+        """Close the file, and remove rows of a `write` that has failed."""
+        try:
+            self._file.close()
+        except OSError:
+            if not self._writing:
+                raise  # else a full disk refuses the same rows again
+        os.truncate(self._file.name, self._end)
 
 
 class TableWriter(_RowWriter):
     """Writes CSV: the columns of the input, then the predicted class and the probability of each class, or the values.
 
-    A forecast has a row for each step of each series: `index`, `step` and the values.
+    A forecast has a row for each step of each series: `index`, the other columns of the input, `step` and the values.
     """
 
     def __init__(self, file: TextIO, delimiter: str, probabilities: bool) -> None:
         super().__init__(file, probabilities)
-        self._csv = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        self._delimiter = delimiter
         self._columns: list[str] = []
 
     def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
         forecast = predictions.values is not None and predictions.values.ndim == 3
+        row = example.row
+        if forecast:
+            # The series itself would be repeated for each step.
+            row = {"index": self.count + number, **{name: row[name] for name in row if name not in example.columns}}
         if not self._columns:
-            self._columns = ["index"] if forecast else list(example.row)
-            self._csv.writerow([*self._columns, *self._new_columns(predictions)])
+            self._columns = list(row)
+            self._write_fields([*self._columns, *self._new_columns(predictions)])
+        kept = list(self._kept(row, example.place))
         if forecast:
             assert predictions.values is not None
             for step, values in enumerate(predictions.values[number], 1):
-                self._csv.writerow([self.count + number, step, *map(_number, values)])
+                self._write_fields([*kept, step, *map(_number, values)])
         else:
-            self._csv.writerow([*self._kept(example), *_fields(predictions, number, self._probabilities)])
+            self._write_fields([*kept, *_fields(predictions, number, self._probabilities)])
+
+    def _write_fields(self, fields: Sequence[Any]) -> None:
+        # Before Python 3.13, a carriage return is not quoted by default.
+        returns = any(isinstance(each, str) and "\r" in each for each in fields)
+        quoting: Literal[0, 1] = csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL
+        csv.writer(self._rows, delimiter=self._delimiter, lineterminator="\n", quoting=quoting).writerow(fields)
 
     def _new_columns(self, predictions: Predictions) -> list[str]:
         if predictions.values is None:
@@ -109,15 +133,15 @@ class TableWriter(_RowWriter):
             new = ["step", *new] if predictions.values.ndim == 3 else new
         return unused_names(new, self._columns)
 
-    def _kept(self, example: Example) -> Iterator[Any]:
-        for name in example.row:
+    def _kept(self, row: Mapping[str, Any], place: str) -> Iterator[Any]:
+        for name in row:
             if name not in self._columns:
                 raise DataError(
-                    f"{example.place}: expected the columns of the first row, got another, {name!r}; write a .jsonl, "
+                    f"{place}: expected the columns of the first row, got another, {name!r}; write a .jsonl, "
                     "whose rows can differ, with -o"
                 )
         for name in self._columns:
-            value = example.row.get(name)
+            value = row.get(name)
             yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
 
 
@@ -144,7 +168,7 @@ class JSONWriter(_RowWriter):
         for name in new:
             if name in example.row:
                 raise DataError(f"{example.place}: expected no field {name!r}, which the first row has not; rename it")
-        self._file.write(_json({**example.row, **new}) + "\n")
+        self._rows.write(_json({**example.row, **new}) + "\n")
 
 
 class ArrayWriter(Writer):
@@ -192,7 +216,8 @@ class ArrayWriter(Writer):
     def discard(self) -> None:
         """Remove the files of the arrays."""
         for part in self._parts.values():
-            part.file.close()
+            with contextlib.suppress(OSError):  # rows that a full disk refuses again
+                part.file.close()
         self._folder.cleanup()
 
 

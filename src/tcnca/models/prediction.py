@@ -153,11 +153,17 @@ def _split(model: SequenceModel, inputs: Any) -> list[Any]:
         return [inputs] if alone else inputs
     if inputs.dtype.kind in "US":
         return inputs.reshape(-1).tolist()
-    input, size = model.config.input, model.preprocessing.image_size
-    alone = inputs.ndim < 2
-    if isinstance(input, ValueInputConfig) and inputs.ndim == 2:
-        alone = input.features > 1 or inputs.shape == size
-    return [inputs] if alone else list(inputs)
+    return [inputs] if is_one_sequence(model, inputs.shape) else list(inputs)
+
+
+def is_one_sequence(model: SequenceModel, shape: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape is one sequence, not several."""
+    input = model.config.input
+    if len(shape) != 2 or not isinstance(input, ValueInputConfig):
+        return len(shape) < 2
+    # A series `[time, 1]`, as in training; several of one time step are `[series, 1, 1]`.
+    series = shape[1] == 1 and prediction_kind(model) == "forecast"
+    return series or input.features > 1 or shape == model.preprocessing.image_size
 
 
 def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
@@ -253,7 +259,8 @@ def predict_sequences(
         raise InputError(f"batch_size: expected at least 1, got {batch_size}")
     examples = [tuple(sequence[: model.preprocessing.max_length] for sequence in example) for example in examples]
     lengths = [max(len(sequence) for sequence in example) for example in examples]
-    _check_lengths(model, lengths, steps - 1, where)
+    for index, length in enumerate(lengths):
+        _check_length(model, length, steps - 1, where(index))
     head, input = model.config.head, model.config.input
     shape: tuple[int, ...] = (len(classes),) if classes is not None else (getattr(head, "outputs", 1),)
     if isinstance(input, ValueInputConfig) and kind == "forecast":
@@ -275,17 +282,37 @@ def predict_sequences(
     return Predictions(classes=classes, labels=[classes[index] for index in chosen], probabilities=outputs)
 
 
-def _check_lengths(model: SequenceModel, lengths: Sequence[int], more: int, where: Callable[[int], str]) -> None:
+def check_sequence(model: SequenceModel, sequence: NDArray[Any], where: str, steps: int = 1) -> NDArray[Any]:
+    """Return a sequence as the model reads it: cut to the `max_length` of the preprocessing, and values in float32.
+
+    Raise an InputError where `predict_sequences` would, so that what comes before it can be predicted.
+    """
+    sequence = sequence[: model.preprocessing.max_length]
+    _check_length(model, len(sequence), steps - 1, where)
+    return _to_float32(sequence, where) if isinstance(model.config.input, ValueInputConfig) else sequence
+
+
+def _check_length(model: SequenceModel, length: int, more: int, where: str) -> None:
     attention = model.config.attention
     if attention is None or attention.position != "simple" or attention.chunk_size is not None:
         return
-    for index, length in enumerate(lengths):
-        if length + more > attention.reach:
-            forecast = f" and {more} steps of a forecast" if more else ""
-            raise InputError(
-                f"{where(index)}: expected at most {attention.reach} tokens or time steps, as far as the simple "
-                f"position bias of the model reaches (attention.max_length), got {length}{forecast}; cut it"
-            )
+    if length + more > attention.reach:
+        forecast = f" and {more} steps of a forecast" if more else ""
+        raise InputError(
+            f"{where}: expected at most {attention.reach} tokens or time steps, as far as the simple position bias of "
+            f"the model reaches (attention.max_length), got {length}{forecast}; cut it"
+        )
+
+
+def _to_float32(values: NDArray[Any], where: str, begin: int = 0) -> NDArray[np.float32]:
+    """Return values `[time, features]` from time step `begin` on as float32, or raise an InputError."""
+    with np.errstate(over="ignore"):
+        found = values.astype(np.float32, copy=False)
+    if not np.isfinite(found).all():
+        time = int(np.argmin(np.isfinite(found).all(-1)))
+        place = f"{where}, time step {begin + time}"
+        raise InputError(f"{place}: expected finite float32 numbers, got {values[time].tolist()}; replace it")
+    return found
 
 
 def _batches(lengths: Sequence[int], batch_size: int | None) -> Iterator[list[int]]:
@@ -324,12 +351,8 @@ class PaddedRows:
         shape = (len(self.sequences), end - begin, *self.sequences[0].shape[1:])
         padded = np.zeros(shape, np.float32 if real else np.int64)
         for row, (sequence, count) in enumerate(zip(self.sequences, valid, strict=True)):
-            with np.errstate(over="ignore"):
-                padded[row, :count] = sequence[begin : begin + count]
-            if real and not np.isfinite(padded[row]).all():
-                time = begin + int(np.argmin(np.isfinite(padded[row]).all(-1)))
-                place = f"{self.where(self.indices[row])}, time step {time}"
-                raise InputError(f"{place}: expected finite float32 numbers, got {sequence[time].tolist()}; replace it")
+            part = sequence[begin : begin + count]
+            padded[row, :count] = _to_float32(part, self.where(self.indices[row]), begin) if real else part
         x = torch.from_numpy(padded).to(self.device, self.dtype)
         return x, None if (valid == end - begin).all() else torch.from_numpy(valid).to(self.device)
 
