@@ -74,7 +74,7 @@ def test_kind_of_a_folder(tmp_path: Path, names: list[str], kind: Kind) -> None:
             "regression",
             r"needs arrays \(.npy, .npz\), got other files; for these, use classification, pairs, language",
         ),
-        ("a.csv", "forecast", r"--kind forecast needs arrays.*np\.loadtxt"),
+        ("a.csv", "forecast", r"kind forecast needs arrays.*np\.loadtxt.*np\.save\("),
         ("a.txt", "classification", r"needs tables \(.*\) or arrays \(.*\), got other files; for these, use language"),
     ],
 )
@@ -90,8 +90,7 @@ def test_tables_and_arrays_together(tmp_path: Path) -> None:
         read_custom(tmp_path, CustomOptions(kind="classification"))
 
 
-IN_A_RECIPE = r" \(in a recipe: data\.custom\.kind=language\)$"
-PACKED = "is compressed; unpack it, or give --kind language to model the compressed bytes" + IN_A_RECIPE
+PACKED = "is compressed; unpack it, or give --kind language to model the compressed bytes$"
 
 
 @pytest.mark.parametrize("kind", [None, "classification"])
@@ -137,7 +136,7 @@ def test_json_is_refused(tmp_path: Path, names: list[str], kind: Kind | None) ->
         (tmp_path / name).write_text('[{"text": "a", "label": 1}, {"text": "b", "label": 2}]')
     path = tmp_path / names[0] if len(names) == 1 else tmp_path
     message = r"(?i)\.json: expected one JSON object per line in a \.jsonl file, got \.json; .* model its bytes"
-    with pytest.raises(DataError, match=message + IN_A_RECIPE):
+    with pytest.raises(DataError, match=message):
         read_custom(path, CustomOptions(kind=kind))
     assert read_custom(path, CustomOptions(kind="language")).kind == "language"
 
@@ -228,7 +227,7 @@ def test_validation_is_cut_from_the_end_of_training(tmp_path: Path) -> None:
 def test_file_outside_the_splits_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"train": b"train", "test": b"test", "README": b"readme"})
     message = r"README: expected a name that starts with train, valid or test; .* or give --kind .*"
-    with pytest.raises(DataError, match=message + r" \(in a recipe: data\.custom\.kind=…\)$"):
+    with pytest.raises(DataError, match=message):
         read_custom(tmp_path)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tcnca.data import npy
 from tcnca.data.custom import CustomOptions, read_custom, tables
-from tcnca.data.schema import Content, Ragged
+from tcnca.data.schema import Content, Kind, Ragged
 from tcnca.errors import DataError
 
 Rows = Sequence[dict[str, Any]]
@@ -278,8 +278,7 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
         (
             "words,mood",
             {},
-            r"^: no column is obviously the text; choose one of 'words', 'mood' .*first line\) with --text, .*"
-            r"\(in a recipe: data\.custom\.text=…, data\.custom\.kind=language\)$",
+            r"^: no column is obviously the text; choose one of 'words', 'mood' .*first line\) with --text, .*",
         ),
         ("text,mood", {}, "^: no column is obviously the label; choose one of 'text', 'mood'"),
         ("text,review,label", {}, "^: columns 'text', 'review' could each be the text; choose one of"),
@@ -296,8 +295,7 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
         (
             "text,label",
             {"kind": "pairs"},
-            r"^: no columns are obviously .* choose two of 'text', 'label' with --text and --second "
-            r"\(in a recipe: data\.custom\.text=…, data\.custom\.second=…\)$",
+            r"^: no columns are obviously .* choose two of 'text', 'label' with --text and --second$",
         ),
         ("a,b,label", {"kind": "pairs", "text": "a"}, "^: no columns are obviously the two texts"),
         ("text1,text2,first,second,label", {}, "^: several columns could be the two texts of a pair"),
@@ -310,8 +308,15 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
     ],
 )
 def test_invalid_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
-    row = ",".join("1" * (header.count(",") + 1))
+    row = ",".join("a" * (header.count(",") + 1))
     _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, CustomOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "label"), [(None, "cat"), ("classification", "1")])
+def test_columns_of_numbers_are_not_texts(tmp_path: Path, kind: Kind | None, label: str) -> None:
+    message = r"^: expected a column of text, got numbers in 'a', 'b'; .* np\.savez\(.*labels=.* with --text$"
+    _refused(tmp_path / "a.csv", f"a,b,label\n1,-2.5e3,{label}\n,.5,{label}\n", message, CustomOptions(kind=kind))
+    _refused(tmp_path / "a.csv", f"a,b,label\n1,2,{label}\n3,four,{label}\n", "^: no column is obviously the text")
 
 
 def test_unknown_split(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_recipe_is_valid_and_can_be_written_and_read(name: str, tmp_path: Path) 
         ("data.task.max_length=100", "data", "task", {"max_length": 100}),
         ("carry_state=false", "data", "task", {"carry_state": False}),
         ("data.custom.text=body", "data", "custom", {"text": "body"}),
+        ("text=body", "data", "custom", {"text": "body"}),
     ],
 )
 def test_a_key_can_be_changed(change: str, part: str, field: str, value: Any) -> None:

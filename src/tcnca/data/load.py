@@ -13,7 +13,7 @@ import numpy as np
 from tcnca.config import check_choice
 from tcnca.data.archives import check_source
 from tcnca.data.custom import CustomOptions, read_custom
-from tcnca.data.custom.options import draw_splits, input_digests
+from tcnca.data.custom.options import draw_splits, input_digests, with_recipe_keys
 from tcnca.data.custom.streams import list_files, read_errors
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import Plan, generate_in_memory
@@ -157,7 +157,10 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
     # Twice its size: the parts, and all of them joined.
     with array_errors(path, "prepare it with `tcnca data prepare`, and give its name instead of the file"):
         check_memory(2 * sum(file.stat().st_size for file in list_files(path)))
-    return _in_memory(path.name, read_custom(path, custom or CustomOptions()))
+    try:
+        return _in_memory(path.name, read_custom(path, custom))
+    except DataError as error:
+        raise with_recipe_keys(error) from error
 
 
 def load_examples(name: str, folder: Path, split: str, count: int) -> Dataset:

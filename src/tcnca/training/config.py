@@ -18,6 +18,7 @@ from tcnca.config import (
     Range,
     Seed,
 )
+from tcnca.data.custom.options import ARRAY_OPTIONS, TABLE_OPTIONS
 from tcnca.data.schema import Kind
 from tcnca.data.tasks import Task
 from tcnca.errors import ConfigError
@@ -54,7 +55,9 @@ class DataConfig(Config, shorthand="source"):
     """Fraction of the training split to validate on, where the data set has no validation split."""
     task: Annotated[dict[str, Any], OpenKeys(TASK_OPTIONS)] = dataclasses.field(default_factory=dict)
     """Options of the task, such as `max_length: 1000`, or `carry_state: false` for EnWik8."""
-    custom: dict[str, Any] = dataclasses.field(default_factory=dict)
+    custom: Annotated[dict[str, Any], OpenKeys((*TABLE_OPTIONS, *ARRAY_OPTIONS))] = dataclasses.field(
+        default_factory=dict
+    )
     """How to read your own data, such as `text: body`."""
 
 

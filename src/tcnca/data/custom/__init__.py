@@ -8,7 +8,7 @@ from typing import Literal
 
 from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES, read_arrays
-from tcnca.data.custom.options import CustomOptions, with_recipe_keys
+from tcnca.data.custom.options import CustomOptions, numbers_advice
 from tcnca.data.custom.streams import list_files, read_bytes, split_files, unassigned_file
 from tcnca.data.custom.tables import TABLE_SUFFIXES, read_tables
 from tcnca.data.schema import Content, Kind
@@ -34,15 +34,9 @@ def read_custom(origin: Path, options: CustomOptions | None = None) -> Content:
       that is not one object per line are refused without that kind, since hardly anyone wants to model their bytes.
 
     A folder of tables or arrays holds files named train*, valid*, val* or dev*, and test*. `tcnca.data.custom.options`
-    describes what happens with splits that are not given.
+    describes what happens with splits that are not given. Messages name options as `tcnca data prepare` has them.
     """
-    try:
-        return _read(origin, options or CustomOptions())
-    except DataError as error:
-        raise with_recipe_keys(error) from error
-
-
-def _read(origin: Path, options: CustomOptions) -> Content:
+    options = options or CustomOptions()
     check_source(origin)
     files = list_files(origin)
     if not files:
@@ -75,10 +69,9 @@ def _form(origin: Path, files: Sequence[Path], options: CustomOptions) -> _Form 
         _refuse_unsuitable(files)
     possible = ", ".join([*dict.fromkeys(kind for form in present for kind in _KINDS[form]), "language"])
     needed = " or ".join(f"{form} ({', '.join(_SUFFIXES[form])})" for form in _SUFFIXES if options.kind in _KINDS[form])
-    convert = 'np.save("data.npy", np.loadtxt(FILE, delimiter=",", skiprows=1)) makes an array of a table of numbers'
     raise DataError(
-        f"{origin}: --kind {options.kind} needs {needed}, got other files; for these, use {possible}"
-        + (f"; {convert}" if "tables" in present and options.kind in _KINDS["arrays"] else "")
+        f"{origin}: kind {options.kind} needs {needed}, got other files; for these, use {possible}"
+        + (f"; {numbers_advice(options.kind)}" if "tables" in present else "")
     )
 
 

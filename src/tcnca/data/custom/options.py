@@ -53,7 +53,7 @@ _MAX_NAMES = 20
 """Names that a message lists."""
 # At most 18 digits, so that parsing is always cheap.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 class CustomOptions(Config):
@@ -95,13 +95,10 @@ class CustomOptions(Config):
 
 
 def with_recipe_keys(error: DataError) -> DataError:
-    """Add the recipe keys of the options that a message mentions, if any."""
+    """Return the error with recipe keys, such as `data.custom.text=…`, in place of options of `tcnca data prepare`."""
     names = "|".join(field.name for field in dataclasses.fields(CustomOptions))
-    found = re.findall(rf"(?<!\S)--({names})\b(?: ({'|'.join(get_args(Kind))})\b)?", str(error))
-    if not found:
-        return error
-    keys = dict.fromkeys(f"data.custom.{name}={value or '…'}" for name, value in found)
-    return DataError(f"{error} (in a recipe: {', '.join(keys)})")
+    option = rf"(?<!\S)--({names})\b(?: ({'|'.join(get_args(Kind))}|'[^']*')(?!\w))?"
+    return DataError(re.sub(option, lambda found: f"data.custom.{found[1]}={found[2] or '…'}", str(error)))
 
 
 def refuse_options(options: CustomOptions, names: Collection[str], path: Path, form: str) -> None:
@@ -110,6 +107,14 @@ def refuse_options(options: CustomOptions, names: Collection[str], path: Path, f
         value = getattr(options, name)
         if value is not None:
             raise DataError(f"{path}: --{name} {value!r} does not apply to {form}; remove it")
+
+
+def numbers_advice(kind: Kind | None) -> str:
+    """Return how to save the numbers of a table as arrays."""
+    arrays = {"forecast": 'save("data.npy", t)', "regression": 'savez("data.npz", values=t[:, :-1], targets=t[:, -1])'}
+    classes = 'savez("data.npz", values=t[:, :-1], labels=t[:, -1].astype(int))'
+    save = arrays.get(kind or "", classes)
+    return f't = np.loadtxt(FILE, delimiter=",", skiprows=1); np.{save} converts a table of numbers'
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -128,7 +133,7 @@ def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> Data
 def find_classes(labels: Sequence[str], path: Path) -> list[str]:
     """Return the distinct labels of the training data, sorted numerically if all are integers, else as text."""
     distinct = set(labels)
-    if len(distinct) > max(_MAX_CLASSES, len(labels) / 2) and all(_NUMBER.fullmatch(label) for label in distinct):
+    if len(distinct) > max(_MAX_CLASSES, len(labels) / 2) and all(NUMBER.fullmatch(label) for label in distinct):
         raise DataError(
             f"{path}: expected classes, got {len(distinct):,} different numbers in {len(labels):,} examples, for "
             f"example {shown(min(distinct))[1:-1]}; for a regression save arrays `values` and `targets` as .npz"

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.options import (
     ARRAY_OPTIONS,
+    NUMBER,
     SPLIT_NAMES,
     CustomOptions,
     complete_splits,
@@ -23,6 +24,7 @@ from tcnca.data.custom.options import (
     find_classes,
     list_names,
     missing_splits,
+    numbers_advice,
     refuse_options,
     unknown_name,
 )
@@ -51,6 +53,8 @@ PAIR_NAMES = (
 )
 # Texts, labels and their splits are in memory at the same time.
 _COPIES = 3
+_PEEKED_ROWS = 100
+"""Rows that tell whether a table consists of numbers."""
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # What bytes that are not UTF-8 are read as.
 _QUOTED = re.compile(r'"[^"]*("|$)')
@@ -252,7 +256,21 @@ def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> t
 
 def _find_text(candidates: Sequence[str], options: CustomOptions, columns: Sequence[str], path: Path) -> str:
     others = [name for name in candidates if name not in (options.label, options.split)]
+    if not any(name.lower() in TEXT_NAMES for name in others):
+        _refuse_numbers(others, options, path)
     return _find_column(others, TEXT_NAMES, "text", columns, path)
+
+
+def _refuse_numbers(candidates: Sequence[str], options: CustomOptions, path: Path) -> None:
+    """Raise a DataError if the first rows have only numbers in the columns that could be the text."""
+    inputs = [name for name in candidates if name.lower() not in _LABEL_NAMES]
+    rows = itertools.islice(read_rows(path), _PEEKED_ROWS)
+    values = [str(row.get(name, "")).strip() for _, row in rows for name in inputs]
+    if any(values) and all(NUMBER.fullmatch(value) for value in values if value):
+        raise DataError(
+            f"{path}: expected a column of text, got numbers in {list_names(inputs)}; numbers are read from arrays, "
+            f"not from tables: {numbers_advice(options.kind)}; or choose a column to read as text with --text"
+        )
 
 
 def _find_column(
