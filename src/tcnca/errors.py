@@ -102,6 +102,16 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number of things: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_score(value: float) -> str:
+    """Return a loss or a score with four decimals; outside of 0.01 to 10,000 with four significant digits."""
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
 def escape_control(text: str, keep: str = "\n") -> str:
     """Escape control characters except those to `keep`: texts from files must not control a terminal."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)

@@ -61,8 +61,7 @@ def _make_recipe() -> None:
 def _use_recipe() -> None:
     recipe = load_recipe("recipe.yaml")
     recipe.validate()
-    recipe.to_yaml()
-    recipe.for_device("cpu").notes()
+    recipe.for_device("cpu").to_yaml()
     printed("recipe.yaml", [])
 
 
@@ -70,7 +69,7 @@ def _use_changes() -> None:
     changes = json.loads(Path("changes.json").read_bytes())
     recipe = load_recipe("recall-small").override(changes)
     recipe.validate()
-    recipe.to_yaml()
+    recipe.for_device("cpu").to_yaml()
 
 
 def _change(rng: Rng) -> str:

@@ -90,7 +90,7 @@ def test_recipe_is_valid_and_can_be_written_and_read(name: str, tmp_path: Path) 
     recipe = load_recipe(name)
     for each in (recipe, recipe.for_device("cpu"), recipe.for_device("cuda")):
         each.validate()
-        assert each.notes() == []
+        assert each.schedule.warmup_steps <= each.schedule.max_steps
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     (tmp_path / "mine.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     assert load_recipe(str(tmp_path / "mine.yaml")) == recipe
@@ -320,7 +320,6 @@ def test_changes_for_a_cpu() -> None:
 def test_warmup_that_is_longer_than_the_run_is_cut() -> None:
     recipe = load_recipe("enwik8-tcnca").override(["steps=1000"])
     assert recipe.schedule.effective_warmup_steps == 100
-    assert "schedule.warmup_steps: 24,000 is more than the run's 1,000 steps; the warm-up takes 100" in recipe.notes()
     assert scheduled_lr(0.1, 1.0, recipe.schedule) == pytest.approx(1.0)
     assert scheduled_lr(1.0, 1.0, recipe.schedule) == 0.0
     assert ScheduleConfig(max_steps=10, warmup_steps=10).effective_warmup_steps == 10

@@ -20,16 +20,19 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import ConfigError, Stopped, TrainingError
+from tcnca.errors import ConfigError, Stopped, TrainingError, format_score
 from tcnca.files import disk_errors
 from tcnca.training import Score, Trainer, read_log
 from tcnca.training.provenance import Launch, add_launch
 from tcnca.training.report import (
+    Best,
     Result,
     best_validation,
+    cost_rows,
     draw_curves,
     mean_speed,
     read_result,
+    score_rows,
     smooth,
     write_report,
     write_result,
@@ -300,6 +303,18 @@ def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
     for place in range(40):
         near = values[max(place - width, 0) : place + min(width, place) + 1]
         assert found[place] == pytest.approx(np.nanmean(near), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.01444, "1.0144"), (0.0, "0.0000"), (1.2345e-6, "1.234e-06"), (3951870337.7, "3.952e+09"), (math.nan, "nan")],
+)
+def test_scores_have_four_digits_on_any_scale(value: float, text: str) -> None:
+    assert format_score(value) == text
+    score = Score(metric="mean squared error", value=value, count=1, higher_is_better=False)
+    result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1))
+    assert score_rows(result) == [("test", "mean squared error", text, "1")]
+    assert cost_rows(result)[0] == ("best validation", f"{text} at step 1")
 
 
 def test_the_best_validation() -> None:

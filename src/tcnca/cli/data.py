@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tcnca.cli.boundary import continue_with
 from tcnca.cli.reporting import ProgressReporter
-from tcnca.errors import TcncaError
+from tcnca.errors import TcncaError, plural
 
 if TYPE_CHECKING:
     from tcnca.data import Dataset
@@ -238,7 +238,7 @@ def _print_summary(console: Console, data: Dataset) -> None:
     console.print(table)
     train = data.columns("train")
     if (shape := value_shape(train)) is not None:
-        typer.echo("{:,} time steps of {:,} features".format(*shape))
+        typer.echo(f"{plural(shape[0], 'time step')} of {plural(shape[1], 'feature')}")
     if warning := shape_warning(train):
         typer.echo(f"warning: {warning}")
     for split, summary in summaries.items():

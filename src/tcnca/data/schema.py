@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.errors import DataError
+from tcnca.errors import DataError, plural
 
 Kind = Literal["language", "classification", "pairs", "regression", "forecast"]
 SPLITS = ("train", "validation", "test")
@@ -132,8 +132,8 @@ def shape_warning(columns: Columns) -> str:
     if features < max(_MANY_FEATURES, 4 * steps):
         return ""
     return (
-        f"values: {features:,} features in only {steps:,} time steps; arrays are [examples, time, features], transpose "
-        "yours if they are [examples, features, time]"
+        f"values: {features:,} features in only {plural(steps, 'time step')}; arrays are [examples, time, features], "
+        "transpose yours if they are [examples, features, time]"
     )
 
 

@@ -90,11 +90,11 @@ def available_cores() -> int:
 
 def check_device(device: str | None) -> None:
     """Raise a ConfigError unless `device` is None or available here."""
-    available = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    if device is not None and device not in available:
-        reason = "; a GPU is called cuda" if device == "gpu" else ""
-        reason += "" if len(available) > 1 else " (no GPU was found)"
-        raise ConfigError(f"--device: expected {' or '.join(available)}, got {device}{reason}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: expected cpu, since no GPU was found, got cuda")
+    if device not in (None, "cpu", "cuda"):
+        hint = "; a GPU is called cuda" if device == "gpu" else ""
+        raise ConfigError(f"--device: expected cpu or cuda, got {device}{hint}")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from rich.console import Console
 from tcnca.config import check_choice
 from tcnca.data import Task
 from tcnca.data.schema import SPLITS
-from tcnca.errors import ConfigError, DataError
+from tcnca.errors import ConfigError, DataError, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import SequenceModel, evaluating, load
 from tcnca.training.checkpoint import CheckpointManager, verify
@@ -154,7 +154,7 @@ def evaluate_run(
         with logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
-        logger.print(f"{place.name}, {split}: {score.metric} {score.value:.4f} (of {score.count:,})")
+        logger.print(f"{place.name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")
         if dist.is_main:
             name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
             facts = {"split": split, "checkpoint": place.name, "device": dist.device.type, "changes": list(changes)}

@@ -23,7 +23,7 @@ from rich.table import Column
 from torch import Tensor
 
 from tcnca.config import NonNegativeInt, Range, Seconds, check
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, format_score
 from tcnca.files import atomic_write, disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
 
@@ -257,7 +257,7 @@ class Logger:
         self._store(values)
         step = values["step"]
         if "split" in values:
-            self._metric = f", {values['metric']} {values['value']:.4f}"
+            self._metric = f", {values['metric']} {format_score(values['value'])}"
             self._print_line("validation", f"step {step:,}: {values['split']}{self._metric.lstrip(',')}")
             return
         self._values = values
@@ -295,7 +295,7 @@ class Logger:
 
     def _text(self, step: int) -> str:
         values = self._values
-        loss = f", loss {values['loss']:.4f}" if values else ""
+        loss = f", loss {format_score(values['loss'])}" if values else ""
         speed = f", {values['tokens_per_second']:,.0f} tokens/s" if values else ""
         memory = f", {values['memory_gib']:.1f} GiB" if "memory_gib" in values else ""
         return f"step {step:,}{loss}{self._metric}{speed}{memory}"

@@ -121,16 +121,6 @@ class Recipe(Config):
                 errors.append(error)
         raise errors[0]
 
-    def notes(self) -> list[str]:
-        """Return what a user should know before the run."""
-        schedule = self.schedule
-        if schedule.warmup_steps <= schedule.max_steps:
-            return []
-        return [
-            f"schedule.warmup_steps: {schedule.warmup_steps:,} is more than the run's {schedule.max_steps:,} steps; "
-            f"the warm-up takes {schedule.effective_warmup_steps:,}"
-        ]
-
     def build_task(self) -> Task:
         """Return the task, from a prepared data set or a file."""
         if not self.data.source:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import NonNegativeInt, Seconds
-from tcnca.errors import TrainingError, escape_control
+from tcnca.errors import TrainingError, escape_control, format_score
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
 from tcnca.training.logger import read_log
@@ -149,14 +149,14 @@ def write_report(folder: Path, result: Result) -> None:
 
 def score_rows(result: Result) -> list[tuple[str, str, str, str]]:
     """Return split, metric, value and number of answers of each final score, as text."""
-    return [(split, each.metric, f"{each.value:.4f}", f"{each.count:,}") for split, each in result.scores.items()]
+    return [(split, each.metric, format_score(each.value), f"{each.count:,}") for split, each in result.scores.items()]
 
 
 def cost_rows(result: Result) -> list[tuple[str, str]]:
     """Return what a run took, as names and texts."""
     rows = []
     if result.best is not None:
-        rows.append(("best validation", f"{result.best.value:.4f} at step {result.best.step:,}"))
+        rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}"))
     rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
     if result.tokens_per_second is not None:
         rows.append(("tokens/s", f"{result.tokens_per_second:,.0f}"))
@@ -193,7 +193,7 @@ def _hardware(launch: Launch) -> str:
     several = f", {launch.processes} processes" if launch.processes > 1 else ""
     if "memory_gib" in facts:
         return f"{facts['count']} × {facts['name']}, {facts['memory_gib']} GiB{several}"
-    return f"{facts['name']}, {facts['cores']} cores{several}"
+    return f"{facts['name']}, {facts['cores']} core{'' if facts['cores'] == 1 else 's'}{several}"
 
 
 def _versions(launch: Launch) -> str:
@@ -285,7 +285,7 @@ def _draw_validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_b
         late = step > (steps[0] + steps[-1]) / 2 or len(steps) == 1
         above = higher_is_better == (name != "final")
         axis.annotate(
-            f"{name} {value:.4f}",
+            f"{name} {format_score(value)}",
             (step, value),
             xytext=(0, 6 if above else -6),
             textcoords="offset points",

@@ -16,7 +16,7 @@ from torch import nn
 from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
-from tcnca.errors import CheckpointError, ConfigError, TrainingError, shown
+from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
@@ -357,7 +357,7 @@ class Trainer:
         # Another recipe is refused when the checkpoint is restored.
         if result is None or not (self.out / RECIPE).is_file() or load_recipe(str(self.out / RECIPE)) != self.recipe:
             return None
-        self.logger.print(f"{self.out}: the run is finished, after {result.step:,} steps; see {REPORT} in it")
+        self.logger.print(f"{self.out}: the run is finished, after {plural(result.step, 'step')}; see {REPORT} in it")
         return result
 
     def _restore(self) -> None:
@@ -387,7 +387,7 @@ class Trainer:
 
     def _record(self) -> None:
         """Write provenance and recipe, and print what is trained."""
-        recipe, dist, steps = self.recipe, self.dist, self.recipe.schedule.max_steps
+        recipe, dist, schedule = self.recipe, self.dist, self.recipe.schedule
         if dist.is_main:
             launch = Launch(
                 recipe=self.name,
@@ -402,15 +402,15 @@ class Trainer:
             atomic_write(self.out / RECIPE, recipe.to_yaml())
         self.logger.preload()
         dist.barrier()
-        for note in [*recipe.notes(), *self.task.notes()]:
+        for note in self.task.notes():
             self.logger.print(f"warning: {note}")
-        if self.budget is None and steps < _FEW_STEPS:
-            self.logger.print(f"warning: schedule.max_steps: {steps} steps are too few to learn much")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
         sizes = self.task.value_shape
-        shape = f" ({sizes[0]:,} time steps of {sizes[1]:,} features)" if sizes else ""
-        what = f"{self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
+        shape = f" ({plural(sizes[0], 'time step')} of {plural(sizes[1], 'feature')})" if sizes else ""
+        steps = f"{plural(schedule.max_steps, 'step')} (warm-up {schedule.effective_warmup_steps:,})"
+        length = report.duration(self.budget) if self.budget is not None else steps
+        what = f"{length}, {self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
         self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.
@@ -438,8 +438,8 @@ class Trainer:
             report.write_result(self.out, result)
         if self.budget is not None and result.step < _FEW_STEPS:
             self.logger.print(
-                f"warning: only {result.step} steps fitted into the budget of {self.budget:g}s, too few to learn much; "
-                f"give more time, a smaller batch.size or a smaller model"
+                f"warning: only {plural(result.step, 'step')} fitted into the budget of {self.budget:g}s, too few to "
+                "learn much; give more time, a smaller batch.size or a smaller model"
             )
         return result
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, format_score
 from tcnca.files import atomic_write, check_regular
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import RECIPE
@@ -182,7 +182,7 @@ def _run_table(sweep: Sweep, rows: Sequence[Row]) -> str:
         for name in _NUMBERS:
             number = row.number(name)
             score = name in ("validation", "best_validation", "test")
-            texts.append("–" if number is None else f"{number:.4f}" if score else f"{number:,.0f}")
+            texts.append("–" if number is None else format_score(number) if score else f"{number:,.0f}")
         body.append([*(row.point.values[key] for key in sweep.varied), row.state, *texts])
     return _table([*sweep.varied, "state", *(name.replace("_", " ") for name in _NUMBERS)], body)
 
@@ -195,8 +195,8 @@ def _seed_table(sweep: Sweep, rows: Sequence[Row]) -> str:
             [
                 *(group[0].point.values[key] for key in sweep.compared),
                 f"{len(scores)} of {len(group)}",
-                f"{statistics.fmean(scores):.4f}" if scores else "–",
-                f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "–",
+                format_score(statistics.fmean(scores)) if scores else "–",
+                format_score(statistics.stdev(scores)) if len(scores) > 1 else "–",
             ]
         )
     return _table([*sweep.compared, "seeds", f"mean {sweep.split}", "standard deviation"], body)
@@ -218,9 +218,9 @@ def _selection(sweep: Sweep, rows: Sequence[Row]) -> str:
         return "No point is selected: none has a score for every seed."
     mean, over = ("mean ", f" over {len(best)} seeds") if len(best) > 1 else ("", "")
     point = " ".join(f"{key}={best[0].point.values[key]}" for key in sweep.compared)
-    score = f"{mean}{sweep.split} {sweep.metric}{over}, {mean_score(best, sweep.split):.4f}"
+    score = f"{mean}{sweep.split} {sweep.metric}{over}, {format_score(mean_score(best, sweep.split))}"
     start = f"Selected by the {'highest' if sweep.higher_is_better else 'lowest'} {score}: {point}."
     if sweep.split == "test":
         return f"{start} There is no validation split: the point was selected by its test score, which is optimistic."
     test = mean_score(best, "test")
-    return start if math.isnan(test) else f"{start} Its {mean}test {sweep.metric} is {test:.4f}."
+    return start if math.isnan(test) else f"{start} Its {mean}test {sweep.metric} is {format_score(test)}."

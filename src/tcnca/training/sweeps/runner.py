@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tcnca.errors import format_score, plural
 from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
@@ -43,7 +44,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
         rows = {row.point.folder: row for row in read_rows(sweep)}
         waiting = [row.point for row in rows.values() if row.state != "done"]
         done = f", {len(rows) - len(waiting)} already done" if len(waiting) < len(rows) else ""
-        console.print(f"{len(rows)} runs in {sweep.folder}{done}")
+        console.print(f"{plural(len(rows), 'run')} in {sweep.folder}{done}")
         bar = progress.add_task("", total=len(rows), completed=len(rows) - len(waiting))
         free, running, handled = _environments(sweep), list[_Job](), 0
         try:
@@ -67,7 +68,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
                     job.close(asked=bool(caught))
                     row = rows[job.point.folder] = read_row(job.point)
                     write_tables(sweep, list(rows.values()))
-                    scores = [f"{split} {sweep.metric} {score:.4f}" for split, score in row.scores.items()]
+                    scores = [f"{split} {sweep.metric} {format_score(score)}" for split, score in row.scores.items()]
                     reason = f": {row.error} (see {row.point.folder / LOG})" if row.error else ""
                     console.print(f"{row.point.folder.name}: {', '.join([row.state, *scores])}{reason}")
                     progress.advance(bar)
