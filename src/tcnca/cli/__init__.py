@@ -7,6 +7,7 @@ mistakes in arguments are answered at once. Commands import what they need insid
 from __future__ import annotations
 
 import importlib
+import inspect
 import signal
 from typing import Annotated, Any
 
@@ -37,6 +38,17 @@ COMMANDS = {
 _KEY_VALUE_COMMANDS = ("train", "sweep")
 
 
+def _improve_help(command: Any) -> None:
+    """Let the paragraphs of help be wrapped to the terminal, and hide the type of flags, which take no value."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _improve_help(each)
+
+
 class _LazyCommand(TyperCommand):
     """Stands for a command in `tcnca --help`, and imports it when it runs."""
 
@@ -50,17 +62,22 @@ class _LazyCommand(TyperCommand):
     def load(self) -> Any:
         module, _, attribute = self.target.partition(":")
         command = getattr(importlib.import_module(module), attribute)
+        loaded: Any
         if isinstance(command, typer.Typer):
-            return typer.main.get_group(command)
-        single = typer.Typer(add_completion=False)
-        settings = {"ignore_unknown_options": self.name in _KEY_VALUE_COMMANDS}
-        single.command(self.name, context_settings=settings)(command)
-        return typer.main.get_command(single)
+            loaded = typer.main.get_group(command)
+        else:
+            single = typer.Typer(add_completion=False)
+            settings = {"ignore_unknown_options": self.name in _KEY_VALUE_COMMANDS}
+            single.command(self.name, context_settings=settings)(command)
+            loaded = typer.main.get_command(single)
+        _improve_help(loaded)
+        return loaded
 
 
 class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
+        _improve_help(self)
         self.commands = {name: _LazyCommand(name, *entry) for name, entry in COMMANDS.items()}
 
     def main(self, *args: Any, **settings: Any) -> Any:

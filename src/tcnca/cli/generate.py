@@ -34,7 +34,9 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - for standard input.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Of the distribution; 0 takes the most likely token.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="Randomness of the sampling; 0 takes the most likely token.")
+    ] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Sample from this number of most likely tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the fewest most likely tokens with this probability in total.")
@@ -44,7 +46,7 @@ def generate(
         typer.Option(help="Sample from tokens with at least this share of the probability of the most likely one."),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, makes tokens that have occurred less likely.")
+        float, typer.Option(help="Make tokens that have occurred less likely, if above 1.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers. (default: a new one)")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
@@ -59,10 +61,11 @@ def generate(
             "cancelled after Ctrl-C) and seed.",
         ),
     ] = False,
-    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint by validation, not the last.")] = False,
+    device: Annotated[str | None, typer.Option(help="Device, cpu or cuda. (default: a GPU if there is one)")] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights. (default: as saved)")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Data type of the weights. (default: as saved)"),
     ] = None,
     int8: Annotated[
         bool, typer.Option("--int8", help="Round the weights to 8 bits, after the prompt is read: faster.")
