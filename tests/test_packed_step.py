@@ -146,8 +146,8 @@ def trained_model() -> tuple[SequenceModel, Tensor]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 32, "d_ff": 64, "d_key": 16, "d_value": 32, "chunk_size": 16}
     model = SequenceModel(small_config("tcnca", input=TokenInputConfig(vocab_size=256), **sizes))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    for _ in range(25):
         rows = torch.stack([text[start : start + 65] for start in torch.randint(len(text) - 65, (16,))])
         logits = model(rows[:, :-1], return_state=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

@@ -312,10 +312,10 @@ def test_memory_stays(make: Any, values: Any) -> None:
     size = stream.state().nbytes
     tracemalloc.start()
     # What leaks grows every time; what Python keeps for later does not.
-    sizes = [traced(stream, values, 75) for _ in range(4)]
+    sizes = [traced(stream, values, 25) for _ in range(4)]
     tracemalloc.stop()
     assert stream.state().nbytes == size
-    assert min(after - before for before, after in itertools.pairwise(sizes)) < 75 * 64
+    assert min(after - before for before, after in itertools.pairwise(sizes)) < 25 * 64
 
 
 def resident() -> int:
