@@ -100,7 +100,7 @@ def test_a_trained_run_predicts_what_evaluation_counts(tmp_path: Path) -> None:
     assert [{name: row[name] for name in test[0]} for row in answers] == test
     right = [row["prediction"] == row["stars"] for row in answers]
     assert sum(right) / len(right) == score.value
-    assert "were cut to 20, as in training" in result.stderr
+    assert "to 20, as in training (max_length)" in result.stderr
     model = load(run)
     assert model.config.attention is not None
     assert model.config.attention.chunk_size == 4
@@ -136,7 +136,8 @@ def test_trained_runs_of_arrays(recipe: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     if recipe != "forecast":
         score = evaluate_run(run, split="test", device="cpu", verbose=False)
-        assert f"{score.metric} {score.value:.4f} (of {score.count})" in result.stderr
+        digits = ".6g" if recipe == "regress" else ".4f"
+        assert f"{score.metric} {score.value:{digits}} (of {score.count})" in result.stderr
     found = dict(np.load(tmp_path / "out.npz"))
     answers = load(run).predict(x[16:])
     for name, values in found.items():
@@ -240,7 +241,7 @@ def test_unknown_classes_count_as_wrong(tmp_path: Path) -> None:
     result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", rows))
     assert result.exit_code == 0
     assert len(read_csv(result.stdout)) == len(rows)
-    assert result.stderr.startswith("warning: 2 labels are not classes of the model, and count as wrong; the first: ")
+    assert result.stderr.startswith("warning: 2 labels outside the classes of the model, counted as wrong; the first: ")
     assert "rows.csv, line 4, column 'stars': expected one of 'bad', 'fair', 'good', got 'wow\\x1b'" in result.stderr
     assert "accuracy 0.6667 (of 6)" in result.stderr
 
@@ -337,7 +338,7 @@ def test_rows_of_numbers_are_compared_on_request(tmp_path: Path) -> None:
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    assert "mean squared error 5.0000 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
+    assert "mean squared error 5 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
     assert "mean" not in tcnca_predict(tmp_path / "model", data).stderr
     data.write_text('{"values": [1], "truth": [1, 2, 3]}')
     result = tcnca_predict(tmp_path / "model", data, "--label", "truth")
@@ -484,7 +485,7 @@ def test_a_stopped_command_keeps_what_was_predicted(
         signal.signal(signal.SIGTERM, previous)
     assert result.exit_code == 128 + number
     partial = tmp_path / f"{out.name}.partial"
-    assert f"stopped by {number.name}; 4 predictions are in {partial}\n" in result.stderr
+    assert f"stopped by {number.name}; 4 predictions saved in {partial}\n" in result.stderr
     assert out.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", out.name, partial.name, "rows.csv"])
     assert predictions_in(partial, suffix) == expected(load(tmp_path / "model"), TEXTS)[0][:4]
@@ -509,7 +510,7 @@ def test_a_mistake_in_the_input_keeps_what_comes_before(suffix: str, tmp_path: P
     result = tcnca_predict(tmp_path / "model", data, "-o", out)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {data}, line 4")
-    assert result.stderr.endswith(f"; 3 predictions are in {partial}\n")
+    assert result.stderr.endswith(f"; 3 predictions saved in {partial}\n")
     assert not out.exists()
     assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:3]
 
@@ -522,7 +523,7 @@ def test_values_that_do_not_fit_keep_what_comes_before(values: list[float], tmp_
     data.write_text("".join(json.dumps({"values": each}) + "\n" for each in ([1, 2], [3], values)) + "{damaged\n")
     result = tcnca_predict(tmp_path / "model", data, "-o", tmp_path / "out.csv")
     assert result.stderr.startswith(f"Error: {data}, line 3")
-    assert result.stderr.endswith(f"; 2 predictions are in {partial}\n")
+    assert result.stderr.endswith(f"; 2 predictions saved in {partial}\n")
     found = [[float(row[f"prediction_{n}"]) for n in (1, 2)] for row in read_csv(partial.read_text())]
     assert_near(found, model.predict([[1.0, 2.0], [3.0]]).values, rtol=1e-5)
 
@@ -545,7 +546,7 @@ def test_a_full_disk_keeps_what_was_predicted(suffix: str, tmp_path: Path, monke
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.csv"]
         return
     rows = predictions_in(partial, suffix)
-    assert result.stderr.endswith(f"; {len(rows)} predictions are in {partial}\n")
+    assert result.stderr.endswith(f"; {len(rows)} predictions saved in {partial}\n")
     assert rows == expected(model, [TEXTS[1]] * len(rows))[0]
     assert len(rows) in (2, 4)
     predicted(tmp_path / "model", data, "-o", out)
@@ -565,7 +566,7 @@ def test_a_stopped_command_has_printed_what_it_says(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(tcnca.inference.writers, "_fields", interrupted)
     result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", ROWS))
-    assert result.stderr == "\nstopped by SIGINT; 2 predictions were printed\n"
+    assert result.stderr == "\nstopped by SIGINT; 2 predictions printed\n"
     assert len(read_csv(result.stdout)) == 2
 
 
@@ -576,7 +577,7 @@ def test_a_row_that_does_not_fit_the_output_keeps_what_comes_before(suffix: str,
     data.write_text("\n".join(map(json.dumps, rows)))
     result = tcnca_predict(tmp_path / "model", data, "-o", tmp_path / f"out{suffix}")
     assert result.stderr.startswith(f"Error: {data}, line 3: expected")
-    assert f"; 2 predictions are in {tmp_path}/out{suffix}.partial" in result.stderr
+    assert f"; 2 predictions saved in {tmp_path}/out{suffix}.partial" in result.stderr
     assert predictions_in(tmp_path / f"out{suffix}.partial", suffix) == expected(model, TEXTS)[0][:2]
 
 
@@ -601,7 +602,7 @@ def test_rows_of_a_write_that_was_interrupted_are_left_out(
     monkeypatch.setattr(writers, "_fields", interrupted(writers._fields, 3))
     monkeypatch.setattr(writers._GrowingArray, "append", interrupted(writers._GrowingArray.append, 3))
     result = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "rows.csv", ROWS), "-o", tmp_path / f"out{suffix}")
-    assert f"; 2 predictions are in {partial}" in result.stderr
+    assert f"; 2 predictions saved in {partial}" in result.stderr
     assert predictions_in(partial, suffix) == expected(model, TEXTS)[0][:2]
 
 
@@ -685,7 +686,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("classification", "other.csv", "other.csv: expected the column 'body', as in training, got 'txt', 'stars'"),
         ("classification", "rows.csv --text bdy", "rows.csv: did you mean 'body'? expected one of the columns"),
         ("classification", "empty.csv", "empty.csv: expected something to predict, got no rows"),
-        ("classification", "header.csv", "header.csv: expected something to predict, got no rows"),
         ("classification", "latin.csv", "latin.csv, line 3: expected UTF-8, got byte 0xe9"),
         ("classification", "latin.txt", "latin.txt, line 1: expected UTF-8, got byte 0xe9"),
         ("classification", "quote.csv", "quote.csv, line 2: cannot be read"),
@@ -702,7 +702,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "three.npy: array 'values': expected shape [examples, time] with whole numbers",
         ),
         ("classification", "rows.csv --best", "model: has no best checkpoint"),
-        ("language", "rows.csv", "model: expected one that predicts a class, values or a forecast, got a language"),
+        ("language", "rows.csv", "model: expected a model that predicts a class, values or a forecast, got a language"),
         ("signals", "rows.csv", "rows.csv: expected arrays (.npy, .npz), or a column 'x' with a list of numbers"),
         ("signals", "three.npy", "three.npy: array 'values': expected shape [examples, time, 2], 2 features as in"),
         ("signals", "none.npy", "none.npy: expected something to predict, got no rows"),
@@ -712,8 +712,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "nan.npz", "nan.npz: x[0], time step 0: expected finite float32 numbers"),
         ("signals", "header.npz", "header.npz: array 'x': cannot be read"),
         ("signals", "bad.npz", "bad.npz: cannot be read"),
+        ("signals", "1,2", "INPUT, line 1: expected a JSON list with the 2 features of each time step, such as"),
         ("signals", "1,2,x", "INPUT, line 1: expected numbers with commas or spaces between them"),
         ("signals", "rows.csv --text body", "--text: expected none for rows.csv, got 'body'; leave it out"),
+        ("signals", "three.npy --lengths n", "--lengths: expected none for three.npy, got 'n'; leave it out"),
         ("classification", "rows.csv --second body", "--second: expected none for rows.csv, got 'body'; leave it"),
         ("classification", "some_text --label stars", "--label: expected none for INPUT, got 'stars'; leave it out"),
         ("forecast", "three.npy --label y", "--label: expected none for three.npy, got 'y'; leave it out"),
@@ -729,6 +731,50 @@ def test_errors(kind: str, arguments: str, message: str, place: Path) -> None:
     assert result.exit_code == 1
     assert f"Error: {message}" in " ".join(result.stderr.split("\n")), result.stderr
     assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_a_table_without_rows_gives_its_header(tmp_path: Path) -> None:
+    saved("classification", tmp_path / "model")
+    (tmp_path / "in.csv").write_text("id;body;stars\n\n")
+    for suffix, content in {"csv": "id;body;stars;prediction\n", "jsonl": ""}.items():
+        out = tmp_path / f"out.{suffix}"
+        result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv", "-o", out, "--no-probabilities")
+        assert (result.exit_code, out.read_text()) == (0, content), result.stderr
+        assert result.stderr == f"the input has a header, but no rows to predict\nwrote 0 predictions to {out}\n"
+    assert tcnca_predict(tmp_path / "model", tmp_path / "in.csv", "-o", tmp_path / "out.npz").exit_code == 0
+    assert np.load(tmp_path / "out.npz")["probabilities"].shape == (0, 3)
+    (tmp_path / "in.csv").write_text("id,txt\n")
+    assert "expected the column 'body'" in tcnca_predict(tmp_path / "model", tmp_path / "in.csv").stderr
+    saved("forecast", tmp_path / "forecast")
+    (tmp_path / "in.csv").write_text("id,values\n")
+    expected = "index,id,step,prediction_1,prediction_2\n"
+    assert predicted(tmp_path / "forecast", tmp_path / "in.csv") == expected
+
+
+def test_lengths_with_another_name(tmp_path: Path) -> None:
+    run, data = tmp_path / "model", tmp_path / "x.npz"
+    saved("signals", run)  # its lengths were the array "n"
+    x, n = np.random.default_rng(0).normal(size=(2, 9, 2)), np.array([3, 9])
+    np.savez(data, x=x, n=n)
+    expected = predicted(run, data)
+    np.savez(data, x=x, lengths=n)
+    assert predicted(run, data) == expected
+    np.savez(data, x=x, sizes=n, other=np.array([{}, {}]))
+    assert predicted(run, data, "--lengths", "sizes") == expected
+    result = tcnca_predict(run, data)
+    assert result.stdout != expected
+    assert result.stderr == (
+        f"warning: {data}: expected the lengths of the sequences in the array 'n', as in training, got none, so that "
+        "padding is read as data; name their array with --lengths (is it 'sizes'?), or give --lengths '' if there is "
+        "no padding\n"
+    )
+    assert tcnca_predict(run, data, "--lengths", "").stderr == ""
+    assert "did you mean 'sizes'?" in tcnca_predict(run, data, "--lengths", "size").stderr
+    saved("signals", run, columns={})  # a model from Python
+    np.savez(data, values=x, sizes=n, weights=x[:, 0, 0])
+    assert "--lengths (is it 'sizes'?)" in tcnca_predict(run, data).stderr
+    saved("signals", run, columns={"values": "values"})  # trained without lengths
+    assert tcnca_predict(run, data).stderr == ""
 
 
 def test_sequences_beyond_a_position_bias_are_named(tmp_path: Path) -> None:

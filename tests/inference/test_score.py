@@ -238,7 +238,7 @@ def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch:
         patch.setattr("tcnca.cli.score._read", interrupted)
         result = run(folder, "-", "--json", tmp_path / "s.json", "--lines", lines)
     assert result.exit_code == 130
-    assert result.stderr.endswith(f"\nstopped by SIGINT; 1 lines are in {partial}\n")
+    assert result.stderr.endswith(f"\nstopped by SIGINT; 1 line saved in {partial}\n")
     written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert (written["scores"][0]["bytes"], written["complete"]) == (20, False)
     assert lines.read_text() == "before"

@@ -149,7 +149,7 @@ def test_half_precision_takes_raw_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "inputs", "options", "message"),
     [
-        ("language", "text", {}, "model: expected one that predicts .* got a language model; .* `tcnca generate`"),
+        ("language", "text", {}, "model: expected a model that predicts .* got a language model; .* `tcnca generate`"),
         ("signals", "text", {}, r"inputs\[0\]: expected numbers, since the model was trained on values"),
         ("signals", np.zeros((2, 5, 3)), {}, r"inputs\[0\]: expected 2 features .* got shape \[5, 3\]"),
         ("signals", [np.zeros((4, 2)), np.zeros((0, 2))], {}, r"inputs\[1\]: expected at least one time step"),

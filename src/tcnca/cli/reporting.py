@@ -90,8 +90,8 @@ def open_stdout() -> TextIO:
 class ProgressReporter(Progress):
     """Shows the progress of several activities: bars in a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console) -> None:
-        done = TextColumn("{task.completed:,.0f}")
+    def __init__(self, console: Console, unit: str = "") -> None:
+        done = TextColumn(f"{{task.completed:,.0f}} {unit}".rstrip())
         columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._bars: dict[str, TaskID] = {}
@@ -114,11 +114,14 @@ class ProgressReporter(Progress):
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, shows: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a function of what is done and of the total, if it is known: it shows a bar, on a terminal only."""
+def progress_bar(what: str, shows: bool = True, unit: str = "bytes") -> Iterator[Callable[[int, int | None], None]]:
+    """Yield a function of what is done and of the total, if it is known: it shows a bar, on a terminal only.
+
+    `unit` names what is counted.
+    """
     console = Console(stderr=True)
     if not shows or not console.is_terminal:
         yield lambda done, total: None
         return
-    with ProgressReporter(console) as reporter:
+    with ProgressReporter(console, unit) as reporter:
         yield functools.partial(reporter, escape(escape_control(what, "")))

@@ -18,7 +18,7 @@ from tcnca.data.archives import check_source, compression
 from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
-from tcnca.errors import ConfigError, DataError, Stopped, TcncaError, shown
+from tcnca.errors import ConfigError, DataError, Stopped, TcncaError, plural, shown
 from tcnca.files import atomic_path, partial_path
 from tcnca.inference.readers import (
     FORMATS,
@@ -88,6 +88,8 @@ class PredictSummary:
     """Number of true classes that the model does not have. They count as wrong."""
     first_unknown: str = ""
     """The first of them, and where it is."""
+    warning: str = ""
+    """What may be wrong with the input."""
 
 
 def predict_inputs(
@@ -133,10 +135,13 @@ def predict_inputs(
                 if progress is not None:
                     progress(reader.position, reader.total)
             if writer is None:
-                raise DataError(f"{reader.name}: expected something to predict, got no rows; add some")
+                if not reader.header:
+                    raise DataError(f"{reader.name}: expected something to predict, got no rows; add some")
+                writer = stack.enter_context(_open_writer(options, reader, stdout or sys.stdout))
+                writer.write_empty(reader.header, reader.columns, predict_sequences(model, [], str, **how))
     except (KeyboardInterrupt, Stopped) as error:
         if options.out is None:
-            error.add_note(f"{0 if writer is None else writer.count:,} predictions were printed")
+            error.add_note(f"{plural(0 if writer is None else writer.count, 'prediction')} printed")
         elif writer is None:
             error.add_note(f"no predictions were done, {options.out} was not written")
         raise
@@ -149,6 +154,7 @@ def predict_inputs(
         compared=score.count,
         unknown=reader.unknown,
         first_unknown=reader.first_unknown,
+        warning=reader.warning,
     )
 
 
@@ -313,7 +319,7 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
             with contextlib.suppress(OSError):
                 writer.close()
                 temporary.replace(partial_path(options.out))
-                error.add_note(f"{writer.count:,} predictions are in {partial_path(options.out)}")
+                error.add_note(f"{plural(writer.count, 'prediction')} saved in {partial_path(options.out)}")
             raise
     partial_path(options.out).unlink(missing_ok=True)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import csv
 import dataclasses
+import itertools
 import math
 import re
 import zipfile
@@ -33,7 +35,7 @@ from tcnca.data.custom.tables import (
     text_field,
 )
 from tcnca.data.npy import ArrayReader, array_errors, check_memory, list_arrays
-from tcnca.errors import ConfigError, DataError, shown
+from tcnca.errors import ConfigError, DataError, plural, shown
 from tcnca.files import parse_json
 from tcnca.models import SequenceModel, ValueInputConfig
 from tcnca.models.prediction import PredictionKind, class_names, is_one_sequence, prediction_kind
@@ -64,6 +66,8 @@ class ColumnOptions(Config):
     """Column with the second text of a pair."""
     values: str | None = None
     """Column or array with the sequences of numbers."""
+    lengths: str | None = None
+    """Array with the number of time steps of each sequence; empty if no sequence has padding."""
     label: str | None = None
     """Column or array with the true class, or array with the true values; empty not to compare."""
 
@@ -96,6 +100,9 @@ class Reader(abc.ABC):
         total: what `position` is at the end; None if it is not known.
         unknown: number of true classes that the model does not have.
         first_unknown: the first of them, and where it is.
+        header: columns of a table, known when its rows are read.
+        columns: those of them that the inputs come from.
+        warning: what may be wrong with the input.
     """
 
     format: Format | None = None
@@ -103,6 +110,9 @@ class Reader(abc.ABC):
     total: int | None = None
     unknown = 0
     first_unknown = ""
+    header: Sequence[str] = ()
+    columns: tuple[str, ...] = ()
+    warning = ""
 
     def __init__(self, model: SequenceModel, options: ColumnOptions, name: str) -> None:
         self.model, self.options, self.name = model, options, name
@@ -166,17 +176,18 @@ class RowReader(Reader):
 
     def __iter__(self) -> Generator[Example, None, None]:
         """Yield an example for each row."""
-        columns: tuple[str, ...] = ()
         label: str | None = None
         for line, row in self._read():
             self._rows += 1
-            if not columns:
-                columns, label = self._find_columns(list(row))
+            if not self.columns:
+                self.columns, label = self._find_columns(list(row))
             place = f"{self.name}, line {line}"
-            inputs = tuple(self._input(row, column, place) for column in columns)
+            inputs = tuple(self._input(row, column, place) for column in self.columns)
             target = None if label is None or label not in row else self._target(row, label, place)
             size, self._size = self._size, 0
-            yield Example(place, row, inputs, target, columns, size)
+            yield Example(place, row, inputs, target, self.columns, size)
+        if self.header and not self._rows:
+            self.columns, label = self._find_columns(self.header)
 
     def _counted(self, lines: Iterable[str]) -> Iterator[str]:
         for line in lines:
@@ -189,6 +200,9 @@ class RowReader(Reader):
         if self.format == "text":
             return self._text_rows()
         self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
+        lines, copy = itertools.tee(lines)
+        with contextlib.suppress(csv.Error):  # which `csv_rows` reports
+            self.header = next(csv.reader(copy, delimiter=self.delimiter, strict=True), [])
         return csv_rows(self.name, lines, self.delimiter, blank)
 
     def _text_rows(self) -> Iterator[Row]:
@@ -255,7 +269,14 @@ class RowReader(Reader):
             return text_field(row, column, place)
         if column not in row:
             raise DataError(f"{place}: expected a field {shown(column)}, got {list_names(list(row))}; add it")
-        return parse_numbers(row[column], place)
+        numbers, input = parse_numbers(row[column], place), self.model.config.input
+        if isinstance(input, ValueInputConfig) and input.features > 1 and numbers.ndim == 1:
+            raise DataError(
+                f"{place}: expected a JSON list with the {input.features} features of each time step, such as "
+                f"[[1, 2], [3, 4]] for 2 time steps of 2 features, got {plural(len(numbers), 'number')} without "
+                "brackets around each time step; write a whole sequence in each row"
+            )
+        return numbers
 
     def _target(self, row: Mapping[str, Any], column: str, place: str) -> Any:
         """Return the true class or values; None if the field is empty."""
@@ -305,7 +326,8 @@ class ArraysReader(Reader):
     def __init__(self, model: SequenceModel, options: ColumnOptions, path: Path) -> None:
         super().__init__(model, options, str(path))
         self._path, self._done = path, 0
-        self.check_options("values", *(() if self.kind == "forecast" else ("label",)))
+        lengths = () if path.suffix.lower() == ".npy" else ("lengths",)
+        self.check_options("values", *lengths, *(() if self.kind == "forecast" else ("label",)))
 
     @property
     def position(self) -> int:
@@ -334,6 +356,8 @@ class ArraysReader(Reader):
                 self._done = 1
                 return
             self._check(arrays)
+            if "lengths" not in arrays:
+                self.warning = self._lengths_warning(archive, names, arrays)
             self.total = values.shape[0]
             size = max(math.prod(values.shape[1:]) * values.dtype.itemsize, 1)
             with array_errors(values, "use shorter sequences"):
@@ -349,7 +373,7 @@ class ArraysReader(Reader):
     def _roles(self, names: Sequence[str], alone: bool) -> dict[str, str]:
         """Return the name of the array of each role."""
         columns, path = self.facts.columns, self._path
-        given = {"values": self.options.values, "target": self.options.label}
+        given = {"values": self.options.values, "lengths": self.options.lengths, "target": self.options.label}
         for name in given.values():
             if name and name not in names:
                 raise unknown_name(name, "array", names, path)
@@ -366,7 +390,10 @@ class ArraysReader(Reader):
                 "--values"
             )
         roles = {"values": values}
-        if (lengths := columns.get("lengths", "lengths")) in names:
+        lengths = given["lengths"]
+        if lengths is None:
+            lengths = next((name for name in (columns.get("lengths"), "lengths") if name in names), None)
+        if lengths:
             roles["lengths"] = lengths
         role: Literal["labels", "targets"] = "targets" if self.kind == "regression" else "labels"
         target = given["target"]
@@ -375,6 +402,33 @@ class ArraysReader(Reader):
         if target and self.kind != "forecast":
             roles["target"] = target
         return roles
+
+    def _lengths_warning(
+        self, archive: zipfile.ZipFile | None, names: Sequence[str], arrays: Mapping[str, _Opened]
+    ) -> str:
+        """Return a warning if the sequences seem to have lengths that are not used, else an empty text."""
+        columns = self.facts.columns
+        if self.options.lengths == "" or (columns and "lengths" not in columns):
+            return ""
+        used = {*columns.values(), *(array.name for array in arrays.values()), "labels", "targets", "y"}
+        found = []
+        for name in names:
+            with contextlib.suppress(DataError):  # of an array that is not needed
+                if name not in used:
+                    array = self._open(archive, name)
+                    array.reader.close()
+                    if array.dtype.kind in "iu" and array.shape == arrays["values"].shape[:1]:
+                        found.append(name)
+        if not found and "lengths" not in columns:
+            return ""
+        expected = f" in the array {shown(columns['lengths'])}, as in training" if "lengths" in columns else ""
+        advice = f"name their array with --lengths{f' (is it {list_names(found)}?)' if found else ''}"
+        if archive is None:
+            advice = "save them with the values in an .npz"
+        return (
+            f"{self._path}: expected the lengths of the sequences{expected}, got none, so that padding is read as "
+            f"data; {advice}, or give --lengths '' if there is no padding"
+        )
 
     def _check(self, arrays: Mapping[str, _Opened]) -> None:
         """Raise a DataError unless the shapes of the arrays fit the model and each other."""

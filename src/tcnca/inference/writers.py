@@ -41,6 +41,16 @@ class Writer(abc.ABC):
     def write(self, examples: Sequence[Example], predictions: Predictions) -> None:
         """Write the predictions of some examples."""
 
+    def write_empty(self, header: Sequence[str], inputs: Sequence[str], predictions: Predictions) -> None:
+        """Write what the output of a table without rows has.
+
+        Args:
+            header: the columns of the table.
+            inputs: those of them that the inputs come from.
+            predictions: of no examples.
+        """
+        self.write([], predictions)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Complete the file with the predictions of `count` examples, also if the last `write` has failed."""
@@ -107,8 +117,7 @@ class TableWriter(_RowWriter):
             # The series itself would be repeated for each step.
             row = {"index": self.count + number, **{name: row[name] for name in row if name not in example.columns}}
         if not self._columns:
-            self._columns = list(row)
-            self._write_fields([*self._columns, *self._new_columns(predictions)])
+            self._write_header(list(row), predictions)
         kept = list(self._kept(row, example.place))
         if forecast:
             assert predictions.values is not None
@@ -116,6 +125,17 @@ class TableWriter(_RowWriter):
                 self._write_fields([*kept, step, *map(_number, values)])
         else:
             self._write_fields([*kept, *_fields(predictions, number, self._probabilities)])
+
+    def write_empty(self, header: Sequence[str], inputs: Sequence[str], predictions: Predictions) -> None:
+        """Write the header alone."""
+        forecast = predictions.values is not None and predictions.values.ndim == 3
+        kept = ["index", *(name for name in header if name not in inputs)] if forecast else list(header)
+        self._write_header(list(dict.fromkeys(kept)), predictions)
+        self._complete(0)
+
+    def _write_header(self, columns: list[str], predictions: Predictions) -> None:
+        self._columns = columns
+        self._write_fields([*columns, *self._new_columns(predictions)])
 
     def _write_fields(self, fields: Sequence[Any]) -> None:
         # Before Python 3.13, a carriage return is not quoted by default.

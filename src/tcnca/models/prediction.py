@@ -79,16 +79,16 @@ def check_language_model(model: SequenceModel, name: str = "model") -> None:
     )
 
 
-def prediction_kind(model: SequenceModel) -> PredictionKind:
-    """Return what a model predicts of a sequence; raise an InputError if it does something else."""
+def prediction_kind(model: SequenceModel, name: str = "model") -> PredictionKind:
+    """Return what a model predicts of a sequence; raise an InputError that names `name` if it does something else."""
     config, task = model.config, model.preprocessing.task
     head, input = config.head, config.input
     if head.generates:
         if task == "recall":
             return "recall"
         raise InputError(
-            "model: expected one that predicts a class, values or a forecast, got a language model; continue a text "
-            "with `tcnca generate` or tcnca.generate"
+            f"{name}: expected a model that predicts a class, values or a forecast, got a language model; continue a "
+            "text with `tcnca generate` or tcnca.generate"
         )
     if isinstance(head, PairHeadConfig):
         return "pairs"
@@ -102,8 +102,8 @@ def prediction_kind(model: SequenceModel) -> PredictionKind:
     if same and task in ("", "forecast") and model.streams:
         return "forecast"
     raise InputError(
-        "model: expected one that predicts a class or values of a sequence, or a causal one that forecasts its own "
-        f"inputs, got a {type(head).__name__} with an output at every time step; call the model itself"
+        f"{name}: expected a model that predicts a class or values of a sequence, or a causal one that forecasts its "
+        f"own inputs, got a {type(head).__name__} with an output at every time step; call the model itself"
     )
 
 
