@@ -582,10 +582,10 @@ def test_mistakes_are_answered(folder: Path, log: Path, tmp_path: Path) -> None:
         (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to watch, got nothing of this name",
         (folder, tmp_path): f"{tmp_path}: cannot be read (not a regular file); give a file, or - for a pipe",
         (folder, log, "--threshold", 1, "--z-score", 3): "--threshold, --z-score: expected one of them, got both",
-        (words, log): "model: expected a language model of bytes, got one of words",
+        (words, log): f"{words}: expected a language model of bytes, got one of words",
         (folder, log, "--state", log): f"--state: expected a file of its own, got {log}",
         (folder, log, "--state", ""): "--state: expected a file of its own, got .",
-        (classifier, log): "model: expected a language model, got a classifier; use tcnca predict",
+        (classifier, log): f"{classifier}: expected a language model, got a classifier; use tcnca predict",
         (
             folder,
             log,

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from tcnca.cli.reporting import open_stdout, progress_bar, use_threads
-from tcnca.errors import DataError, InputError
+from tcnca.errors import DataError, InputError, plural
 
 _LONG_PROMPT = 2**15
 """Bytes of a prompt from which reading it shows a bar."""
@@ -49,7 +49,7 @@ def generate(
         float, typer.Option(help="Make tokens that have occurred less likely, if above 1.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers. (default: a new one)")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations, counted from 0.")] = 1,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends a continuation, and is not printed; can be repeated.")
     ] = None,
@@ -103,7 +103,7 @@ def generate(
         # Threads that wait for each other at every step are far slower than one on a busy machine.
         small = dist.device.type == "cpu" and size < _SMALL_MODEL
         stack.enter_context(use_threads(threads or (1 if small else None)))
-        stack.enter_context(_option_names("--prompt" if prompt_file is None else str(prompt_file)))
+        stack.enter_context(_option_names(str(model), "--prompt" if prompt_file is None else str(prompt_file)))
         if dtype is not None:
             language_model = language_model.to(getattr(torch, dtype))
         progress = bar.enter_context(progress_bar("reading the prompt", len(text) > _LONG_PROMPT))
@@ -132,7 +132,7 @@ def generate(
             on_piece=on_piece,
             on_end=printer.end,
         )
-        _print_texts(texts, printer, bar.close, f"a prompt of {len(text):,} bytes", seed)
+        _print_texts(texts, printer, bar.close, f"a prompt of {plural(len(text), 'byte')}", seed)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
@@ -151,18 +151,21 @@ def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror}); give a file with a prompt") from error
     if not data:
-        raise InputError(f"{name}: expected a text to continue, got an empty one")
+        raise InputError(
+            f"{name}: expected a text to continue, got an empty one; to start from nothing, give a newline: "
+            "--prompt $'\\n'"
+        )
     return data
 
 
 @contextlib.contextmanager
-def _option_names(prompt: str) -> Iterator[None]:
-    """Name the options of the command, not the arguments in Python, in errors."""
+def _option_names(model: str, prompt: str) -> Iterator[None]:
+    """Name the arguments of the command, not those in Python, in errors."""
     try:
         yield
     except InputError as error:
         name, colon, text = str(error).partition(":")
-        option = {**_OPTIONS, "prompt": prompt, "text": prompt}.get(name, name)
+        option = {**_OPTIONS, "model": model, "prompt": prompt, "text": prompt}.get(name, name)
         text = text.replace(", or None,", ",").replace("expected None for", "expected it off for")
         raise type(error)(option + colon + text) from error
 
@@ -198,7 +201,7 @@ class _Printer:
         while self._current < len(self._texts):
             if not self._begun and len(self._texts) > 1:
                 gap = "" if self._last == "\n" else "\n"
-                self._write(f"{gap}== sample {self._current + 1} of {len(self._texts)} ==\n")
+                self._write(f"{gap}== sample {self._current} ==\n")
             self._begun = True
             self._write(self._texts[self._current])
             self._texts[self._current] = ""
@@ -262,7 +265,7 @@ def _print_texts(
             seconds = now - first
             speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""
             typer.echo(
-                f"{sum(counts):,} tokens in {seconds:.2f} s{speed}, after {prompt} in "
+                f"{plural(sum(counts), 'token')} in {seconds:.2f} s{speed}, after {prompt} in "
                 f"{first - begin:.2f} s; seed {seed}",
                 err=True,
             )

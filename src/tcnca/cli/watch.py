@@ -64,6 +64,7 @@ def watch(
         raise DataError(f"{file}: expected a file to watch, got nothing of this name")
 
     from tcnca.inference.loading import load
+    from tcnca.inference.scoring import check_bytes
     from tcnca.inference.watching import FileTail, LogWatch, PipeTail
     from tcnca.training.distributed import dist_context
     from tcnca.training.signals import catch_signals
@@ -75,6 +76,7 @@ def watch(
             stack.enter_context(_alone(state))
         saved = None if state is None or not state.exists() else _load(state, file)
         model = load(run, place, best=best)
+        check_bytes(model, str(run))
         piped = file == _STDIN
         limits = {"threshold": threshold} if z_score is None else {"z_score": z_score}
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tcnca.errors import InputError
 from tcnca.generation.api import stream
 from tcnca.models import SequenceModel
+from tcnca.models.preprocessing import ADD_BYTE_MAP
 
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
@@ -92,10 +93,7 @@ def _token_bytes(model: SequenceModel) -> list[bytes]:
     """Return the bytes of each token."""
     byte_map, symbols = model.preprocessing.byte_map, model.preprocessing.symbols
     if model.config.head.generates and byte_map is None and symbols is None:
-        raise InputError(
-            "model: expected a model of text, got one that was saved without a byte map; "
-            "tcnca.build(…, preprocessing=tcnca.Preprocessing(byte_map=tuple(range(256)))) has one"
-        )
+        raise InputError(f"model: expected a model of text, got one that was saved without a byte map; {ADD_BYTE_MAP}")
     return [bytes([byte]) for byte in byte_map or ()] or [b" " + symbol.encode() for symbol in symbols or ()]
 
 

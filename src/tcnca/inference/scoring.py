@@ -17,6 +17,7 @@ from tcnca.files import atomic_path
 from tcnca.inference.streaming import Bits, Stream
 from tcnca.models import SequenceModel
 from tcnca.models.prediction import check_language_model
+from tcnca.models.preprocessing import ADD_BYTE_MAP
 
 _NEWLINE = 10
 MAX_POINTS = 4096
@@ -44,7 +45,7 @@ def check_bytes(model: SequenceModel, name: str = "model") -> None:
     """Raise an InputError unless a model is a language model of bytes; `name` is named in it."""
     check_language_model(model, name)
     if model.preprocessing.byte_map is None:
-        found = "without a byte map" if model.preprocessing.symbols is None else "of words"
+        found = f"without a byte map; {ADD_BYTE_MAP}" if model.preprocessing.symbols is None else "of words"
         raise InputError(f"{name}: expected a language model of bytes, got one {found}")
 
 

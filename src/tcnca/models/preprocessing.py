@@ -14,6 +14,11 @@ from tcnca.errors import ConfigError, InputError, VocabularyError, shown
 
 Role = Literal["text", "second", "label", "values", "lengths", "labels", "targets"]
 """What a column of a table (`text`, `second`, `label`) or an array (the others) is used for."""
+ADD_BYTE_MAP = (
+    "if its tokens are bytes, load it in Python, set model.preprocessing = "
+    "tcnca.Preprocessing(byte_map=tuple(range(256))), the byte of each token, and save it with tcnca.save"
+)
+"""Advice for a model without a byte map."""
 
 
 class Preprocessing(Config):
@@ -76,7 +81,9 @@ class Preprocessing(Config):
     def encode_bytes(self, data: bytes, offset: int = 0) -> Tensor:
         """Return the tokens `[time]` of bytes as int16; `offset` is their place in a longer text, for errors."""
         if self.byte_map is None:
-            raise InputError("model: expected a model of bytes, got one that was saved without a byte map")
+            raise InputError(
+                f"model: expected a model of bytes, got one that was saved without a byte map; {ADD_BYTE_MAP}"
+            )
         table = np.full(256, -1, np.int16)
         table[list(self.byte_map)] = np.arange(len(self.byte_map))
         tokens = table[np.frombuffer(data, np.uint8)]
@@ -103,7 +110,9 @@ class Preprocessing(Config):
         """Return the byte or the word of each token."""
         known = self.byte_map if self.symbols is None else self.symbols
         if known is None:
-            raise InputError("text: expected a model of text, got one that was saved without a byte map")
+            raise InputError(
+                f"text: expected a model of text, got one that was saved without a byte map; {ADD_BYTE_MAP}"
+            )
         return known
 
 
