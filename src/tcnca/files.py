@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -148,8 +149,13 @@ def parse_json(content: bytes | str, hint: Any = Any) -> Any:
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
-    """Return `values` as JSON. NaN and infinity, which JSON does not have, become null."""
-    return json.dumps(_finite(values), indent=indent)
+    """Return `values` as JSON. NaN and infinity, which JSON does not have, become null.
+
+    With an indent, a list of numbers is one line.
+    """
+    text = json.dumps(_finite(values), indent=indent)
+    # Strings have no newlines, so the brackets are those of lists.
+    return re.sub(r'\[\n[^]["{]+\]', lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
 
 
 def _finite(value: Any) -> Any:

@@ -176,6 +176,7 @@ def test_the_command_writes_totals_curve_places_and_lines(folder: Path, tmp_path
     assert model["bits"] == pytest.approx(bits.sum())
     assert model["curve"] == {"bytes_per_point": 1, "bits_per_byte": [round(float(value), 4) for value in bits]}
     assert len(model["places"]) == 3
+    assert f'"bits_per_byte": {model["curve"]["bits_per_byte"]}\n' in (tmp_path / "s.json").read_text()
     for place in model["places"]:
         whole = place["before"] + place["text"] + place["after"]
         assert whole in TEXT.decode()
@@ -223,8 +224,27 @@ def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:
     assert "most surprising places" not in result.stdout
     result = run(folder, other, text, "--top", "1", "--plot", tmp_path / "s.svg", "--threads", "1")
     assert "<svg" in (tmp_path / "s.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r"<!-- (.+) -->", (tmp_path / "s.svg").read_text(encoding="utf-8"))
+    assert {"Bits per byte of text.txt (moving mean over 2%)", "offset in the text (bytes)"} < set(drawn)
+    assert next(text for text in drawn if text.startswith("other: ")).endswith(" bits per byte")
     titles = [line.strip() for line in result.stdout.splitlines() if line.startswith("most")]
     assert titles == [f"most surprising places: {name}, {text}" for name in (folder, other)]
+
+
+def test_plots_explain_themselves(folder: Path, tmp_path: Path) -> None:
+    long, plot = tmp_path / "a_$x$.log", tmp_path / "s.svg"
+    long.write_bytes(TEXT * 10)
+    assert run(folder, long, "-", "--plot", plot, stdin=TEXT).exit_code == 0
+    drawn = re.findall(r"<!-- (.+) -->", plot.read_text(encoding="utf-8"))
+    for text in (
+        f"Bits per byte of 2 texts by {folder.name}",
+        "a_$x$.log",
+        "standard input",
+        "moving mean (2% of the text)",
+        "mean of the text",
+        "most surprising places (means of 32 bytes)",
+    ):
+        assert drawn.count(text) == 1, drawn
 
 
 def test_ctrl_c_keeps_what_was_scored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
-from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control
+from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control, plural
 from tcnca.files import atomic_path, atomic_write, partial_path, to_json
 
 if TYPE_CHECKING:
@@ -125,8 +125,11 @@ def score(
         else:
             atomic_write(json_file, text)
     if plot is not None and results:
-        title = files[0].name if len(files) == 1 else ""
-        draw_profiles(plot, title, [(result.name(len(files) > 1), result.profile) for result in results])
+        names = {**_short_names(files), **_short_names(runs)}
+        profiles: dict[str, dict[str, TextProfile]] = {}
+        for result in results:
+            profiles.setdefault(names[result.file], {})[names[result.run]] = result.profile
+        draw_profiles(plot, profiles)
     if stopped is not None:
         raise stopped
 
@@ -139,9 +142,6 @@ class _Result:
     file: Path
     stream: Stream
     profile: TextProfile
-
-    def name(self, with_file: bool) -> str:
-        return f"{self.run.name}, {self.file.name}" if with_file else self.run.name
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is written as JSON."""
@@ -163,6 +163,12 @@ class _Result:
                 for place in self.profile.places()
             ],
         }
+
+
+def _short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return the name of each path without its folder, if that tells all of them apart."""
+    names = {path: "standard input" if path == _STDIO else path.resolve().name for path in paths}
+    return names if len(set(names.values())) == len(names) else {path: str(path) for path in paths}
 
 
 def _check_files(files: Sequence[Path]) -> None:
@@ -267,7 +273,7 @@ def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
         except BaseException as error:
             if path != _STDIO and count and not isinstance(error, OSError):
                 temporary.replace(partial_path(path))
-                error.add_note(f"{count:,} lines are in {partial_path(path)}")
+                error.add_note(f"{plural(count, 'line')} saved in {partial_path(path)}")
             raise
     if path != _STDIO:
         partial_path(path).unlink(missing_ok=True)

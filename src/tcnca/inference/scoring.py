@@ -6,18 +6,22 @@ import bisect
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.errors import InputError
+from tcnca.errors import InputError, escape_control
 from tcnca.files import atomic_path
 from tcnca.inference.streaming import Bits, Stream
 from tcnca.models import SequenceModel
 from tcnca.models.prediction import check_language_model
 from tcnca.models.preprocessing import ADD_BYTE_MAP
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _NEWLINE = 10
 MAX_POINTS = 4096
@@ -252,40 +256,100 @@ class TextProfile:
         return self._best
 
 
-_COLORS = (("#1f4e79", "#a9c4de"), ("#c8553d", "#eebcb0"), ("#3a7d44", "#b5d6ba"), ("#7b5ea7", "#cfc2e2"))
-_MARKED_PLACES = 5
-"""Places that are marked in a plot."""
+_COLORS = ("#1f4e79", "#c8553d", "#3a7d44", "#7b5ea7")
+_LIGHT, _ACCENT = "#a9c4de", "#c8553d"
 
 
-def draw_profiles(path: Path, title: str, profiles: Sequence[tuple[str, TextProfile]]) -> None:
-    """Draw the bits per byte along a text in the format of the file's suffix, one curve for each model."""
+def draw_profiles(path: Path, texts: Mapping[str, Mapping[str, TextProfile]]) -> None:
+    """Draw the bits per byte along texts, in the format of the file's suffix: a panel for each text.
+
+    One model is drawn with its mean and the most surprising places, several models with a curve each.
+
+    Args:
+        path: the file.
+        texts: the profiles, by the name of the text and that of the model.
+    """
     # Slow to import, and needed only here.
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    from tcnca.training.report import GRAY, STYLE, format_ticks, smooth
+    from tcnca.training.report import GRAY, STYLE, format_ticks
 
+    models = list(dict.fromkeys(model for profiles in texts.values() for model in profiles))
+    title = next(iter(texts)) if len(texts) == 1 else f"{len(texts)} texts"
+    title = f"Bits per byte of {title}" + (f" by {models[0]}" if len(models) == 1 else " (moving mean over 2%)")
     with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(7.2, 3.0), dpi=200, layout="constrained")
-        axis = figure.subplots()
-        axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        for index, (name, profile) in enumerate(profiles):
-            dark, light = _COLORS[index % len(_COLORS)]
-            values = profile.curve.values()
-            offsets = (np.arange(len(values)) + 0.5) * profile.curve.width
-            if len(profiles) == 1:  # several would hide each other
-                axis.plot(offsets, values, color=light, linewidth=0.6)
-            label = f"{name}: {profile.bits_per_byte:.4f}"
-            axis.plot(offsets, smooth(values, max(len(values) // 100, 1)), color=dark, linewidth=1.3, label=label)
-        if len(profiles) == 1:
-            for place in profiles[0][1].places()[:_MARKED_PLACES]:
-                mean = place.bits / place.length
-                axis.plot([place.offset], [mean], "o", color=_COLORS[1][0], markersize=3, clip_on=False)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("bits per byte", color=GRAY)
-        axis.set_xlabel("byte", color=GRAY)
-        # Above the axes, where no curve is.
-        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-        format_ticks(axis)
+        figure = Figure(figsize=(7.2, min(1.4 + 1.8 * len(texts), 100)), dpi=200, layout="constrained")
+        panels = figure.subplots(len(texts), squeeze=False, sharey=True)[:, 0]
+        for axis, (text, profiles) in zip(panels, texts.items(), strict=True):
+            if len(models) == 1:
+                _draw_profile(axis, profiles[models[0]], alone=len(texts) == 1)
+            else:
+                _draw_models(axis, profiles, models, alone=len(texts) == 1)
+            if len(texts) > 1:
+                axis.set_title(_plain(text), loc="left", fontsize=9)
+                means = [
+                    f"{f'{model} ' if len(models) > 1 else ''}{profile.bits_per_byte:.4f}"
+                    for model, profile in profiles.items()
+                ]
+                axis.set_title(_plain(f"mean: {', '.join(means)}"), loc="right", fontsize=8, color=GRAY)
+            axis.set_ylabel("bits per byte", color=GRAY)
+            format_ticks(axis)
+        panels[0].set_ylim(bottom=0)  # of all panels, after all curves are drawn
+        panels[-1].set_xlabel("offset in the text (bytes)", color=GRAY)
+        lines = {str(line.get_label()): line for axis in panels for line in axis.lines}
+        legend = figure.legend(
+            handles=list(lines.values()),
+            loc="outside upper left",
+            ncols=2,
+            frameon=False,
+            fontsize=8,
+            title=_plain(title),
+        )
+        # It is the title of the figure: `suptitle` and a legend above the panels would overlap.
+        legend.set_alignment("left")
+        legend.get_title().set(fontsize=11, fontweight="bold")
         with atomic_path(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:].lower())
+
+
+def _draw_profile(axis: Axes, profile: TextProfile, alone: bool) -> None:
+    """Draw a text by one model: all points, their moving mean, the mean of the text and the most surprising places."""
+    from tcnca.training.report import GRAY
+
+    offsets, values, means = _points(profile)
+    width = profile.curve.width
+    every = "each byte" if width == 1 else f"means of {width:,} bytes"
+    every = every if alone else "each byte (in long texts, means of several)"
+    axis.plot(offsets, values, color=_LIGHT, linewidth=0.6, label=every)
+    axis.plot(offsets, means, color=_COLORS[0], linewidth=1.3, label="moving mean (2% of the text)")
+    mean = f"mean: {profile.bits_per_byte:.4f} bits per byte" if alone else "mean of the text"
+    axis.axhline(profile.bits_per_byte, color=GRAY, linewidth=0.8, linestyle="--", label=mean)
+    if places := profile.places():
+        middles = [place.offset + place.length / 2 for place in places]
+        bits = [place.bits / place.length for place in places]
+        label = f"most surprising places (means of {WINDOW} bytes)"
+        axis.plot(middles, bits, "o", color=_ACCENT, markersize=3.5, clip_on=False, label=label)
+
+
+def _draw_models(axis: Axes, profiles: Mapping[str, TextProfile], models: Sequence[str], alone: bool) -> None:
+    """Draw a text by several models: their moving means, since all points would hide each other."""
+    for model, profile in profiles.items():
+        offsets, _, means = _points(profile)
+        color = _COLORS[models.index(model) % len(_COLORS)]
+        label = _plain(f"{model}: {profile.bits_per_byte:.4f} bits per byte" if alone else model)
+        axis.plot(offsets, means, color=color, linewidth=1.3, label=label)
+
+
+def _points(profile: TextProfile) -> tuple[Bits, Bits, Bits]:
+    """Return the offsets of the curve, its values and their moving means."""
+    from tcnca.training.report import smooth
+
+    values = profile.curve.values()
+    offsets = (np.arange(len(values), dtype=np.float64) + 0.5) * profile.curve.width
+    return offsets, values, smooth(values, max(len(values) // 100, 1))
+
+
+def _plain(text: str) -> str:
+    """Return a text that matplotlib does not read as a formula."""
+    return escape_control(text, "").replace("$", r"\$")
