@@ -20,10 +20,10 @@ demo: $(READY)  ## Train a small model to recall and query it: about a minute
 	$(BIN)/tcnca demo
 
 test: $(READY)  ## Run the tests: a few minutes
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
 
 test-all: $(READY)  ## Run all tests, including the slow ones
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check .

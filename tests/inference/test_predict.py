@@ -25,6 +25,7 @@ import tcnca.inference.writers
 from tcnca import Preprocessing, RegressionHeadConfig, SequenceModel, ValueInputConfig, load, save
 from tcnca.cli import app
 from tcnca.cli.reporting import open_stdout
+from tcnca.errors import format_score
 from tcnca.inference import PredictOptions, predict_inputs
 from tcnca.models.prediction import predict_sequences
 from tcnca.training import evaluate_run, load_recipe
@@ -136,8 +137,7 @@ def test_trained_runs_of_arrays(recipe: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     if recipe != "forecast":
         score = evaluate_run(run, split="test", device="cpu", verbose=False)
-        digits = ".6g" if recipe == "regress" else ".4f"
-        assert f"{score.metric} {score.value:{digits}} (of {score.count})" in result.stderr
+        assert f"{score.metric} {format_score(score.value)} (of {score.count})" in result.stderr
     found = dict(np.load(tmp_path / "out.npz"))
     answers = load(run).predict(x[16:])
     for name, values in found.items():
@@ -338,7 +338,7 @@ def test_rows_of_numbers_are_compared_on_request(tmp_path: Path) -> None:
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    assert "mean squared error 5 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
+    assert "mean squared error 5.0000 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
     assert "mean" not in tcnca_predict(tmp_path / "model", data).stderr
     data.write_text('{"values": [1], "truth": [1, 2, 3]}')
     result = tcnca_predict(tmp_path / "model", data, "--label", "truth")

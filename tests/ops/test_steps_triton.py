@@ -69,7 +69,7 @@ def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragg
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch"])
 def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -> None:
-    assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 7, ragged=True)
+    assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 5, ragged=True)
 
 
 @pytest.mark.gpu

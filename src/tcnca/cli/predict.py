@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
-from tcnca.errors import plural
+from tcnca.errors import format_score, plural
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
@@ -104,7 +104,7 @@ def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | 
         )
     if summary.metric is not None:
         # Errors are in the units of the data, and can be of any size.
-        score = f"{summary.score:.4f}" if summary.metric == "accuracy" else f"{summary.score:.6g}"
+        score = format_score(summary.score)
         typer.echo(f"{summary.metric} {score} (of {summary.compared:,})", err=True)
     if out is not None:
         typer.echo(f"wrote {plural(summary.count, 'prediction')} to {out}", err=True)
