@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tcnca import Batcher, SequenceModel
 from tcnca.generation import Request
-from tcnca.generation.dispatch import ModelStep
+from tcnca.generation.dispatch import GraphedStep, ModelStep
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.packed import PackedStep
 from tcnca.generation.step import Step
@@ -34,6 +34,7 @@ STEPS = pytest.mark.parametrize(
             PackedStep, "cpu", id="packed", marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs Numba")
         ),
         pytest.param(FusedStep, "cuda", id="fused", marks=pytest.mark.gpu),
+        pytest.param(GraphedStep, "cuda", id="graphed", marks=pytest.mark.gpu),
     ],
 )
 

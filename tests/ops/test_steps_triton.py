@@ -73,6 +73,18 @@ def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [3, 6, 70])
+@torch.no_grad()
+def test_many_tiles_equal_the_model(batch: int) -> None:
+    """Widths, rows and a chunk of several tiles in every kernel."""
+    config = small_config("tcnca", d_model=640, d_ff=1100, d_value=2100, chunk_size=300)
+    model, x = SequenceModel(config).cuda().eval(), torch.randint(VOCABULARY, (batch, 310), device="cuda")
+    step = FusedStep(model, model.initial_state(batch))
+    found = torch.stack([step(token).clone() for token in x.unbind(1)], 1)
+    assert_close(found, model(x, return_state=False).logits)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 6, 20])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernels_equal_the_model(name: str, batch: int) -> None:
