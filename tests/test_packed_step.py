@@ -51,16 +51,17 @@ def test_threads_share_a_step(name: str, batch: int, threads: int, monkeypatch: 
     assert_close(torch.stack([step(token).clone() for token in x.unbind(1)], 1), expected)
 
 
-def test_the_exponential_is_exact_to_a_unit_in_the_last_place() -> None:
+def test_the_exponential_is_exact_to_three_units_in_the_last_place() -> None:
     x = np.linspace(-87, 88, 100_001, dtype=np.float32)
     found, expected = _exponentials(x), np.exp(x.astype(np.float64))
-    assert np.abs(found / expected - 1).max() < 2**-23
+    assert np.abs(found / expected - 1).max() < 3 * 2**-23
     # Weights of attention and gates: what is less than the smallest number is nearly zero.
     assert _exponentials(np.array([-np.inf, -1e30, -88], dtype=np.float32)).max() < 2e-38
     assert np.isnan(_exponentials(np.array([np.nan], dtype=np.float32))).all()
 
 
-@numba.njit  # type: ignore[untyped-decorator]
+# With the fast math of the kernels, which may reorder the sums in it.
+@numba.njit(**(cpu_kernels._SERIAL | {"cache": False}))  # type: ignore[untyped-decorator]
 def _exponentials(x: Any) -> Any:
     y = np.empty_like(x)
     for i in range(len(x)):

@@ -19,7 +19,8 @@ ACTIVATIONS = {"none": 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
 NORMS = {"layer": 0, "rms": 1, "batch": 2}
 
 _SERIAL = {"cache": True, "fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
-# Loops over `prange` run in parallel, nothing else, which would take longer to compile.
+# Loops over `prange` run in parallel, nothing else, which would take longer to compile. Parallel kernels are functions
+# of their own, since Numba's cache does not tell apart two compilations of one function.
 _PARALLEL = _SERIAL | {
     "parallel": {
         "prange": True,
@@ -47,7 +48,7 @@ GELU_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 
 @njit(inline="always")
 def exp(x):
-    """Return the exponential to about one unit in the last place, without a branch: loops over it are vectorized."""
+    """Return the exponential to three units in the last place, without a branch: loops over it are vectorized."""
     x = min(max(x, SMALLEST), LARGEST)
     n = np.floor(x * LOG2_E + HALF)
     r = x - n * LN2_HIGH - n * LN2_LOW
