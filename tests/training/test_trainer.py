@@ -35,7 +35,9 @@ def invoke(*words: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("after", "changes"), [(1, []), (5, ["grad_accum_steps=3"]), (8, ["model=mega-recall-64"])], ids=str
+    ("after", "changes"),
+    [(1, []), (5, ["grad_accum_steps=3"]), (8, ["model=mega-recall-64", "optimizer=muon"])],
+    ids=str,
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, after: int, changes: list[str]) -> None:
     whole = fit(tmp_path / "whole", *changes)

@@ -141,11 +141,11 @@ class PackedStep(Step):
             self._add_linear(hidden, net.down.weight, net.down.bias, self._x, accumulate=True)
 
     def _add_gated(self, block: GatedBlock, parts: dict[str, Array]) -> None:
-        width, d_key, d_value, _ = block.widths
+        width, d_key, d_value, _ = block.gates.parts
         name = self.model.config.activation
         normed = self._add_norm(block.norm, self._x)
         mixed = self._add_mixer(block.mixer, normed, parts)
-        values, gates = self._empty(d_value), self._empty(sum(block.widths))
+        values, gates = self._empty(d_value), self._empty(sum(block.gates.parts))
         self._add_linear(normed, block.values.weight, block.values.bias, values, name)
         zeta, r, h = width, width + d_key, width + d_key + d_value
         self._add_linear(mixed, block.gates.weight, block.gates.bias, gates, "silu", active=(zeta, h))
@@ -161,8 +161,8 @@ class PackedStep(Step):
         )
         if block.attention is None:
             return
-        d_key, _, d_value = block.widths
-        projected, ones = self._empty(sum(block.widths)), self._empty(d_value) + np.float32(1.0)
+        d_key, _, d_value = block.projection.parts
+        projected, ones = self._empty(sum(block.projection.parts)), self._empty(d_value) + np.float32(1.0)
         normed = self._add_norm(block.attention_norm, self._x)
         self._add_linear(normed, block.projection.weight, block.projection.bias, projected)
         gamma = torch.tensor([[d_key**-0.5], [1.0]]).repeat(1, d_key)

@@ -78,13 +78,12 @@ class GatedBlock(nn.Module):
         super().__init__()
         assert config.attention is not None
         attention, width = config.attention, config.d_model
-        self.widths = (width, attention.d_key, attention.d_value, width)
         self.prenorm = config.prenorm
         self.activation = activation(config.activation)
         self.norm = make_norm(config.norm, width)
         self.mixer = None if config.mixer is None else config.mixer.build(width, config.causal)
         self.values = Linear(width, attention.d_value)
-        self.gates = Linear(width, sum(self.widths))
+        self.gates = Linear(width, width, attention.d_key, attention.d_value, width)
         self.output = Linear(attention.d_value, width)
         self.gamma = nn.Parameter(torch.empty(2, attention.d_key))
         self.beta = nn.Parameter(torch.empty(2, attention.d_key))
@@ -106,7 +105,7 @@ class GatedBlock(nn.Module):
         normed = self.norm(x, lengths) if self.prenorm else x
         values = self.activation(self.values(normed))
         mixed, mixer_state = _run(self.mixer, normed, state=state and state.mixer, **options)
-        u, zeta, r, h = self.gates.split(self.dropout(mixed), self.widths)
+        u, zeta, r, h = self.gates.split(self.dropout(mixed))
         u = torch.sigmoid(u)
         zeta, r = nn.functional.silu(zeta), nn.functional.silu(r)
         attended, attention_state = _run(
@@ -134,9 +133,8 @@ class ResidualBlock(nn.Module):
         self.mixer_norm = None if config.mixer is None else make_norm(config.norm, width)
         self.attention = ChunkedAttention(attention, config.causal) if attention is not None else None
         if attention is not None:
-            self.widths = (attention.d_key, attention.d_key, attention.d_value)
             self.attention_norm = make_norm(config.norm, width)
-            self.projection = Linear(width, sum(self.widths))
+            self.projection = Linear(width, attention.d_key, attention.d_key, attention.d_value)
             self.output = Linear(attention.d_value, width)
             self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
         self.dropout = Dropout(config.dropout, config.feature_dropout)
@@ -155,7 +153,7 @@ class ResidualBlock(nn.Module):
             x = x if self.prenorm else self.mixer_norm(x, lengths)
         if self.attention is not None:
             normed = self.attention_norm(x, lengths) if self.prenorm else x
-            q, k, v = self.projection.split(normed, self.widths)
+            q, k, v = self.projection.split(normed)
             attended, attention_state = _run(
                 self.attention, q, k, self.value_dropout(v), state=state and state.attention, **options
             )

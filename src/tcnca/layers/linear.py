@@ -20,22 +20,31 @@ def init_normal(parameter: Tensor, std: float) -> None:
 
 
 class Linear(nn.Linear):
-    """A linear map with weights initialized N(0, 0.02) and biases 0, as in MEGA."""
+    """A linear map with weights initialized N(0, 0.02) and biases 0, as in MEGA.
+
+    Args:
+        inputs: width of the input.
+        parts: width of the output, or of the parts of several stacked maps.
+    """
+
+    def __init__(self, inputs: int, *parts: int) -> None:
+        super().__init__(inputs, sum(parts))
+        self.parts = parts
 
     def reset_parameters(self) -> None:
         """Initialize the weights."""
         init_normal(self.weight, WEIGHT_STD)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.bias)
 
-    def split(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        """Return the result split into parts of these widths."""
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the results of the stacked maps."""
+        widths = list(self.parts)
         if not torch.is_grad_enabled():
             return self(x).split(widths, -1)
         # The backward of one product would first concatenate the gradients of its parts, which takes longer than
         # several smaller products.
-        biases: Sequence[Tensor | None] = [None] * len(widths) if self.bias is None else self.bias.split(widths)
-        return [F.linear(x, weight, bias) for weight, bias in zip(self.weight.split(widths), biases, strict=True)]
+        weights, biases = self.weight.split(widths), self.bias.split(widths)
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class Dropout(nn.Module):

@@ -27,6 +27,7 @@ ScheduleKind = Literal["linear", "cosine", "wsd"]
 Precision = Literal["float32", "bf16"]
 Parallel = Literal["ddp", "fsdp"]
 NonFinite = Literal["stop", "skip"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 def _task_options(task: type[Task] = Task) -> Iterator[str]:
@@ -72,11 +73,13 @@ class BatchConfig(Config, shorthand="size"):
     """Seed of the order of examples, of the weights and of dropout."""
 
 
-class OptimizerConfig(Config):
-    """AdamW. Norms, biases, EMA and the scales of gates are not decayed."""
+class OptimizerConfig(Config, shorthand="name"):
+    """AdamW, or Muon for the matrices inside the layers. Norms, biases, EMA and the scales of gates are not decayed."""
 
+    name: OptimizerName = "adamw"
+    """`adamw`, or `muon` for the matrices inside the layers and AdamW for everything else."""
     lr: NonNegativeFloat = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate of AdamW."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices and kernels."""
     betas: tuple[Probability, Probability] = (0.9, 0.98)
@@ -85,12 +88,23 @@ class OptimizerConfig(Config):
     """Adam's ε."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Largest norm of the gradient; 0 for no limit."""
+    muon_lr: NonNegativeFloat = 0.005
+    """Peak learning rate of Muon. The root mean square of its updates is 0.2, about that of AdamW's."""
+    muon_weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of Muon."""
+    muon_momentum: Probability = 0.95
+    """Decay rate of Muon's momentum."""
     kernel_lr_mult: NonNegativeFloat = 1.0
     """Factor of the learning rate of the TCN's kernels."""
     kernel_wd_mult: NonNegativeFloat = 1.0
     """Factor of the weight decay of the TCN's kernels."""
     nonfinite: NonFinite = "stop"
     """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name == "muon" and not self.lr:
+            raise ConfigError("lr: expected a positive number, which the schedule of both optimizers follows, got 0")
 
 
 class ScheduleConfig(Config):

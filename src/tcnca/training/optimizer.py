@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcnca.layers import ParamOptions
+from tcnca.layers import Linear, ParamOptions
+from tcnca.models import SequenceModel
 from tcnca.training.config import OptimizerConfig, ScheduleConfig
+from tcnca.training.muon import Muon
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -38,11 +40,21 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     return result
 
 
-def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: SequenceModel, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a run, which together train every parameter once."""
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    groups = parameter_groups(model, config)
-    return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu)]
+    groups, optimizers = parameter_groups(model, config), list[torch.optim.Optimizer]()
+    if config.name == "muon":
+        linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+        hidden = {linear.weight: linear.parts for linear in linears}
+        group: dict[str, Any] = {"name": "hidden", "params": list(hidden), "parts": list(hidden.values())}
+        group |= {"weight_decay": config.muon_weight_decay, "lr_mult": config.muon_lr / config.lr}
+        optimizers.append(Muon([group], config.muon_lr, momentum=config.muon_momentum))
+        for each in groups:
+            each["params"] = [parameter for parameter in each["params"] if parameter not in hidden]
+    groups = [group for group in groups if group["params"]]
+    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu))
+    return optimizers
 
 
 def set_lr(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
