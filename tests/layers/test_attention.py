@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcnca import AttentionConfig
 from tcnca.layers import ChunkedAttention
-from tcnca.layers.attention import Position
+from tcnca.layers.attention import QK_EPS, Position
 from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
 from tests.examples import pairwise
@@ -40,6 +40,20 @@ def test_equals_the_formula(causal: bool, position: str, function: str, chunk_si
     q, k, v = _qkv()
     with torch.no_grad():
         assert_close(module(q, k, v), formulas.attention(module, q, k, v))
+
+
+@pytest.mark.parametrize("position", ["none", "rope"])
+def test_normalized_queries_and_keys(position: str) -> None:
+    module = _attention(position=position, qk_norm=True)
+    plain = _attention(position=position)
+    assert module.qk_scale is not None
+    q, k, v = _qkv()
+    with torch.no_grad():
+        norms = [(x.square().mean(-1, keepdim=True) + QK_EPS).sqrt() for x in (q, k)]
+        expected = plain(q / norms[0] * module.qk_scale, k / norms[1], v)
+        assert_close(module(q, k, v), expected)
+        # The scale of queries and keys no longer matters.
+        assert_close(module(1000 * q, 1000 * k, v), expected, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

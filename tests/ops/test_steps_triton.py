@@ -36,6 +36,8 @@ MODELS: dict[str, ModelConfig] = {name: small_config(name) for name in ("tcnca",
     ),
     "not-affine-gelu-tanh": small_config("mega", final_norm_affine=False, activation="gelu_tanh"),
     "tcnca-untied": small_config("tcnca", **{"head.tie_embeddings": False}),
+    "qk-norm-rope": small_config("tcnca", qk_norm=True, position="rope"),
+    "qk-norm-simple": small_config("tcnca-simple", qk_norm=True),
     "relu-untied": small_config("mega", activation="relu", **{"head.tie_embeddings": False}),
 }
 
@@ -67,7 +69,7 @@ def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragg
 
 @interpreted
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch"])
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "qk-norm-rope"])
 def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -> None:
     assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 5, ragged=True)
 

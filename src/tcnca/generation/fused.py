@@ -12,6 +12,7 @@ from tcnca.generation import step
 from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, ChunkedAttention
+from tcnca.layers.attention import QK_EPS
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
 from tcnca.models import ModelState, SequenceModel
@@ -363,10 +364,11 @@ class FusedStep(step.Step):
             offsets = rotary_bias(attention.alpha, attention.beta, chunk)
         else:
             offsets = attention.bias.detach() if position == "simple" else keys
+        scale = keys if attention.qk_scale is None else attention.qk_scale.detach()
         self._add(
             kernels.score,
             (self.batch, -(-chunk // places)),
-            [gates[:, query:], gates[:, key:], gamma, beta, keys, offsets, self.slots, self.scores],
+            [gates[:, query:], gates[:, key:], gamma, beta, keys, offsets, scale, self.slots, self.scores],
             ((len(offsets) + 1) // 2, gates.shape[1], d_key**-0.5),
             warps=8 if many else 2,
             KEY=d_key,
@@ -376,6 +378,7 @@ class FusedStep(step.Step):
             PLACES=places,
             POSITION="bias" if position in ("simple", "rotary") else position,
             AFFINE=gated,
+            NORM_EPS=None if attention.qk_scale is None else QK_EPS,
         )
         attended = self._empty(d_value)
         places = min(64 if many else 512, _power(chunk))

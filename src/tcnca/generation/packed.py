@@ -20,6 +20,7 @@ from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.sampling import Sampler
 from tcnca.generation.step import Quantization, Step, pack, positions, unpack
 from tcnca.layers import EMA, TCN, ChunkedAttention
+from tcnca.layers.attention import QK_EPS
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
 from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, weight_norm
 from tcnca.models import ModelState, SequenceModel
@@ -207,6 +208,16 @@ class PackedStep(Step):
         y = self._empty(d_value)
         table = _array(bias[reach - chunk : reach])
         caches = parts["keys"], parts["values"]
+        if attention.qk_scale is not None:
+            # The query has the factor of the scores already.
+            factor, kind, zeros = d_key**-0.5, self._kernels.NORMS["rms"], self._empty(d_key)[0]
+            for x, eps, scale in (
+                (query, QK_EPS * factor**2, attention.qk_scale * factor),
+                (key, QK_EPS, torch.ones(1)),
+            ):
+                self._add(
+                    self._kernels.normalize, x, kind, _array(scale.float().expand(d_key)), zeros, np.float32(eps), x
+                )
         self._add(self._attend, self._positions, query, key, *values, *gates, rotation, table, *caches, *scratch, y)
         return y
 

@@ -22,6 +22,8 @@ from tcnca.ops import (
 )
 
 Position = Literal["none", "simple", "rotary", "rope"]
+QK_EPS = 1e-6
+"""Below the mean square of queries and keys at the start of training."""
 
 
 class AttentionConfig(Config, kind="chunked"):
@@ -40,6 +42,8 @@ class AttentionConfig(Config, kind="chunked"):
     on queries and keys. `none`."""
     max_length: TokenCount | None = None
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
+    qk_norm: bool = False
+    """Whether to normalize queries and keys to a mean square of 1, with a learned scale of the scores."""
     dropout: Probability = 0.0
     """Dropout of attention weights."""
 
@@ -80,6 +84,7 @@ class ChunkedAttention(nn.Module):
         elif config.position == "rotary":
             self.alpha = nn.Parameter(torch.empty(config.d_key))
             self.beta = nn.Parameter(torch.empty(config.d_key))
+        self.qk_scale = nn.Parameter(torch.empty(1)) if config.qk_norm else None
         self.reset_parameters()
 
     @property
@@ -88,9 +93,11 @@ class ChunkedAttention(nn.Module):
         return self.config.chunk_size
 
     def reset_parameters(self) -> None:
-        """Initialize the position parameters."""
+        """Initialize the position parameters, and the scale of the scores to 1."""
         for parameter in self.parameters():
             init_normal(parameter, WEIGHT_STD)
+        if self.qk_scale is not None:
+            nn.init.ones_(self.qk_scale)
 
     def set_chunk_size(self, chunk_size: int | None) -> None:
         """Change the chunk size; a simple bias must cover it."""
@@ -119,6 +126,8 @@ class ChunkedAttention(nn.Module):
             `[batch, time, d_value]`, or a tuple of it and the new state.
         """
         return_state = state is not None if return_state is None else return_state
+        if self.qk_scale is not None:
+            q, k = _normalize(q, self.qk_scale), _normalize(k)
         if self.config.position == "rope":
             positions = torch.arange(q.shape[1], device=q.device)
             if state is not None:
@@ -161,7 +170,7 @@ class ChunkedAttention(nn.Module):
         c = self.config
         return (
             f"ChunkedAttention(chunk_size={c.chunk_size}, d_key={c.d_key}, d_value={c.d_value}, "
-            f"activation={c.activation}, position={c.position})"
+            f"activation={c.activation}, position={c.position}{', qk_norm' if c.qk_norm else ''})"
         )
 
     def _bias(
@@ -183,3 +192,8 @@ class ChunkedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
         return f"{self.config}, causal={self.causal}"
+
+
+def _normalize(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (precise * (torch.rsqrt(precise.square().mean(-1, keepdim=True) + QK_EPS) * scale)).to(x.dtype)

@@ -82,7 +82,10 @@ def activate(x, kind):
 
 @njit(**_SERIAL)
 def normalize(x, kind, weight, bias, eps, y):
-    """Write the norm of `NORMS` of `x` to `y`. The statistics of a batch norm are part of `weight` and `bias`."""
+    """Write the norm of `NORMS` of `x` to `y`, which can be `x`.
+
+    The statistics of a batch norm are part of `weight` and `bias`.
+    """
     batch, width = x.shape
     for b in range(batch):
         mean, factor = ZERO, ONE

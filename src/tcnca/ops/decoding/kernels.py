@@ -438,14 +438,34 @@ def project(x, gamma, beta, column, AFFINE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x, gamma, beta, place, column, KEY: tl.constexpr, POSITION: tl.constexpr, AFFINE: tl.constexpr, DTYPE: tl.constexpr
+    x,
+    gamma,
+    beta,
+    place,
+    column,
+    scale,
+    KEY: tl.constexpr,
+    POSITION: tl.constexpr,
+    AFFINE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Return a query or key, rotated by its place in the chunk; `column` is below `KEY`."""
+    """Return a query or key, rotated by its place in the chunk; columns of `column` from `KEY` on are not used.
+
+    With `NORM_EPS` it is normalized to a mean square of `scale`² first.
+    """
+    inside = column < KEY
+    column = tl.minimum(column, KEY - 1)
     y = project(x, gamma, beta, column, AFFINE, DTYPE)
+    if NORM_EPS is not None:
+        scale *= tl.rsqrt(tl.sum(tl.where(inside, y * y, 0.0)) / KEY + NORM_EPS)
+        y = (y * scale).to(DTYPE).to(tl.float32)
     if POSITION == "rope":
         half: tl.constexpr = KEY // 2
         other = tl.where(column < half, column + half, column - half)
         z = project(x, gamma, beta, other, AFFINE, DTYPE)
+        if NORM_EPS is not None:
+            z = (z * scale).to(DTYPE).to(tl.float32)
         angle = place.to(tl.float32) * tl.exp((column % half).to(tl.float32) * (-LOG_ROTARY_BASE / half))
         # Rounded as by PyTorch's own operators.
         cosine, sine = tl.cos(angle).to(DTYPE).to(tl.float32), tl.sin(angle).to(DTYPE).to(tl.float32)
@@ -461,6 +481,7 @@ def score(
     beta,
     keys,
     position_bias,
+    qk_scale,
     slots,
     scores,
     reach,
@@ -473,6 +494,7 @@ def score(
     PLACES: tl.constexpr,
     POSITION: tl.constexpr,
     AFFINE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the current key to the cache `[batch, chunk_size, d_key]`, and the scores of all keys of the chunk.
@@ -492,10 +514,14 @@ def score(
         cached = keys + row * CHUNK * KEY
         earlier = (place < slot)[:, None] & inside[None, :]
         found = tl.load(cached + place[:, None] * KEY + column[None, :], mask=earlier, other=0.0)
-        used = tl.minimum(column, KEY - 1)
         dtype: tl.constexpr = keys.dtype.element_ty
-        q = rotated(query + row * by_row, gamma, beta, slot, used, KEY, POSITION, AFFINE, dtype)
-        k = rotated(key + row * by_row, gamma + KEY, beta + KEY, slot, used, KEY, POSITION, AFFINE, dtype)
+        scale = 1.0
+        if NORM_EPS is not None:
+            scale = tl.load(qk_scale).to(tl.float32)
+        first = query + row * by_row
+        q = rotated(first, gamma, beta, slot, column, scale, KEY, POSITION, AFFINE, NORM_EPS, dtype)
+        first = key + row * by_row
+        k = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, POSITION, AFFINE, NORM_EPS, dtype)
         found = tl.where((place == slot)[:, None], k[None, :], found)
         q = tl.where(inside, q.to(tl.float32), 0.0)
         y = tl.sum(found.to(tl.float32) * q[None, :], 1) * factor
