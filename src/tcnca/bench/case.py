@@ -54,12 +54,14 @@ class Workload(NamedTuple):
     leaves: tensors that need gradients; empty if there is no backward pass.
     optimizer_step: follows the backward pass of a training step; gradients are in the `grad` of the leaves.
     infer: the forward pass without autograd.
+    graphed_step: a whole training step as `runtime.cuda_graphs` launches it.
     """
 
     run: Callable[[], Tensor]
     leaves: tuple[Tensor, ...] = ()
     optimizer_step: Callable[[], None] | None = None
     infer: Callable[[], Tensor] | None = None
+    graphed_step: Callable[[], None] | None = None
 
     def phases(self) -> list[Phases]:
         """Return groups of phases to time. Within a group, each phase uses what the previous one computed."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tcnca.bench.case import DEEP_TOLERANCE, BenchCase, Settings, Workload
 from tcnca.bench.timing import Cost
+from tcnca.data import Batch
 from tcnca.data.tasks.base import class_loss
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, KernelError
 from tcnca.layers import Layer
 from tcnca.models import (
     ClassifierHeadConfig,
@@ -27,6 +28,7 @@ from tcnca.models import (
 from tcnca.training.config import OptimizerConfig, RuntimeConfig
 from tcnca.training.distributed import DistContext, parallelize
 from tcnca.training.evaluate import autocast
+from tcnca.training.graphs import GraphedStep
 from tcnca.training.optimizer import build_optimizers, set_lr
 from tcnca.training.recipe import load_recipe
 
@@ -196,7 +198,7 @@ def _training_workload(
     inference: bool,
     compiled: bool,
 ) -> Workload:
-    """Build a training step on random data and, on request, inference."""
+    """Build a training step on random data and, on request, inference and the step with CUDA graphs."""
     torch.manual_seed(0)
     model = SequenceModel(config).to(settings.device)
     wrapped = parallelize(model, RuntimeConfig(compile=compiled), DistContext(device=settings.device))
@@ -208,22 +210,47 @@ def _training_workload(
     parameters = tuple(model.parameters())
 
     def run() -> Tensor:
+        return loss(inputs, targets)
+
+    def loss(inputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
         with _autocast(settings):
             return class_loss(wrapped(*inputs, return_state=False)[0], targets)
 
-    def optimizer_step() -> None:
+    def optimizer_step(set_to_none: bool = True) -> None:
         nn.utils.clip_grad_norm_(parameters, optimizer_config.max_grad_norm)
         for group in optimizer.param_groups:
             # PyTorch requires it during capture and warns about it otherwise.
             group["capturable"] = settings.on_gpu and torch.cuda.is_current_stream_capturing()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=set_to_none)
 
     if not inference:
         return Workload(run, parameters, optimizer_step)
     eval_model = SequenceModel(config).to(settings.device).eval()
     eval_model.load_state_dict(model.state_dict())
-    return Workload(run, parameters, optimizer_step, torch.no_grad()(lambda: _output(eval_model, inputs, settings)))
+    infer = torch.no_grad()(lambda: _output(eval_model, inputs, settings))
+    if not settings.on_gpu:
+        return Workload(run, parameters, optimizer_step, infer)
+
+    def forward_backward(held: Batch) -> Tensor:
+        documents = (held.inputs,) if held.second is None else (held.inputs, held.second)
+        found = loss(documents, held.targets)
+        found.backward()
+        return found.detach()
+
+    second = inputs[1] if len(inputs) > 1 else None
+    on_host = Batch(inputs=inputs[0], second=second, targets=targets).to("cpu").pin_memory()
+    graphed = GraphedStep(forward_backward, settings.device, _fail)
+
+    def graphed_step() -> None:
+        graphed(on_host)
+        optimizer_step(set_to_none=False)
+
+    return Workload(run, parameters, optimizer_step, infer, graphed_step)
+
+
+def _fail(reason: str) -> None:
+    raise KernelError(reason)
 
 
 def _autocast(settings: Settings) -> torch.autocast:

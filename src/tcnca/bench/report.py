@@ -21,8 +21,10 @@ from tcnca.files import atomic_write, to_json
 
 GRAPH, EAGER = "graph", "eager"
 MODES = (GRAPH, EAGER)
+GRAPHED_STEP = "graphed step"
+"""A training step with `runtime.cuda_graphs`, as a caller sees it."""
 # The optimizer takes almost no time, and is part of the step.
-_TABLE_PHASES = ("inference", "forward", "backward", "step")
+_TABLE_PHASES = ("inference", "forward", "backward", "step", GRAPHED_STEP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

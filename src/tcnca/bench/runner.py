@@ -15,7 +15,7 @@ from tcnca.bench.case import BenchCase, Settings
 from tcnca.bench.generation import generation_cases
 from tcnca.bench.models import layer_cases, lra_cases, model_cases
 from tcnca.bench.operators import ops_cases
-from tcnca.bench.report import EAGER, GRAPH, Report, Result
+from tcnca.bench.report import EAGER, GRAPH, GRAPHED_STEP, Report, Result
 from tcnca.bench.timing import Roofline, Timer, Timing, measure_roofline
 from tcnca.config import closest
 from tcnca.errors import ConfigError, TcncaError, is_out_of_memory
@@ -124,17 +124,21 @@ def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -
         reason = f"expected a relative error of at most {case.tolerance:.0e}, got {worst:.1e}; not timed"
         return dataclasses.replace(blank, status="wrong", reason=reason, errors=errors)
     before = timer.allocated()
-    groups = case.build().phases()
+    workload = case.build()
+    groups = workload.phases()
     times: dict[str, dict[str, Timing]] = {}
     peak, reason = None, ""
     for phases in groups:
         for phase, timing in timer.eager(phases, case.isolated).items():
             times[phase] = {EAGER: timing}
         peak = timer.peak_memory(phases, before)
-    for phases in groups if timer.on_gpu and case.graph else ():
+    graphs = [(timer.graph, GRAPH, phases) for phases in groups if case.graph]
+    if workload.graphed_step is not None:
+        graphs.append((timer.eager, EAGER, {GRAPHED_STEP: workload.graphed_step}))
+    for time_phases, mode, phases in graphs if timer.on_gpu else ():
         try:
-            for phase, timing in timer.graph(phases, case.isolated).items():
-                times[phase][GRAPH] = timing
+            for phase, timing in time_phases(phases, case.isolated).items():
+                times.setdefault(phase, {})[mode] = timing
         except Exception as error:
             # The eager times stay valid.
             reason = f"not captured as a graph: {_shorten(error)}"

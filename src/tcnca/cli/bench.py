@@ -146,7 +146,10 @@ def lra(
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
-    """Measure the encoders of Long-Range Arena, TCNCA against MEGA-chunk: inference and a training step."""
+    """Measure the encoders of Long-Range Arena, TCNCA against MEGA-chunk: inference and a training step.
+
+    On a GPU the step is also measured as `runtime.cuda_graphs` launches it.
+    """
     _run("lra", **locals())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,18 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Copy the batch to pinned memory."""
         return self._map(lambda tensor: tensor.pin_memory())
+
+    def copy_(self, other: Batch) -> None:
+        """Copy the tensors of a batch of equal `signature` into those of this one, without waiting for the device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                value.copy_(getattr(other, name), non_blocking=True)
+
+    def signature(self) -> Hashable:
+        """Return all but the values of the tensors: batches of equal signatures run the same code."""
+        return tuple(
+            (value.shape, value.dtype) if isinstance(value, Tensor) else value for value in vars(self).values()
+        )
 
     def pad_to_bucket(self) -> Batch:
         """Pad rows to the next of a few lengths: powers of two and the midpoints between them.

@@ -167,6 +167,10 @@ class RuntimeConfig(Config):
     compile: bool | Literal["gpu"] = False
     """Whether to compile the layers with `torch.compile`; `gpu` does so on a GPU only, as a CPU needs a C++ compiler.
     Each row length costs half a minute once; rows of unequal lengths are padded to a few."""
+    cuda_graphs: bool = False
+    """Whether to launch the forward and backward pass of a batch as one CUDA graph, for each batch shape that comes up
+    repeatedly. Faster where launches take longer than the kernels; rows of unequal lengths are padded to a few. Without
+    effect on a CPU and with several processes."""
     threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads; 0 for PyTorch's default. Small models, and busy machines, are faster with one."""
     activation_checkpointing: bool | Literal["cheap"] = False

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tcnca.config import check
 from tcnca.data import Batch
@@ -24,6 +24,7 @@ from tcnca.training import report
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import DistContext, dist_context, gradient_sync, parallelize, should_compile
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
+from tcnca.training.graphs import GraphedStep, should_capture
 from tcnca.training.logger import LogConsole, Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
@@ -124,6 +125,9 @@ class Trainer:
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
         self.compiled = should_compile(recipe.runtime, self.dist.device)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist)
+        self.graphed_step: GraphedStep | None = None
+        if should_capture(recipe.runtime, self.dist):
+            self.graphed_step = GraphedStep(self._forward_backward, self.dist.device, self.logger.print)
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
         self.checkpoints = CheckpointManager(self.out / "checkpoints", recipe.checkpoint.keep, self.dist)
         self.state = TrainState(data=self.task.data.digest)
@@ -191,18 +195,17 @@ class Trainer:
         buffers = [buffer.clone() for buffer in self.model.buffers()] if skip_nonfinite else []
 
         total, tokens = torch.zeros((), device=device), 0
-        for index, host in enumerate(micro_batches):
-            batch = host.to(device, non_blocking=True)
+        for index, batch in enumerate(micro_batches):
             # Dropout is a function of seed and step, so that a resumed run drops the same.
             torch.manual_seed(
                 int(CounterRNG(recipe.batch.seed, "dropout", self.state.step, self.dist.rank, index).raw(1)[0] >> 1)
             )
-            last = index == len(micro_batches) - 1
-            with gradient_sync(self.train_model, last), autocast(device, recipe.runtime.precision):
-                logits = self.train_model(**batch.model_inputs(), return_state=False).logits
-                loss = self.task.loss(logits, batch) * batch.weight / len(micro_batches)
-            loss.backward()
-            total, tokens = total + loss.detach(), tokens + host.tokens
+            with gradient_sync(self.train_model, index == len(micro_batches) - 1):
+                if self.graphed_step is not None:
+                    loss = self.graphed_step(batch)
+                else:
+                    loss = self._forward_backward(batch.to(device, non_blocking=True))
+            total, tokens = total + loss, tokens + batch.tokens
 
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.max_grad_norm or math.inf)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
@@ -217,20 +220,31 @@ class Trainer:
             for optimizer in self.optimizers:
                 optimizer.step()
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            # Graphs add to gradients where they are in memory.
+            optimizer.zero_grad(set_to_none=self.graphed_step is None)
         return StepOutput(total, grad_norm, tokens, data_wait, skipped)
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of a micro-batch on the device, and return its loss."""
+        with autocast(self.dist.device, self.recipe.runtime.precision):
+            logits = self.train_model(**batch.model_inputs(), return_state=False).logits
+            loss = self.task.loss(logits, batch) * batch.weight / self.recipe.batch.grad_accum_steps
+        loss.backward()
+        return loss.detach()
 
     def _load_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of this process for a step."""
         config, parts = self.recipe.batch, self.recipe.batch.grad_accum_steps
         on_gpu, batches = self.dist.device.type == "cuda", []
+        # Code is compiled, and graphs are captured, for few shapes.
+        pads = self.compiled or self.graphed_step is not None
         if on_gpu:
             # A thread starts on the first GPU, not on the one that its process uses.
             torch.cuda.set_device(self.dist.device)
         for index in range(parts):
             rank = self.dist.rank * parts + index
             batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
-            if self.compiled and self.task.kind not in ("language", "forecast"):
+            if pads and self.task.kind not in ("language", "forecast"):
                 batch = batch.pad_to_bucket()
             batches.append(batch.pin_memory() if on_gpu else batch)
         return batches
