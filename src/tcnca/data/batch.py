@@ -63,6 +63,17 @@ class Batch:
         """Copy the batch to pinned memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def rows(self, begin: int, end: int) -> Batch:
+        """Return some of the rows."""
+        return self._map(lambda tensor: tensor[begin:end])
+
+    def window(self, begin: int, end: int) -> Batch:
+        """Return some of the time steps, which continue those before. Requires a target at every time step."""
+        inputs, targets = self.inputs[:, begin:end], self.targets[:, begin:end]
+        lengths = None if self.lengths is None else (self.lengths - begin).clamp(0, inputs.shape[1])
+        continues = self.continues or begin > 0
+        return dataclasses.replace(self, inputs=inputs, targets=targets, lengths=lengths, continues=continues)
+
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of a batch of equal `signature` into those of this one, without waiting for the device."""
         for name, value in vars(self).items():

@@ -8,23 +8,27 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from tcnca.config import check_choice
-from tcnca.data import Task
+from tcnca.data import Batch, Task
 from tcnca.data.schema import SPLITS
 from tcnca.errors import ConfigError, DataError, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
-from tcnca.models import SequenceModel, evaluating, load
+from tcnca.models import ModelState, SequenceModel, evaluating, load
 from tcnca.training.checkpoint import CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
 from tcnca.training.logger import Logger
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import load_recipe
+
+_MAX_TOKENS = 2**16
+"""Time steps of a call of the model. More of them only need more memory, at last more than training does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,7 @@ def evaluate(
     config: EvalConfig | None = None,
     *,
     precision: Precision = "float32",
+    exact: bool | None = None,
     max_batches: int | None = None,
     dist: DistContext | None = None,
     progress: Callable[[int, float | None], None] | None = None,
@@ -60,33 +65,77 @@ def evaluate(
         task: the task.
         split: for example `test`.
         config: batch size, chunk size and exactness.
-        precision: of the arithmetic, unless `config.exact` asks for float32.
+        precision: of the arithmetic, unless it is exact.
+        exact: whether to compute in float32; None for what `config.exact` says.
         max_batches: the number of batches to look at; None for the whole split. `config.max_batches` is a limit too.
         dist: the processes that share the work.
         progress: is called after each batch with the number of batches, and the share that is done if it is known.
     """
     config = config or EvalConfig()
-    precision = "float32" if config.exact else precision
+    precision = "float32" if (config.exact if exact is None else exact) else precision
     dist = dist or DistContext(device=next(model.parameters()).device)
     limit = eval_limit(config, max_batches)
     # A split has one answer per example or byte, except where targets are numbers.
     answers = math.inf if task.metric == "mean squared error" else task.sizes[task.eval_split(split)]
-    totals = torch.zeros(2, dtype=torch.float64)
-    state = None
+    streams, chunk_size, answered = task.kind in ("language", "forecast"), None, 0
+    if streams:
+        chunk_size = config.chunk_size or (model.config.attention and model.config.attention.chunk_size) or 1
+    # On the device, which is not waited for until the end; Apple's has no float64.
+    totals = torch.zeros(2, dtype=torch.float64, device="cpu" if dist.device.type == "mps" else dist.device)
+    states: dict[int, ModelState | None] = {}
+    rows = time = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
-        for done, host in enumerate(batches, 1):
-            batch = host.to(dist.device)
-            carry = {"state": state if batch.continues else None} if task.kind in ("language", "forecast") else {}
-            output = model(**batch.model_inputs(), **carry, return_state=bool(carry))
-            state = output.state
-            totals += torch.stack([part.double().cpu() for part in task.metric_sums(output.logits, batch)])
+        for done, host in enumerate(_prefetch(batches, dist.device), 1):
+            batch = host.to(dist.device, non_blocking=True)
+            if not batch.continues:
+                # Each part has its own state, so the next batches are divided alike.
+                rows, time = part_size(batch, chunk_size)
+            for row, part in split_batch(batch, rows, time):
+                carry = {"state": states.get(row) if part.continues else None} if streams else {}
+                output = model(**part.model_inputs(), **carry, return_state=streams)
+                states[row] = output.state
+                totals += torch.stack([each.to(totals) for each in task.metric_sums(output.logits, part)])
+            answered += host.tokens if task.kind == "language" else len(host)
             if progress is not None:
-                share = max(done / (limit or math.inf), float(totals[1]) * dist.world_size / answers)
+                share = max(done / (limit or math.inf), answered * dist.world_size / answers)
                 progress(done, min(share, 1.0) or None)
     total, count = dist.all_reduce_sum(totals).tolist()
     value = total / count if count else math.nan
     return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
+
+
+def part_size(batch: Batch, chunk_size: int | None = None) -> tuple[int, int]:
+    """Return how many rows and time steps of a batch to compute at once: few enough for bounded memory.
+
+    Rows that are too long are divided only with a `chunk_size`, that of a streaming model, at multiples of it.
+    """
+    time = batch.inputs.shape[1] + (0 if batch.second is None else batch.second.shape[1])
+    if chunk_size is not None and time > _MAX_TOKENS:
+        time = _MAX_TOKENS // chunk_size * chunk_size or _MAX_TOKENS
+    return max(1, _MAX_TOKENS // time), time
+
+
+def split_batch(batch: Batch, rows: int, time: int) -> Iterator[tuple[int, Batch]]:
+    """Yield parts of at most so many rows and time steps, each with the index of its first row."""
+    for row in range(0, len(batch), rows):
+        part = batch.rows(row, row + rows)
+        for begin in range(0, batch.inputs.shape[1], time):
+            yield row, part if time >= batch.inputs.shape[1] else part.window(begin, begin + time)
+
+
+def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Load each batch while the one before it is computed, for a GPU into pinned memory."""
+
+    def load() -> Batch | None:
+        batch = next(batches, None)
+        return batch.pin_memory() if batch is not None and device.type == "cuda" else batch
+
+    with ThreadPoolExecutor(1, "batches") as pool:
+        upcoming = pool.submit(load)
+        while (batch := upcoming.result()) is not None:
+            upcoming = pool.submit(load)
+            yield batch
 
 
 def eval_limit(config: EvalConfig, max_batches: int | None = None) -> int | None:

@@ -1,0 +1,102 @@
+"""Evaluation in parts gives the scores of whole batches, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcnca.data import Batch
+from tcnca.models import SequenceModel
+from tcnca.training import evaluate, load_recipe
+from tcnca.training.evaluate import autocast, part_size, split_batch
+from tests.training.test_recipes import own_file
+from tests.training.tiny import MODEL, fit
+
+SMALL = [change for change in MODEL if not change.startswith("model.dropout")]
+MODULE = sys.modules["tcnca.training.evaluate"]
+"""The module, not the function of the same name."""
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("lm", ["data.task.eval_length=300", "data.task.segments=3"]),
+        ("lm", ["data.task.eval_length=300", "carry_state=false", "eval.chunk_size=4"]),
+        ("forecast", ["data.task.window=20"]),
+        ("regress", []),
+        ("classify", []),
+        ("retrieve", []),
+    ],
+    ids=["carried", "not carried", "forecast", "regression", "classes", "pairs"],
+)
+@pytest.mark.parametrize("tokens", [7, 64, 700])
+def test_parts_have_the_score_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, changes: list[str], tokens: int
+) -> None:
+    own = [f"data={own_file(tmp_path, name)}", "data.task.chunk_size=32"] if name == "lm" else []
+    own = own or [f"data={own_file(tmp_path, name)}"]
+    recipe = load_recipe(name).override([*own, *SMALL, *changes])
+    task = recipe.build_task()
+    model = SequenceModel(recipe.model_config(task), task.preprocessing())
+    seen: list[int] = []
+
+    def record(_: Any, given: Any, options: dict[str, Any]) -> None:
+        seen.append(
+            sum(each.shape[0] * each.shape[1] for each in (options["x"], options.get("second")) if each is not None)
+        )
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    split = next(split for split in ("test", "validation", "train") if split in task.data.splits)
+    whole = evaluate(model, task, split, recipe.eval)
+    longest, seen[:] = max(seen), []
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", tokens)
+    parts = evaluate(model, task, split, recipe.eval)
+    assert parts.count == whole.count
+    assert parts.value == pytest.approx(whole.value, rel=1e-5)
+    streams = name in ("lm", "forecast")
+    if longest > tokens:
+        assert max(seen) < longest
+    assert not streams or max(seen) <= tokens
+
+
+def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 12)
+    inputs = torch.arange(40).reshape(4, 10)
+    batch = Batch(inputs=inputs, targets=inputs + 1, lengths=torch.tensor([10, 9, 1, 4]))
+    assert part_size(batch) == (1, 10)
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 25)
+    assert part_size(batch) == (2, 10)
+    assert [(row, len(part)) for row, part in split_batch(batch, 3, 10)] == [(0, 3), (3, 1)]
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 7)
+    assert part_size(batch) == (1, 10)
+    assert part_size(batch, chunk_size=3) == (1, 6)
+    assert part_size(batch, chunk_size=8) == (1, 7)
+    pieces = [part for row, part in split_batch(batch, 2, 4) if row == 2]
+    assert [piece.continues for piece in pieces] == [False, True, True]
+    assert [piece.lengths.tolist() for piece in pieces if piece.lengths is not None] == [[1, 4], [0, 0], [0, 0]]
+    assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), batch.targets[2:])
+    pair = dataclasses.replace(batch, second=inputs)
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 40)
+    assert part_size(pair) == (2, 20)
+
+
+def test_validations_have_the_precision_of_the_run_and_final_scores_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def record(device: torch.device, precision: Any) -> torch.autocast:
+        found.append(precision)
+        return autocast(device, precision)
+
+    monkeypatch.setattr(MODULE, "autocast", record)
+    fit(tmp_path / "exact", "precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1")
+    assert found == ["bf16", "float32", "float32"]
+    found.clear()
+    fit(tmp_path / "fast", "precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1", "exact=false")
+    assert found == ["bf16"] * 3
