@@ -120,6 +120,23 @@ def test_cheap_activation_checkpointing_is_per_run_and_needs_compiled_layers() -
         recipe("activation_checkpointing=cheap")
 
 
+def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, name = dataclasses.replace(recipe().runtime, compile=True), "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv("TCNCA_CACHE", str(tmp_path / "cache"))
+    for chosen in (tmp_path / "chosen", None):
+        if chosen is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, str(chosen))
+        parallelize(small_model(), runtime, DistContext())
+        assert Path(os.environ[name]) == (chosen or tmp_path / "cache" / "inductor")
+    # Where nothing can be written, PyTorch's own default remains.
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("TCNCA_CACHE", os.devnull)
+    parallelize(small_model(), runtime, DistContext())
+    assert not os.environ.get(name, "").startswith((str(tmp_path), os.devnull))
+
+
 def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     one = fit(tmp_path, "checkpoint.every=2", "checkpoint.keep=2")
     best = one.checkpoints.best()

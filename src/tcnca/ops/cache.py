@@ -16,6 +16,11 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
+def cache_folder() -> Path:
+    """Return where compiled code is kept: `$TCNCA_CACHE`, or `~/.cache/tcnca`."""
+    return Path(os.environ.get("TCNCA_CACHE") or Path.home() / ".cache" / "tcnca")
+
+
 def is_private(found: os.stat_result) -> bool:
     """Return whether a file or folder belongs to this user, and nobody else can write to it."""
     if not hasattr(os, "geteuid"):

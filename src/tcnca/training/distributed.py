@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import ConfigError, PeerError
 from tcnca.models import SequenceModel
+from tcnca.ops.cache import cache_folder, private_folder
 from tcnca.training.config import RuntimeConfig
 from tcnca.training.signals import end_by_sigterm
 
@@ -147,15 +149,15 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
         for layer in model.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if should_compile(runtime, context.device):
+        _keep_compiled_code()
         torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES
         # Global settings, which an earlier run in this process may have changed.
         torch._functorch.config.activation_memory_budget = (
             _CHEAP_MEMORY_BUDGET if runtime.activation_checkpointing == "cheap" else 1.0
         )
-        # Per layer: equal layers share the code. Per shape: code for dynamic shapes is slower, and some of it cannot
-        # be generated at all.
+        # Per layer: equal layers share the code.
         for layer in model.layers:
-            layer.compile(dynamic=False)
+            layer.forward = _compiled(layer.forward)
     if context.world_size > 1 and runtime.parallel == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for layer in model.layers:
@@ -164,6 +166,36 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
     if context.world_size > 1 and runtime.parallel == "ddp":
         return DistributedDataParallel(model)
     return model
+
+
+_DYNAMIC = os.environ.get("TCNCA_COMPILE_SHAPES") == "dynamic"
+"""Temporary switch, to measure code for any number of rows and time steps against code for each of them."""
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the `forward` of a layer."""
+    # Of all sizes, only the numbers of rows and of time steps vary.
+    compiled = torch.compile(forward, dynamic=False)
+    if not _DYNAMIC:
+        return compiled
+
+    @functools.wraps(forward)
+    def call(x: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(x, (0, 1))
+        if lengths is not None:
+            torch._dynamo.maybe_mark_dynamic(lengths, 0)
+        return compiled(x, lengths=lengths, **options)
+
+    return call
+
+
+def _keep_compiled_code() -> None:
+    """Keep compiled code for later runs, unless the user has chosen a folder; PyTorch keeps it with temporary files."""
+    with contextlib.suppress(OSError, RuntimeError):  # there may be no home, or none to write to
+        folder = cache_folder() / "inductor"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if private_folder(folder):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @contextlib.contextmanager

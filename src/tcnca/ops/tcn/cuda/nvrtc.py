@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import threading
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,17 +63,12 @@ def cubin(text: str, architecture: str) -> bytes:
     """Return the machine code of a source, read from disk if an earlier run has compiled it."""
     version = "{}.{}".format(*_call("nvrtcVersion"))
     key = hashlib.sha256("\0".join((text, architecture, version, *OPTIONS)).encode()).hexdigest()
-    path = cache_folder() / f"{key[:32]}.cubin"
+    path = cache.cache_folder() / "kernels" / f"{key[:32]}.cubin"
     image = cache.load(path)
     if image is None:
         image = compile_source(text, architecture)
         cache.store(path, image)
     return image
-
-
-def cache_folder() -> Path:
-    """Return where machine code is kept: `$TCNCA_CACHE`, or `~/.cache/tcnca`."""
-    return Path(os.environ.get("TCNCA_CACHE") or Path.home() / ".cache" / "tcnca") / "kernels"
 
 
 def compile_source(text: str, architecture: str) -> bytes:
