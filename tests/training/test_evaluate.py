@@ -13,7 +13,7 @@ import torch
 from tcnca.data import Batch
 from tcnca.models import SequenceModel
 from tcnca.training import evaluate, load_recipe
-from tcnca.training.evaluate import autocast, part_size, split_batch
+from tcnca.training.evaluate import autocast, join_windows, part_size, split_batch
 from tests.training.test_recipes import own_file
 from tests.training.tiny import MODEL, fit
 
@@ -71,12 +71,13 @@ def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert part_size(batch) == (1, 10)
     monkeypatch.setattr(MODULE, "_MAX_TOKENS", 25)
     assert part_size(batch) == (2, 10)
-    assert [(row, len(part)) for row, part in split_batch(batch, 3, 10)] == [(0, 3), (3, 1)]
+    assert [(row, len(part), last) for row, part, last in split_batch(batch, 3, 10)] == [(0, 3, True), (3, 1, True)]
     monkeypatch.setattr(MODULE, "_MAX_TOKENS", 7)
     assert part_size(batch) == (1, 10)
     assert part_size(batch, chunk_size=3) == (1, 6)
     assert part_size(batch, chunk_size=8) == (1, 7)
-    pieces = [part for row, part in split_batch(batch, 2, 4) if row == 2]
+    pieces = [part for row, part, _ in split_batch(batch, 2, 4) if row == 2]
+    assert [last for row, _, last in split_batch(batch, 2, 4) if row == 2] == [False, False, True]
     assert [piece.continues for piece in pieces] == [False, True, True]
     assert [piece.lengths.tolist() for piece in pieces if piece.lengths is not None] == [[1, 4], [0, 0], [0, 0]]
     assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), batch.targets[2:])
@@ -85,7 +86,34 @@ def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert part_size(pair) == (2, 20)
 
 
-def test_validations_have_the_precision_of_the_run_and_final_scores_are_exact(
+def test_windows_that_continue_one_another_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 25)
+    inputs = torch.arange(60).reshape(2, 30)
+    lengths = torch.tensor([30, 12])
+    whole = Batch(inputs=inputs, targets=inputs + 1, lengths=lengths)
+    windows = [whole.window(begin, begin + 10) for begin in (0, 10, 20)]
+    other = Batch(inputs=inputs, targets=inputs)
+    found = list(join_windows(iter([*windows, other])))
+    assert [(joined.batch.inputs.shape[1], joined.done, joined.goes_on) for joined in found] == [
+        (20, 2, True),
+        (10, 3, False),
+        (30, 4, False),
+    ]
+    first, second, last = (joined.batch for joined in found)
+    assert not first.continues
+    assert second.continues
+    assert torch.equal(torch.cat([first.targets, second.targets], 1), whole.targets)
+    assert first.lengths is not None
+    assert second.lengths is not None
+    assert torch.equal(first.lengths + second.lengths, lengths)
+    assert last is other
+    full = dataclasses.replace(windows[0], lengths=None)
+    joined = Batch.join([full, windows[1]])
+    assert joined.lengths is not None
+    assert joined.lengths.tolist() == [20, 12]
+
+
+def test_scores_have_the_precision_of_the_run_unless_they_are_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
@@ -95,8 +123,8 @@ def test_validations_have_the_precision_of_the_run_and_final_scores_are_exact(
         return autocast(device, precision)
 
     monkeypatch.setattr(MODULE, "autocast", record)
-    fit(tmp_path / "exact", "precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1")
-    assert found == ["bf16", "float32", "float32"]
-    found.clear()
-    fit(tmp_path / "fast", "precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1", "exact=false")
-    assert found == ["bf16"] * 3
+    for exact, precision in (("true", "float32"), ("false", "bf16")):
+        found.clear()
+        changes = ["precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1"]
+        fit(tmp_path / exact, *changes, f"exact={exact}")
+        assert found == [precision] * 3

@@ -220,9 +220,9 @@ def test_a_budget_ends_in_time_at_the_final_rate(tmp_path: Path, clock: Clock) -
     one.before_step = lambda _: clock.tick(0.0301)
     measure = one._evaluate
 
-    def slow(split: str, max_batches: int | None = None, exact: bool | None = None) -> Score:
+    def slow(split: str, max_batches: int | None = None) -> Score:
         clock.tick(0.5)
-        return measure(split, max_batches, exact)
+        return measure(split, max_batches)
 
     one._evaluate = slow  # type: ignore[method-assign]
     result = one.fit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,20 @@ class Batch:
         lengths = None if self.lengths is None else (self.lengths - begin).clamp(0, inputs.shape[1])
         continues = self.continues or begin > 0
         return dataclasses.replace(self, inputs=inputs, targets=targets, lengths=lengths, continues=continues)
+
+    @staticmethod
+    def join(windows: Sequence[Batch]) -> Batch:
+        """Return the batch that windows are cut from: each continues the one before it."""
+        if len(windows) == 1:
+            return windows[0]
+        inputs = torch.cat([each.inputs for each in windows], 1)
+        targets = torch.cat([each.targets for each in windows], 1)
+        lengths = None
+        if any(each.lengths is not None for each in windows):
+            full = [each.inputs.new_full((len(each),), each.inputs.shape[1], dtype=torch.long) for each in windows]
+            valid = [width if each.lengths is None else each.lengths for each, width in zip(windows, full, strict=True)]
+            lengths = torch.stack(valid).sum(0)
+        return dataclasses.replace(windows[0], inputs=inputs, targets=targets, lengths=lengths)
 
     def copy_(self, other: Batch) -> None:
         """Copy the tensors of a batch of equal `signature` into those of this one, without waiting for the device."""

@@ -138,12 +138,12 @@ class EvalConfig(Config):
     """Steps between validations; 0 for none before the end."""
     batch_size: PositiveInt = 64
     """Examples, or rows of a language model, per batch. To need less memory than training, the model reads batches of
-    more than 65,536 time steps in parts."""
+    more than 131,072 time steps in parts."""
     chunk_size: PositiveInt | None = None
     """Chunk of the attention in evaluation; None for that of training."""
-    exact: bool = True
-    """Whether scores after training are computed in float32, which gives the same score on every machine. Validations
-    during training always have the precision of the run, which is faster."""
+    exact: bool = False
+    """Whether to compute in float32, which gives the same score on every machine, or in the precision of the run, which
+    is several times as fast."""
     batches: PositiveInt | None = None
     """Batches of a validation during training; None for the whole split."""
     max_batches: PositiveInt | None = None

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -155,9 +154,9 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
         torch._functorch.config.activation_memory_budget = (
             _CHEAP_MEMORY_BUDGET if runtime.activation_checkpointing == "cheap" else 1.0
         )
-        # Per layer: equal layers share the code.
+        # Per layer: equal layers share the code. Per shape: code for dynamic shapes is slower.
         for layer in model.layers:
-            layer.forward = _compiled(layer.forward)
+            layer.compile(dynamic=False)
     if context.world_size > 1 and runtime.parallel == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for layer in model.layers:
@@ -166,27 +165,6 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
     if context.world_size > 1 and runtime.parallel == "ddp":
         return DistributedDataParallel(model)
     return model
-
-
-_DYNAMIC = os.environ.get("TCNCA_COMPILE_SHAPES") == "dynamic"
-"""Temporary switch, to measure code for any number of rows and time steps against code for each of them."""
-
-
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the `forward` of a layer."""
-    # Of all sizes, only the numbers of rows and of time steps vary.
-    compiled = torch.compile(forward, dynamic=False)
-    if not _DYNAMIC:
-        return compiled
-
-    @functools.wraps(forward)
-    def call(x: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Any:
-        torch._dynamo.maybe_mark_dynamic(x, (0, 1))
-        if lengths is not None:
-            torch._dynamo.maybe_mark_dynamic(lengths, 0)
-        return compiled(x, lengths=lengths, **options)
-
-    return call
 
 
 def _keep_compiled_code() -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -27,7 +28,7 @@ from tcnca.training.logger import Logger
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import load_recipe
 
-_MAX_TOKENS = 2**16
+_MAX_TOKENS = 2**17
 """Time steps of a call of the model. More of them only need more memory, at last more than training does."""
 
 
@@ -53,7 +54,6 @@ def evaluate(
     config: EvalConfig | None = None,
     *,
     precision: Precision = "float32",
-    exact: bool | None = None,
     max_batches: int | None = None,
     dist: DistContext | None = None,
     progress: Callable[[int, float | None], None] | None = None,
@@ -65,14 +65,13 @@ def evaluate(
         task: the task.
         split: for example `test`.
         config: batch size, chunk size and exactness.
-        precision: of the arithmetic, unless it is exact.
-        exact: whether to compute in float32; None for what `config.exact` says.
+        precision: of the arithmetic, unless `config.exact` asks for float32.
         max_batches: the number of batches to look at; None for the whole split. `config.max_batches` is a limit too.
         dist: the processes that share the work.
         progress: is called after each batch with the number of batches, and the share that is done if it is known.
     """
     config = config or EvalConfig()
-    precision = "float32" if (config.exact if exact is None else exact) else precision
+    precision = "float32" if config.exact else precision
     dist = dist or DistContext(device=next(model.parameters()).device)
     limit = eval_limit(config, max_batches)
     # A split has one answer per example or byte, except where targets are numbers.
@@ -86,15 +85,18 @@ def evaluate(
     rows = time = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
-        for done, host in enumerate(_prefetch(batches, dist.device), 1):
+        for host, done, goes_on in _prefetch(join_windows(batches), dist.device):
             batch = host.to(dist.device, non_blocking=True)
             if not batch.continues:
                 # Each part has its own state, so the next batches are divided alike.
                 rows, time = part_size(batch, chunk_size)
-            for row, part in split_batch(batch, rows, time):
-                carry = {"state": states.get(row) if part.continues else None} if streams else {}
-                output = model(**part.model_inputs(), **carry, return_state=streams)
-                states[row] = output.state
+            for row, part, last in split_batch(batch, rows, time):
+                carry = {"state": states.pop(row, None) if part.continues else None} if streams else {}
+                # A state takes memory and time, and is not needed at the end of a sequence.
+                keep = streams and (goes_on or not last)
+                output = model(**part.model_inputs(), **carry, return_state=keep)
+                if keep:
+                    states[row] = output.state
                 totals += torch.stack([each.to(totals) for each in task.metric_sums(output.logits, part)])
             answered += host.tokens if task.kind == "language" else len(host)
             if progress is not None:
@@ -116,26 +118,54 @@ def part_size(batch: Batch, chunk_size: int | None = None) -> tuple[int, int]:
     return max(1, _MAX_TOKENS // time), time
 
 
-def split_batch(batch: Batch, rows: int, time: int) -> Iterator[tuple[int, Batch]]:
-    """Yield parts of at most so many rows and time steps, each with the index of its first row."""
+def split_batch(batch: Batch, rows: int, time: int) -> Iterator[tuple[int, Batch, bool]]:
+    """Yield parts of at most so many rows and time steps: the index of its first row, it, and whether it is the last of
+    these rows."""
+    length = batch.inputs.shape[1]
     for row in range(0, len(batch), rows):
         part = batch.rows(row, row + rows)
-        for begin in range(0, batch.inputs.shape[1], time):
-            yield row, part if time >= batch.inputs.shape[1] else part.window(begin, begin + time)
+        for begin in range(0, length, time):
+            yield row, part if time >= length else part.window(begin, begin + time), begin + time >= length
 
 
-def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+class _Joined(NamedTuple):
+    """Batches that continue one another, as one."""
+
+    batch: Batch
+    done: int
+    """Number of batches up to the last of these."""
+    goes_on: bool
+    """Whether the next batch continues this one."""
+
+
+def join_windows(batches: Iterator[Batch]) -> Iterator[_Joined]:
+    """Join batches that continue one another while their rows are short: one long call is faster than several."""
+    group: list[Batch] = []
+    done = 0
+    for done, batch in enumerate(batches):
+        time = sum(each.inputs.shape[1] for each in (*group, batch))
+        if group and (not batch.continues or time > _MAX_TOKENS):
+            yield _Joined(Batch.join(group), done, batch.continues)
+            group = []
+        group.append(batch)
+    if group:
+        yield _Joined(Batch.join(group), done + 1, False)
+
+
+def _prefetch(batches: Iterator[_Joined], device: torch.device) -> Iterator[_Joined]:
     """Load each batch while the one before it is computed, for a GPU into pinned memory."""
 
-    def load() -> Batch | None:
-        batch = next(batches, None)
-        return batch.pin_memory() if batch is not None and device.type == "cuda" else batch
+    def load() -> _Joined | None:
+        joined = next(batches, None)
+        if joined is None or device.type != "cuda":
+            return joined
+        return joined._replace(batch=joined.batch.pin_memory())
 
     with ThreadPoolExecutor(1, "batches") as pool:
         upcoming = pool.submit(load)
-        while (batch := upcoming.result()) is not None:
+        while (joined := upcoming.result()) is not None:
             upcoming = pool.submit(load)
-            yield batch
+            yield joined
 
 
 def eval_limit(config: EvalConfig, max_batches: int | None = None) -> int | None:

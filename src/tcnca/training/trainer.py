@@ -300,12 +300,11 @@ class Trainer:
         return bool(every) and step % every == 0 and not last
 
     def _validate(self, meter: Meter) -> None:
-        # Exact scores would take several times as long.
-        self.state.score = self._evaluate("validation", self.recipe.eval.batches, exact=False).value
+        self.state.score = self._evaluate("validation", self.recipe.eval.batches).value
         if self._is_best(self.state.score):
             self.checkpoints.mark_best(self._save(meter), self.state.score)
 
-    def _evaluate(self, split: str, max_batches: int | None = None, exact: bool | None = None) -> Score:
+    def _evaluate(self, split: str, max_batches: int | None = None) -> Score:
         """Measure the model on a split, and log the score."""
         # Running means differ between processes; those of the main one are saved.
         self.dist.broadcast(self.model.buffers())
@@ -318,7 +317,6 @@ class Trainer:
                 split,
                 self.recipe.eval,
                 precision=self.recipe.runtime.precision,
-                exact=exact,
                 max_batches=max_batches,
                 dist=self.dist,
                 progress=progress,
