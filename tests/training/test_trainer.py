@@ -22,7 +22,7 @@ import tcnca
 from tcnca.cli import app
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
 from tcnca.files import file_lock
-from tcnca.training import DistContext, Score, Trainer, evaluate, load_recipe, read_log, trainer
+from tcnca.training import DistContext, Score, Trainer, distributed, evaluate, load_recipe, read_log, trainer
 from tcnca.training.checkpoint import read_state
 from tcnca.training.distributed import parallelize
 from tcnca.training.logger import LogConsole
@@ -121,19 +121,20 @@ def test_cheap_activation_checkpointing_is_per_run_and_needs_compiled_layers() -
 
 
 def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, name = dataclasses.replace(recipe().runtime, compile=True), "TORCHINDUCTOR_CACHE_DIR"
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setattr(distributed, "_start_compiler", lambda: None)
     monkeypatch.setenv("TCNCA_CACHE", str(tmp_path / "cache"))
     for chosen in (tmp_path / "chosen", None):
         if chosen is None:
             monkeypatch.delenv(name)
         else:
             monkeypatch.setenv(name, str(chosen))
-        parallelize(small_model(), runtime, DistContext())
+        distributed.preload_compiler()
         assert Path(os.environ[name]) == (chosen or tmp_path / "cache" / "inductor")
     # Where nothing can be written, PyTorch's own default remains.
     monkeypatch.delenv(name)
     monkeypatch.setenv("TCNCA_CACHE", os.devnull)
-    parallelize(small_model(), runtime, DistContext())
+    distributed.preload_compiler()
     assert not os.environ.get(name, "").startswith((str(tmp_path), os.devnull))
 
 

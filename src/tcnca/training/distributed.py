@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -142,13 +144,31 @@ def should_compile(runtime: RuntimeConfig, device: torch.device) -> bool:
     return runtime.compile is True or (runtime.compile == "gpu" and device.type == "cuda")
 
 
+def preload_compiler() -> None:
+    """Import the compiler and start its processes in the background, as both take seconds.
+
+    Compiled code is kept for later runs, unless the user has chosen a folder: PyTorch keeps it with temporary files.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # there may be no home, or none to write to
+        folder = cache_folder() / "inductor"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if private_folder(folder):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    threading.Thread(target=_start_compiler, daemon=True).start()
+
+
+def _start_compiler() -> None:
+    with contextlib.suppress(ImportError, AttributeError):  # not part of PyTorch's public interface
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
+
+
 def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistContext) -> nn.Module:
     """Apply activation checkpointing, compilation and DDP or FSDP2. Returns the module to call in training."""
     if runtime.activation_checkpointing is True:
         for layer in model.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if should_compile(runtime, context.device):
-        _keep_compiled_code()
         torch._dynamo.config.recompile_limit = _MAX_COMPILED_SHAPES
         # Global settings, which an earlier run in this process may have changed.
         torch._functorch.config.activation_memory_budget = (
@@ -165,15 +185,6 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
     if context.world_size > 1 and runtime.parallel == "ddp":
         return DistributedDataParallel(model)
     return model
-
-
-def _keep_compiled_code() -> None:
-    """Keep compiled code for later runs, unless the user has chosen a folder; PyTorch keeps it with temporary files."""
-    with contextlib.suppress(OSError, RuntimeError):  # there may be no home, or none to write to
-        folder = cache_folder() / "inductor"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if private_folder(folder):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,14 @@ from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
 from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
-from tcnca.training.distributed import DistContext, dist_context, gradient_sync, parallelize, should_compile
+from tcnca.training.distributed import (
+    DistContext,
+    dist_context,
+    gradient_sync,
+    parallelize,
+    preload_compiler,
+    should_compile,
+)
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.graphs import GraphedStep, should_capture
 from tcnca.training.logger import LogConsole, Logger, Meter, StepOutput, read_log
@@ -120,10 +127,12 @@ class Trainer:
         recipe = self.recipe
         if recipe.runtime.threads:
             torch.set_num_threads(recipe.runtime.threads)
+        self.compiled = should_compile(recipe.runtime, self.dist.device)
+        if self.compiled:
+            preload_compiler()
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
-        self.compiled = should_compile(recipe.runtime, self.dist.device)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist)
         self.graphed_step: GraphedStep | None = None
         if should_capture(recipe.runtime, self.dist):
