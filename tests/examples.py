@@ -57,6 +57,7 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     "rope-laplace-rms": small_config(
         "tcnca-simple", position="rope", norm="rms", **{"attention.activation": "laplace"}
     ),
+    "qk-norm-rope": small_config("tcnca", qk_norm=True, position="rope"),
     "truncated-scan-batch": small_config("mega", position="none", norm="batch", truncation=6, backend="scan"),
     "full-rope-relu2": small_config("mega-full", position="rope", **{"attention.activation": "relu2"}),
     "full-rotary-laplace-rms-post": small_config(

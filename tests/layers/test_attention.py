@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tcnca import AttentionConfig
 from tcnca.layers import ChunkedAttention
-from tcnca.layers.attention import QK_EPS, Position
+from tcnca.layers.attention import QK_EPS, Position, _normalize
+from tcnca.models import SequenceModel, preset
 from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
 from tests.examples import pairwise
@@ -54,6 +55,24 @@ def test_normalized_queries_and_keys(position: str) -> None:
         assert_close(module(q, k, v), expected)
         # The scale of queries and keys no longer matters.
         assert_close(module(1000 * q, 1000 * k, v), expected, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["tcnca-linear-listops", "mega-recall-64", "tcnca-linear-enwik8"])
+def test_queries_and_keys_are_normalized_from_the_start(name: str) -> None:
+    """New models have small ones, as gates multiply them by small factors."""
+    config = preset(name).model.override(num_layers=1, qk_norm=True, chunk_size=None, position="none")
+    block: Any = SequenceModel(config).layers[0].block
+    seen: list[Tensor] = []
+
+    def record(module: ChunkedAttention, inputs: tuple[Tensor, ...]) -> None:
+        assert module.qk_scale is not None
+        seen.extend([_normalize(inputs[0], module.qk_scale), _normalize(inputs[1])])
+
+    block.attention.register_forward_pre_hook(record)
+    with torch.no_grad():
+        block(torch.randn(2, 16, config.d_model), None, None, False, False)
+    for x in seen:
+        assert x.square().mean(-1).min() > 0.9
 
 
 @pytest.mark.parametrize(

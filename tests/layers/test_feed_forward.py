@@ -66,7 +66,7 @@ def test_feed_forward_drops_its_output_and_its_hidden_units(feature: bool) -> No
 
 
 def test_split_linear_map_is_the_same_with_gradients_and_without() -> None:
-    layer = Linear(7, 2, 3, 4).double()
+    layer = Linear(7, (2, 3, 4)).double()
     scramble(layer)
     x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
     parts = layer.split(x)

@@ -132,6 +132,19 @@ def test_two_processes_equal_one(tmp_path: Path, parallel: str, kind: str) -> No
             assert_same_scores(one, other)
 
 
+def _fit_in_parts(folder: Path, given: Recipe) -> None:
+    sys.modules["tcnca.training.evaluate"]._MAX_TOKENS = 64  # type: ignore[attr-defined]
+    TinyTrainer(folder, given).fit()
+
+
+def test_processes_with_other_numbers_of_parts_evaluate_together(tmp_path: Path) -> None:
+    """Each call of a sharded model needs all processes."""
+    given = wanted(tmp_path, "bytes", "parallel=fsdp", "max_steps=2", "eval.every=1", "eval.batch_size=5")
+    assert together(_fit_in_parts, tmp_path / "two", given, count=2) == [0, 0]
+    train(1, tmp_path / "one", given)
+    assert_same_scores(tmp_path / "one", tmp_path / "two")
+
+
 @PARALLEL
 def test_all_processes_evaluate_the_same_model(tmp_path: Path, parallel: str) -> None:
     """Also if each has seen other examples: running means are those of the process that saves."""

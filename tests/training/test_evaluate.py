@@ -12,10 +12,10 @@ import torch
 
 from tcnca.data import Batch
 from tcnca.models import SequenceModel
-from tcnca.training import evaluate, load_recipe
-from tcnca.training.evaluate import autocast, join_windows, part_size, split_batch
+from tcnca.training import EvalConfig, evaluate, load_recipe
+from tcnca.training.evaluate import eval_precision, join_windows, part_size, split_batch
 from tests.training.test_recipes import own_file
-from tests.training.tiny import MODEL, fit
+from tests.training.tiny import MODEL
 
 SMALL = [change for change in MODEL if not change.startswith("model.dropout")]
 MODULE = sys.modules["tcnca.training.evaluate"]
@@ -113,18 +113,50 @@ def test_windows_that_continue_one_another_are_joined(monkeypatch: pytest.Monkey
     assert joined.lengths.tolist() == [20, 12]
 
 
-def test_scores_have_the_precision_of_the_run_unless_they_are_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
+def test_windows_of_full_attention_and_many_rows_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.arange(60).reshape(2, 30)
+    whole = Batch(inputs=inputs, targets=inputs + 1)
+    windows = [whole.window(begin, begin + 10) for begin in (0, 10, 20)]
 
-    def record(device: torch.device, precision: Any) -> torch.autocast:
-        found.append(precision)
-        return autocast(device, precision)
+    def widths(joins: bool) -> list[int]:
+        return [joined.batch.inputs.shape[1] for joined in join_windows(iter(windows), joins)]
 
-    monkeypatch.setattr(MODULE, "autocast", record)
-    for exact, precision in (("true", "float32"), ("false", "bf16")):
-        found.clear()
-        changes = ["precision=bf16", "max_steps=2", "eval.every=1", "eval.max_batches=1"]
-        fit(tmp_path / exact, *changes, f"exact={exact}")
-        assert found == [precision] * 3
+    assert widths(True) == [30]
+    assert widths(False) == [10, 10, 10]
+    monkeypatch.setattr(MODULE, "_MAX_NUMBERS", 45)
+    assert widths(True) == [20, 10]
+
+
+def test_full_attention_reads_windows_of_the_given_length(tmp_path: Path) -> None:
+    """Its memory is quadratic in the length of a call."""
+    options = ["data.task.eval_length=50", "data.task.segments=1", "model.chunk_size=null", "position=rope"]
+    recipe = load_recipe("lm").override([f"data={own_file(tmp_path, 'lm')}", *SMALL, *options])
+    task = recipe.build_task()
+    model = SequenceModel(recipe.model_config(task), task.preprocessing())
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, options: seen.append(options["x"].shape[1]), with_kwargs=True)
+    evaluate(model, task, "validation", recipe.eval)
+    assert max(seen) == 50
+    seen.clear()
+    evaluate(model, task, "validation", dataclasses.replace(recipe.eval, chunk_size=8))
+    assert max(seen) > 50
+
+
+def test_progress_is_reported_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 64)
+    recipe = load_recipe("lm").override([f"data={own_file(tmp_path, 'lm')}", *SMALL, "data.task.segments=4"])
+    task = recipe.build_task()
+    shares: list[float] = []
+    model = SequenceModel(recipe.model_config(task), task.preprocessing())
+    evaluate(model, task, "validation", recipe.eval, progress=lambda _, share: shares.append(share or 0.0))
+    assert len(shares) > 4
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_scores_have_the_precision_of_the_run_unless_they_are_exact() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert eval_precision(EvalConfig(), "bf16", gpu) == "bf16"
+    assert eval_precision(EvalConfig(exact=True), "bf16", gpu) == "float32"
+    # In bfloat16 a CPU is slower.
+    assert eval_precision(EvalConfig(), "bf16", cpu) == "float32"

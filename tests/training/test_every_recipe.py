@@ -77,8 +77,12 @@ def test_it_trains_and_is_evaluated(name: str, sets: Path, tmp_path: Path) -> No
     trainer = TinyTrainer(tmp_path, wanted)
     score = trainer.fit().scores["test"]
     assert all(math.isfinite(loss) for loss in losses(tmp_path).values())
-    model, (optimizer,) = trainer.model, trainer.optimizers
-    idle = {key for key, parameter in model.named_parameters() if not optimizer.state[parameter]["exp_avg_sq"].any()}
+    model = trainer.model
+    states = {parameter: state for each in trainer.optimizers for parameter, state in each.state.items()}
+    moments = {  # the second moment of AdamW, the momentum of Muon
+        key: states[each].get("exp_avg_sq", states[each].get("momentum")) for key, each in model.named_parameters()
+    }
+    idle = {key for key, moment in moments.items() if not moment.any()}
     assert idle == without_gradient(trainer.task, model, wanted)
     assert all(torch.isfinite(tensor).all() for tensor in weights(model).values())
     assert math.isfinite(score.value)

@@ -27,8 +27,9 @@ def test_batches_of_equal_signatures_run_the_same_code() -> None:
     other = dataclasses.replace(batch, inputs=torch.ones(2, 3, dtype=torch.long))
     assert batch.signature() == other.signature()
     lengths = torch.tensor([1, 2])
-    for change in ({"lengths": lengths}, {"weight": 0.5}, {"continues": True}, {"inputs": torch.zeros(2, 3)}):
+    for change in ({"lengths": lengths}, {"continues": True}, {"inputs": torch.zeros(2, 3)}):
         assert dataclasses.replace(batch, **change).signature() != batch.signature()
+    assert dataclasses.replace(batch, weight=0.5).signature() == batch.signature()
     batch.copy_(other)
     assert torch.equal(batch.inputs, other.inputs)
 
@@ -75,16 +76,17 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     [
         [],
         ["grad_accum_steps=3"],
-        ["model=mega-recall-64"],
+        ["model=mega-recall-64", "optimizer=muon", "eval.every=3", "eval.max_batches=1"],
+        ["activation_checkpointing=true"],
         # Without dropout, whose mask depends on the padding: only graphs pad rows that are not compiled.
         [*LISTOPS, "nonfinite=skip", "model.norm=batch", "model.dropout=0"],
         [*LISTOPS, "compile=true", "precision=bf16", "model.attention.dropout=0.1"],
     ],
-    ids=["recall", "accumulated", "mega", "listops", "compiled"],
+    ids=["recall", "accumulated", "mega-muon-validated", "checkpointed", "listops", "compiled"],
 )
 def test_a_graphed_run_equals_one_without_graphs(tmp_path: Path, changes: list[str]) -> None:
     steps = ["max_steps=12", "lr=1e-4", "eval.every=0", "checkpoint.every=0"]
-    plain, graphed = (GPUTrainer(tmp_path / on, *changes, *steps, f"cuda_graphs={on}") for on in ("false", "true"))
+    plain, graphed = (GPUTrainer(tmp_path / on, *steps, *changes, f"cuda_graphs={on}") for on in ("false", "true"))
     for trainer in (plain, graphed):
         trainer.fit()
     assert plain.graphed_step is None
@@ -118,19 +120,20 @@ def test_the_number_of_graphs_is_bounded_and_a_failure_is_survived() -> None:
     warnings: list[str] = []
 
     def step(batch: Batch) -> Tensor:
-        loss = (weight * batch.inputs).sum()
+        loss = (weight * batch.inputs).sum() * batch.weight
         if batch.inputs.shape[1] == 5:
             loss.item()  # synchronizes, which cannot be captured
         loss.backward()
         return loss.detach()
 
     graphed = GraphedStep(step, device, warnings.append)
-    for width in (3, 4, 3, 4, 3, 4, 3):
-        batch = Batch(inputs=torch.full((2, width), float(width)), targets=torch.zeros(2))
+    for number, width in enumerate((3, 4, 3, 4, 3, 4, 3)):
+        factor = float(number)  # varies without another graph
+        batch = Batch(inputs=torch.full((2, width), float(width)), targets=torch.zeros(2), weight=factor)
         weight.grad = None if weight.grad is None else weight.grad.zero_()
-        assert float(graphed(batch)) == 2 * width**2
+        assert float(graphed(batch)) == 2 * width**2 * factor
         assert weight.grad is not None
-        assert float(weight.grad) == 2 * width**2
+        assert float(weight.grad) == 2 * width**2 * factor
     assert graphed.num_graphs == 2
     assert not warnings
     for _ in range(4):

@@ -64,7 +64,6 @@ def test_a_step_is_the_orthogonalized_momentum_of_each_part() -> None:
     for each, expected in before.items():
         error = (each.detach() - expected).norm() / (0.01 * 0.2 * each.numel() ** 0.5)
         assert error < 0.2
-        # As one matrix, the update of the stacked ones would be another.
     whole = Muon([other := nn.Parameter(torch.randn(24, 10))], 0.01)
     other.grad = torch.randn_like(other)
     start = other.detach().clone()
@@ -104,6 +103,35 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     optimizer.step()
     assert torch.equal(second, before)
     assert second not in optimizer.state
+
+
+def test_a_closure_computes_the_gradients() -> None:
+    matrix = nn.Parameter(torch.randn(3, 4))
+    optimizer, before = Muon([matrix]), matrix.detach().clone()
+
+    def closure() -> float:
+        loss = matrix.square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) == pytest.approx(float(before.square().sum()))
+    assert not torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3, 4), {"lr": -1.0}, "lr: expected a number >= 0, got -1"),
+        ((3, 4), {"momentum": 1.0}, "momentum: expected a number from 0 to below 1, got 1"),
+        ((3, 4), {"weight_decay": -2.0}, "weight_decay: expected a number >= 0, got -2"),
+        ((3,), {}, r"params: expected matrices, got shape \[3\]"),
+    ],
+)
+def test_errors(shape: tuple[int, ...], options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Muon([nn.Parameter(torch.zeros(shape))], **options)
+    with pytest.raises(ConfigError, match=r"parts: expected a sum of 3, the rows, got \[1, 1\]"):
+        Muon([{"params": [nn.Parameter(torch.zeros(3, 4))], "parts": [(1, 1)]}])
 
 
 def test_a_learning_rate_of_zero_is_refused() -> None:

@@ -37,7 +37,7 @@ class Batch:
     """Valid time steps of the second sequences."""
     continues: bool = False
     """Whether the rows continue those of the previous batch, so that its state must be passed on."""
-    weight: float = 1.0
+    weight: float | Tensor = 1.0
     """Factor for the loss of this process so that the mean over all processes is the mean of the whole batch. Processes
     can have different shares of a batch."""
 
@@ -89,15 +89,17 @@ class Batch:
         return dataclasses.replace(windows[0], inputs=inputs, targets=targets, lengths=lengths)
 
     def copy_(self, other: Batch) -> None:
-        """Copy the tensors of a batch of equal `signature` into those of this one, without waiting for the device."""
+        """Copy inputs, targets and lengths of a batch of equal `signature` into those of this one, without waiting."""
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name != "weight":
                 value.copy_(getattr(other, name), non_blocking=True)
 
     def signature(self) -> Hashable:
-        """Return all but the values of the tensors: batches of equal signatures run the same code."""
+        """Return all but weight and values of the tensors: batches of equal signatures run the same code."""
         return tuple(
-            (value.shape, value.dtype) if isinstance(value, Tensor) else value for value in vars(self).values()
+            (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+            if name != "weight"
         )
 
     def pad_to_bucket(self) -> Batch:

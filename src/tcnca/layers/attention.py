@@ -22,8 +22,8 @@ from tcnca.ops import (
 )
 
 Position = Literal["none", "simple", "rotary", "rope"]
-QK_EPS = 1e-6
-"""Below the mean square of queries and keys at the start of training."""
+QK_EPS = 1e-10
+"""Far below the mean square of queries and keys at the start of training, which can be 1e-7."""
 
 
 class AttentionConfig(Config, kind="chunked"):

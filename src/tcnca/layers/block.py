@@ -83,7 +83,7 @@ class GatedBlock(nn.Module):
         self.norm = make_norm(config.norm, width)
         self.mixer = None if config.mixer is None else config.mixer.build(width, config.causal)
         self.values = Linear(width, attention.d_value)
-        self.gates = Linear(width, width, attention.d_key, attention.d_value, width)
+        self.gates = Linear(width, (width, attention.d_key, attention.d_value, width))
         self.output = Linear(attention.d_value, width)
         self.gamma = nn.Parameter(torch.empty(2, attention.d_key))
         self.beta = nn.Parameter(torch.empty(2, attention.d_key))
@@ -134,7 +134,7 @@ class ResidualBlock(nn.Module):
         self.attention = ChunkedAttention(attention, config.causal) if attention is not None else None
         if attention is not None:
             self.attention_norm = make_norm(config.norm, width)
-            self.projection = Linear(width, attention.d_key, attention.d_key, attention.d_value)
+            self.projection = Linear(width, (attention.d_key, attention.d_key, attention.d_value))
             self.output = Linear(attention.d_value, width)
             self.value_dropout = Dropout(config.value_dropout, config.feature_dropout)
         self.dropout = Dropout(config.dropout, config.feature_dropout)

@@ -23,13 +23,13 @@ class Linear(nn.Linear):
     """A linear map with weights initialized N(0, 0.02) and biases 0, as in MEGA.
 
     Args:
-        inputs: width of the input.
-        parts: width of the output, or of the parts of several stacked maps.
+        in_features: width of the input.
+        out_features: width of the output, or of the parts of several stacked maps.
     """
 
-    def __init__(self, inputs: int, *parts: int) -> None:
-        super().__init__(inputs, sum(parts))
-        self.parts = parts
+    def __init__(self, in_features: int, out_features: int | Sequence[int]) -> None:
+        self.parts = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        super().__init__(in_features, sum(self.parts))
 
     def reset_parameters(self) -> None:
         """Initialize the weights."""

@@ -48,7 +48,7 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
     check_tensor(name, lengths)
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise InputError(f"{name}: expected [{batch}] integers, got shape {list(lengths.shape)} of {lengths.dtype}")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+    if lengths.device.type == "cpu":
         lengths = lengths.long()  # the bound may not fit a narrow dtype
         check_values(
             (lengths >= 0) & (lengths <= time),

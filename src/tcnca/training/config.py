@@ -143,7 +143,7 @@ class EvalConfig(Config):
     """Chunk of the attention in evaluation; None for that of training."""
     exact: bool = False
     """Whether to compute in float32, which gives the same score on every machine, or in the precision of the run, which
-    is several times as fast."""
+    is several times as fast on a GPU. A CPU always computes in float32."""
     batches: PositiveInt | None = None
     """Batches of a validation during training; None for the whole split."""
     max_batches: PositiveInt | None = None
@@ -171,8 +171,8 @@ class RuntimeConfig(Config):
     Each row length costs half a minute once; rows of unequal lengths are padded to a few."""
     cuda_graphs: bool = False
     """Whether to launch the forward and backward pass of a batch as one CUDA graph, for each batch shape that comes up
-    repeatedly. Faster where launches take longer than the kernels; rows of unequal lengths are padded to a few. Without
-    effect on a CPU and with several processes."""
+    repeatedly. Faster where launches take longer than the kernels; rows of unequal lengths are padded to a few, except
+    those of forecasts. Without effect on a CPU and with several processes."""
     threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads; 0 for PyTorch's default. Small models, and busy machines, are faster with one."""
     activation_checkpointing: bool | Literal["cheap"] = False

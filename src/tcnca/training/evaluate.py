@@ -29,7 +29,9 @@ from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import load_recipe
 
 _MAX_TOKENS = 2**17
-"""Time steps of a call of the model. More of them only need more memory, at last more than training does."""
+"""Time steps of a call of the model: more of them would not be faster, and need more memory than training."""
+_MAX_NUMBERS = 2**23
+"""Numbers of the inputs of windows that are joined, which bounds the memory of the host."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,26 +73,35 @@ def evaluate(
         progress: is called after each batch with the number of batches, and the share that is done if it is known.
     """
     config = config or EvalConfig()
-    precision = "float32" if config.exact else precision
     dist = dist or DistContext(device=next(model.parameters()).device)
+    precision = eval_precision(config, precision, dist.device)
     limit = eval_limit(config, max_batches)
     # A split has one answer per example or byte, except where targets are numbers.
     answers = math.inf if task.metric == "mean squared error" else task.sizes[task.eval_split(split)]
-    streams, chunk_size, answered = task.kind in ("language", "forecast"), None, 0
-    if streams:
-        chunk_size = config.chunk_size or (model.config.attention and model.config.attention.chunk_size) or 1
+    streams = task.kind in ("language", "forecast")
+    attention = model.config.attention
+    chunk_size = (config.chunk_size or (attention and attention.chunk_size) or 1) if streams else None
+    # The cost of full attention is quadratic in the length of a call.
+    joins = attention is None or config.chunk_size is not None or attention.chunk_size is not None
     # On the device, which is not waited for until the end; Apple's has no float64.
     totals = torch.zeros(2, dtype=torch.float64, device="cpu" if dist.device.type == "mps" else dist.device)
     states: dict[int, ModelState | None] = {}
-    rows = time = 0
+    rows = time = answered = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
-        for host, done, goes_on in _prefetch(join_windows(batches), dist.device):
-            batch = host.to(dist.device, non_blocking=True)
+        for batch, done, goes_on in _prefetch(join_windows(batches, joins), dist.device):
             if not batch.continues:
                 # Each part has its own state, so the next batches are divided alike.
                 rows, time = part_size(batch, chunk_size)
-            for row, part, last in split_batch(batch, rows, time):
+            parts = list(split_batch(batch, rows, time))
+            # With FSDP, all processes must call the model equally often.
+            number = int(dist.all_reduce_max(torch.tensor(len(parts))))
+            for index in range(number):
+                row, host, last = parts[min(index, len(parts) - 1)]
+                part = host.to(dist.device, non_blocking=True)
+                if index >= len(parts):
+                    model(**part.model_inputs(), return_state=False)
+                    continue
                 carry = {"state": states.pop(row, None) if part.continues else None} if streams else {}
                 # A state takes memory and time, and is not needed at the end of a sequence.
                 keep = streams and (goes_on or not last)
@@ -98,10 +109,10 @@ def evaluate(
                 if keep:
                     states[row] = output.state
                 totals += torch.stack([each.to(totals) for each in task.metric_sums(output.logits, part)])
-            answered += host.tokens if task.kind == "language" else len(host)
-            if progress is not None:
-                share = max(done / (limit or math.inf), answered * dist.world_size / answers)
-                progress(done, min(share, 1.0) or None)
+                answered += host.tokens if task.kind == "language" else len(host) * last
+                if progress is not None:
+                    share = max((done - 1) / (limit or math.inf), answered * dist.world_size / answers)
+                    progress(done, min(share, 1.0) or None)
     total, count = dist.all_reduce_sum(totals).tolist()
     value = total / count if count else math.nan
     return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
@@ -119,8 +130,10 @@ def part_size(batch: Batch, chunk_size: int | None = None) -> tuple[int, int]:
 
 
 def split_batch(batch: Batch, rows: int, time: int) -> Iterator[tuple[int, Batch, bool]]:
-    """Yield parts of at most so many rows and time steps: the index of its first row, it, and whether it is the last of
-    these rows."""
+    """Yield parts of at most so many rows and time steps, as tuples `(row, part, last)`.
+
+    `row` is the index of the first row of a part; `last` tells whether the part ends these rows.
+    """
     length = batch.inputs.shape[1]
     for row in range(0, len(batch), rows):
         part = batch.rows(row, row + rows)
@@ -138,13 +151,15 @@ class _Joined(NamedTuple):
     """Whether the next batch continues this one."""
 
 
-def join_windows(batches: Iterator[Batch]) -> Iterator[_Joined]:
+def join_windows(batches: Iterator[Batch], joins: bool = True) -> Iterator[_Joined]:
     """Join batches that continue one another while their rows are short: one long call is faster than several."""
     group: list[Batch] = []
     done = 0
     for done, batch in enumerate(batches):
         time = sum(each.inputs.shape[1] for each in (*group, batch))
-        if group and (not batch.continues or time > _MAX_TOKENS):
+        numbers = sum(each.inputs.numel() for each in (*group, batch))
+        fits = joins and time <= _MAX_TOKENS and numbers <= _MAX_NUMBERS
+        if group and not (batch.continues and fits):
             yield _Joined(Batch.join(group), done, batch.continues)
             group = []
         group.append(batch)
@@ -159,6 +174,7 @@ def _prefetch(batches: Iterator[_Joined], device: torch.device) -> Iterator[_Joi
         joined = next(batches, None)
         if joined is None or device.type != "cuda":
             return joined
+        torch.cuda.set_device(device)  # a thread starts on the first GPU
         return joined._replace(batch=joined.batch.pin_memory())
 
     with ThreadPoolExecutor(1, "batches") as pool:
@@ -166,6 +182,11 @@ def _prefetch(batches: Iterator[_Joined], device: torch.device) -> Iterator[_Joi
         while (joined := upcoming.result()) is not None:
             upcoming = pool.submit(load)
             yield joined
+
+
+def eval_precision(config: EvalConfig, precision: Precision, device: torch.device) -> Precision:
+    """Return the precision of an evaluation: that of the run, except where float32 is asked for, or faster."""
+    return "float32" if config.exact or device.type == "cpu" else precision
 
 
 def eval_limit(config: EvalConfig, max_batches: int | None = None) -> int | None:

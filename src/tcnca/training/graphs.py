@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class _CapturedStep(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
+    weight: Tensor
+    """That of the batch, which varies between batches of one shape."""
     loss: Tensor
 
 
@@ -78,11 +81,13 @@ class GraphedStep:
             self._calls[key] += 1
             return self._step(batch.to(self._device, non_blocking=True))
         captured.batch.copy_(batch)
+        captured.weight.fill_(batch.weight)
         captured.graph.replay()
         return captured.loss
 
     def _capture(self, key: Hashable, batch: Batch) -> _CapturedStep | None:
-        held = batch.to(self._device)
+        weight = torch.full((), float(batch.weight), device=self._device)
+        held = dataclasses.replace(batch.to(self._device), weight=weight)
         try:
             # Another thread loads batches meanwhile, and may allocate memory.
             with capture_graph(self._stream, self._pool, error_mode="thread_local") as graph:
@@ -92,6 +97,6 @@ class GraphedStep:
             self._graphs.clear()
             self._max_graphs = 0
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._warn(f"warning: training continues without CUDA graphs, which cannot be captured: {reason}")
+            self._warn(f"warning: training continues as with cuda_graphs=false, as no graph can be captured: {reason}")
             return None
-        return self._graphs.setdefault(key, _CapturedStep(graph, held, loss))
+        return self._graphs.setdefault(key, _CapturedStep(graph, held, weight, loss))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from tcnca.errors import ConfigError
 
 # Each iteration has its own polynomial, for the range of singular values that the ones before it leave ("The Polar
 # Express", Amsel et al., 2025).
@@ -30,12 +32,15 @@ class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalized updates (Jordan et al., 2024), for matrices.
 
     The update of a matrix is its Nesterov momentum with all singular values replaced by about 1, times 0.2 √(larger
-    side). Weight decay is decoupled, as in AdamW. With FSDP each process keeps the momentum of its rows, and gathers
-    all rows to orthogonalize them.
+    side). Weight decay is decoupled, as in AdamW.
+
+    Unlike `torch.optim.Muon`, it orthogonalizes matrices that are stacked in one parameter one by one and all matrices
+    of one shape together, and takes weights that are sharded by FSDP: each process keeps the momentum of its rows, and
+    gathers the matrices of one shape after the other.
 
     Args:
         params: matrices, or parameter groups of matrices. A group can have `parts`, a sequence for each matrix: the
-            heights of the matrices that are stacked in it, and are orthogonalized one by one.
+            heights of the matrices that are stacked in it.
         lr: learning rate.
         momentum: decay rate of the momentum.
         weight_decay: decoupled weight decay.
@@ -49,31 +54,48 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.1,
     ) -> None:
+        for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise ConfigError(f"{name}: expected a number >= 0, got {value}")
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum: expected a number from 0 to below 1, got {momentum}")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "parts": None})
+        for group in self.param_groups:
+            for matrix, parts in _matrices(group):
+                if matrix.dim() != 2:
+                    raise ConfigError(f"params: expected matrices, got shape {list(matrix.shape)}")
+                if sum(parts) != matrix.shape[0]:
+                    raise ConfigError(f"parts: expected a sum of {matrix.shape[0]}, the rows, got {list(parts)}")
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all matrices that have a gradient, and return the loss of `closure`, if it is given."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            equal: dict[Any, list[Tensor]] = {}
+            for matrix, parts in _matrices(group):
+                if matrix.grad is not None:
+                    equal.setdefault((matrix.shape, tuple(parts)), []).append(matrix)
+            for (_, parts), matrices in equal.items():
+                self._update(group, matrices, parts)
+        return loss
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all matrices that have a gradient."""
-        for group in self.param_groups:
-            heights = group["parts"] or [parameter.shape[:1] for parameter in group["params"]]
-            found = [
-                (each, parts) for each, parts in zip(group["params"], heights, strict=True) if each.grad is not None
-            ]
-            if not found:
-                continue
-            matrices, parts = zip(*found, strict=True)
-            weights = [_local(matrix) for matrix in matrices]
-            gradients = [_local(matrix.grad) for matrix in matrices]
-            momenta = [_local(self._momentum(matrix)) for matrix in matrices]
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            nesterov = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            whole = [_gather(rows, matrix) for rows, matrix in zip(nesterov, matrices, strict=True)]
-            updates = [
-                _own_rows(update, matrix)
-                for update, matrix in zip(_orthogonal_updates(whole, parts), matrices, strict=True)
-            ]
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+    def _update(self, group: dict[str, Any], matrices: Sequence[Tensor], parts: Sequence[int]) -> None:
+        """Update matrices of one shape."""
+        weights = [_local(matrix) for matrix in matrices]
+        gradients = [_local(matrix.grad) for matrix in matrices]
+        momenta = [_local(self._momentum(matrix)) for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        nesterov = torch._foreach_lerp(gradients, momenta, group["momentum"])
+        whole = torch.stack([_gather(rows, matrix) for rows, matrix in zip(nesterov, matrices, strict=True)])
+        pieces = [
+            orthogonalize(piece) * (_UPDATE_RMS * math.sqrt(max(piece.shape[1:])))
+            for piece in whole.split(list(parts), 1)
+        ]
+        updates = (torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]).to(weights[0].dtype).contiguous()
+        own = [_own_rows(update, matrix) for update, matrix in zip(updates, matrices, strict=True)]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, own, alpha=-group["lr"])
 
     def _momentum(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
@@ -84,9 +106,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Replace the singular values of matrices `[number, rows, columns]` by about 1, from 0.7 to 1.2.
+    """Replace the singular values of matrices `[number, rows, columns]` by about 1.
 
-    Computed in bfloat16 on a GPU. A matrix of zeros stays as it is.
+    Those above a thousandth of the matrix's norm end between 0.8 and 1.15, smaller ones below. Computed in bfloat16 on
+    a GPU. A matrix of zeros stays as it is.
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
@@ -100,21 +123,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _orthogonal_updates(matrices: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the updates of matrices from their momenta; parts of equal shape are orthogonalized together."""
-    pieces = [piece for matrix, heights in zip(matrices, parts, strict=True) for piece in matrix.split(list(heights))]
-    updates = list(pieces)
-    for shape in dict.fromkeys(piece.shape for piece in pieces):
-        equal = [index for index, piece in enumerate(pieces) if piece.shape == shape]
-        batch = orthogonalize(torch.stack([pieces[index] for index in equal]))
-        batch = (batch * (_UPDATE_RMS * math.sqrt(max(shape)))).to(matrices[0].dtype).contiguous()
-        for index, update in zip(equal, batch, strict=True):
-            updates[index] = update
-    rest = iter(updates)
-    return [
-        torch.cat(found) if len(found) > 1 else found[0]
-        for found in ([next(rest) for _ in heights] for heights in parts)
-    ]
+def _matrices(group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yield the matrices of a group, each with the heights of its parts."""
+    heights = group["parts"] or [matrix.shape[:1] for matrix in group["params"]]
+    yield from zip(group["params"], heights, strict=True)
 
 
 # A weight that is sharded by FSDP is a DTensor, of which each process has some rows.

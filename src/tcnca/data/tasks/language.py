@@ -34,7 +34,8 @@ class LanguageTask(Task):
     at its two ends overlap their neighbors.
 
     Evaluation: windows of `eval_length` bytes. Without `carry_state` each window starts from an empty state; with it,
-    the split is divided into `segments` equal segments, and the state is carried from window to window in a segment.
+    the split is divided into `segments` equal segments, and the state is carried from window to window in a segment, so
+    that the score does not depend on `eval_length`.
     """
 
     kind = "language"
