@@ -86,7 +86,7 @@ def evaluate(
     # On the device, which is not waited for until the end; Apple's has no float64.
     totals = torch.zeros(2, dtype=torch.float64, device="cpu" if dist.device.type == "mps" else dist.device)
     states: dict[int, ModelState | None] = {}
-    rows = time = answered = 0
+    rows = time = answered = before = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
         for batch, done, goes_on in _prefetch(join_windows(batches, joins), dist.device):
@@ -111,8 +111,10 @@ def evaluate(
                 totals += torch.stack([each.to(totals) for each in task.metric_sums(output.logits, part)])
                 answered += host.tokens if task.kind == "language" else len(host) * last
                 if progress is not None:
-                    share = max((done - 1) / (limit or math.inf), answered * dist.world_size / answers)
+                    read = before + (done - before) * (index + 1) / number
+                    share = max(read / (limit or math.inf), answered * dist.world_size / answers)
                     progress(done, min(share, 1.0) or None)
+            before = done
     total, count = dist.all_reduce_sum(totals).tolist()
     value = total / count if count else math.nan
     return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
