@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tcnca import AttentionConfig
 from tcnca.layers import ChunkedAttention
-from tcnca.layers.attention import QK_EPS, Position, _normalize
+from tcnca.layers.attention import QK_EPS, Position
+from tcnca.layers.norm import rms_norm
 from tcnca.models import SequenceModel, preset
 from tcnca.ops import ATTENTION_ACTIVATIONS
 from tests.comparison import assert_close
@@ -66,7 +67,7 @@ def test_queries_and_keys_are_normalized_from_the_start(name: str) -> None:
 
     def record(module: ChunkedAttention, inputs: tuple[Tensor, ...]) -> None:
         assert module.qk_scale is not None
-        seen.extend([_normalize(inputs[0], module.qk_scale), _normalize(inputs[1])])
+        seen.extend([rms_norm(inputs[0], module.qk_scale, QK_EPS), rms_norm(inputs[1], None, QK_EPS)])
 
     block.attention.register_forward_pre_hook(record)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 from tcnca.data import Batch
 from tcnca.training import DistContext, Trainer
 from tcnca.training.config import RuntimeConfig
-from tcnca.training.graphs import GraphedStep, should_capture
+from tcnca.training.graphs import TrainingGraphs, should_capture
 from tests.training.tiny import assert_same, fit, recipe, weights
 
 LISTOPS = ["data=listops", "data.stream=true", "model=tcnca-listops", "eval.batch_size=4", "eval.max_batches=1"]
@@ -126,7 +126,7 @@ def test_the_number_of_graphs_is_bounded_and_a_failure_is_survived() -> None:
         loss.backward()
         return loss.detach()
 
-    graphed = GraphedStep(step, device, warnings.append)
+    graphed = TrainingGraphs(step, device, warnings.append)
     for number, width in enumerate((3, 4, 3, 4, 3, 4, 3)):
         factor = float(number)  # varies without another graph
         batch = Batch(inputs=torch.full((2, width), float(width)), targets=torch.zeros(2), weight=factor)

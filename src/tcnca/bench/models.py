@@ -28,7 +28,7 @@ from tcnca.models import (
 from tcnca.training.config import OptimizerConfig, RuntimeConfig
 from tcnca.training.distributed import DistContext, parallelize
 from tcnca.training.evaluate import autocast
-from tcnca.training.graphs import GraphedStep
+from tcnca.training.graphs import TrainingGraphs
 from tcnca.training.optimizer import build_optimizers, set_lr
 from tcnca.training.recipe import load_recipe
 
@@ -240,7 +240,7 @@ def _training_workload(
 
     second = inputs[1] if len(inputs) > 1 else None
     on_host = Batch(inputs=inputs[0], second=second, targets=targets).to("cpu").pin_memory()
-    graphed = GraphedStep(forward_backward, settings.device, _fail)
+    graphed = TrainingGraphs(forward_backward, settings.device, _fail)
 
     def graphed_step() -> None:
         graphed(on_host)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tcnca.config import Config, Probability, TokenCount, Width
 from tcnca.errors import ConfigError, InputError
 from tcnca.layers.linear import WEIGHT_STD, init_normal
+from tcnca.layers.norm import rms_norm
 from tcnca.ops import (
     AttentionActivation,
     AttentionState,
@@ -127,7 +128,7 @@ class ChunkedAttention(nn.Module):
         """
         return_state = state is not None if return_state is None else return_state
         if self.qk_scale is not None:
-            q, k = _normalize(q, self.qk_scale), _normalize(k)
+            q, k = rms_norm(q, self.qk_scale, QK_EPS), rms_norm(k, None, QK_EPS)
         if self.config.position == "rope":
             positions = torch.arange(q.shape[1], device=q.device)
             if state is not None:
@@ -192,8 +193,3 @@ class ChunkedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
         return f"{self.config}, causal={self.causal}"
-
-
-def _normalize(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    precise = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (precise * (torch.rsqrt(precise.square().mean(-1, keepdim=True) + QK_EPS) * scale)).to(x.dtype)

@@ -36,6 +36,13 @@ class LayerNorm(nn.LayerNorm):
         return super().forward(x)
 
 
+def rms_norm(x: Tensor, scale: Tensor | None, eps: float) -> Tensor:
+    """Normalize `x` to a mean square of 1 over its last dimension, times `scale`; computed in float32 or better."""
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = precise if scale is None else precise * scale
+    return (scaled * torch.rsqrt(precise.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """Mean square 1 over the channels of each token, times learned scales of channels, or one scale (ScaleNorm)."""
 
@@ -51,9 +58,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Normalize `x` (`[batch, time, channels]`); `lengths` has no effect."""
-        precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        scaled = precise if self.weight is None else precise * self.weight
-        return (scaled * torch.rsqrt(precise.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        return rms_norm(x, self.weight, EPS)
 
 
 class BatchNorm(nn.Module):

@@ -67,10 +67,11 @@ def evaluate(
         task: the task.
         split: for example `test`.
         config: batch size, chunk size and exactness.
-        precision: of the arithmetic, unless `config.exact` asks for float32.
+        precision: of the arithmetic on a GPU, unless `config.exact` asks for float32.
         max_batches: the number of batches to look at; None for the whole split. `config.max_batches` is a limit too.
         dist: the processes that share the work.
-        progress: is called after each batch with the number of batches, and the share that is done if it is known.
+        progress: is called after each part of a batch with the number of batches, and the share that is done if it is
+            known.
     """
     config = config or EvalConfig()
     dist = dist or DistContext(device=next(model.parameters()).device)

@@ -36,7 +36,7 @@ def should_capture(runtime: RuntimeConfig, context: DistContext) -> bool:
     return runtime.cuda_graphs and context.device.type == "cuda" and context.world_size == 1
 
 
-class GraphedStep:
+class TrainingGraphs:
     """Replays a function of a batch, which adds to the gradients and returns the loss, as a CUDA graph.
 
     There is one graph for each shape of a batch that comes up repeatedly. Graphs draw their random numbers from the

@@ -31,7 +31,7 @@ from tcnca.training.distributed import (
     should_compile,
 )
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
-from tcnca.training.graphs import GraphedStep, should_capture
+from tcnca.training.graphs import TrainingGraphs, should_capture
 from tcnca.training.logger import LogConsole, Logger, Meter, StepOutput, read_log
 from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
@@ -134,9 +134,9 @@ class Trainer:
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist)
-        self.graphed_step: GraphedStep | None = None
+        self.graphed_step: TrainingGraphs | None = None
         if should_capture(recipe.runtime, self.dist):
-            self.graphed_step = GraphedStep(self._forward_backward, self.dist.device, self.logger.print)
+            self.graphed_step = TrainingGraphs(self._forward_backward, self.dist.device, self.logger.print)
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
         self.checkpoints = CheckpointManager(self.out / "checkpoints", recipe.checkpoint.keep, self.dist)
         self.state = TrainState(data=self.task.data.digest)
