@@ -58,6 +58,8 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
         "tcnca-simple", position="rope", norm="rms", **{"attention.activation": "laplace"}
     ),
     "qk-norm-rope": small_config("tcnca", qk_norm=True, position="rope"),
+    "shift-keys-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope"),
+    "shift-keys-full": small_config("mega-full", shift_keys=True),
     "truncated-scan-batch": small_config("mega", position="none", norm="batch", truncation=6, backend="scan"),
     "full-rope-relu2": small_config("mega-full", position="rope", **{"attention.activation": "relu2"}),
     "full-rotary-laplace-rms-post": small_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnca import AttentionConfig
+from tcnca.errors import StateError
 from tcnca.layers import ChunkedAttention
 from tcnca.layers.attention import QK_EPS, Position
 from tcnca.layers.norm import rms_norm
@@ -117,3 +119,24 @@ def test_dropout_drops_weights_in_training_only(function: str) -> None:
     kept = dropped != 0
     assert bool((kept < (weights != 0)).any())
     assert_close(dropped, weights / 0.75 * kept)
+
+
+@pytest.mark.parametrize("position", ["none", "rope"])
+def test_shifted_keys(position: str) -> None:
+    """A query attends by the key of the preceding token, to the value and the position of a token."""
+    module, plain = _attention(position=position, shift_keys=True), _attention(position=position)
+    q, k, v = _qkv()
+    with torch.no_grad():
+        assert_close(module(q, k, v), plain(q, torch.cat([torch.zeros_like(k[:, :1]), k[:, :-1]], 1), v))
+
+
+def test_the_last_key_is_that_of_the_last_valid_token() -> None:
+    module = _attention(shift_keys=True)
+    q, k, v = _qkv(6)
+    with torch.no_grad():
+        _, state = module(q, k, v, lengths=torch.tensor([4, 6]), return_state=True)
+        assert torch.equal(state.last_key, torch.stack([k[0, 3], k[1, 5]]))
+        _, state = module(q, k, v, lengths=torch.tensor([0, 1]), state=state, return_state=True)
+        assert torch.equal(state.last_key, torch.stack([k[0, 3], k[1, 0]]))
+        with pytest.raises(StateError, match=r"state\.last_key: expected shape \[2, 4\], got None"):
+            module(q, k, v, state=dataclasses.replace(state, last_key=None), return_state=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -26,7 +28,7 @@ from tcnca.training import DistContext, Score, Trainer, distributed, evaluate, l
 from tcnca.training.checkpoint import read_state
 from tcnca.training.distributed import parallelize
 from tcnca.training.logger import LogConsole
-from tests.examples import small_model
+from tests.examples import VOCABULARY, small_model
 from tests.training.tiny import Clock, TinyTrainer, arguments, assert_same, changed, fit, latest, recipe, weights
 
 
@@ -118,6 +120,21 @@ def test_cheap_activation_checkpointing_is_per_run_and_needs_compiled_layers() -
         assert torch._functorch.config.activation_memory_budget == share
     with pytest.raises(ConfigError, match=r"runtime\.activation_checkpointing"):
         recipe("activation_checkpointing=cheap")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_are_compiled_once_for_rows_of_all_lengths(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    runtime = dataclasses.replace(recipe().runtime, compile=True, activation_checkpointing=checkpointing)
+    model = small_model("tcnca", torch.float32, num_layers=3)
+    plain = copy.deepcopy(model)
+    compiled = parallelize(model, runtime, DistContext(), dynamic=True)
+    for shape in ((2, 24), (3, 16), (4, 12)):
+        x = torch.randint(VOCABULARY, shape)
+        torch.testing.assert_close(compiled(x, return_state=False), plain(x, return_state=False))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

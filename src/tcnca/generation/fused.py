@@ -252,7 +252,7 @@ class FusedStep(step.Step):
             panel = math.gcd(block.attention.config.d_value, SECTOR // self.cache_dtype.itemsize)
             parts["keys"] = parts["keys"].contiguous()
             parts["values"] = self._in_panels(parts["values"], panel)
-            self._add_attention(kernels, block, parts["keys"], parts["values"])
+            self._add_attention(kernels, block, parts["keys"], parts["values"], parts.get("last_key"))
         net = layer.feed_forward
         if net is not None:
             name = self.model.config.activation
@@ -325,7 +325,9 @@ class FusedStep(step.Step):
             ADD=add,
         )
 
-    def _add_attention(self, kernels: Any, block: GatedBlock | ResidualBlock, keys: Tensor, values: Tensor) -> None:
+    def _add_attention(
+        self, kernels: Any, block: GatedBlock | ResidualBlock, keys: Tensor, values: Tensor, last_key: Tensor | None
+    ) -> None:
         attention, config = block.attention, self.model.config
         assert isinstance(attention, ChunkedAttention)
         d_key, d_value, width = attention.config.d_key, attention.config.d_value, config.d_model
@@ -368,7 +370,18 @@ class FusedStep(step.Step):
         self._add(
             kernels.score,
             (self.batch, -(-chunk // places)),
-            [gates[:, query:], gates[:, key:], gamma, beta, keys, offsets, scale, self.slots, self.scores],
+            [
+                gates[:, query:],
+                gates[:, key:],
+                gamma,
+                beta,
+                keys,
+                keys if last_key is None else last_key,
+                offsets,
+                scale,
+                self.slots,
+                self.scores,
+            ],
             ((len(offsets) + 1) // 2, gates.shape[1], d_key**-0.5),
             warps=8 if many else 2,
             KEY=d_key,
@@ -379,6 +392,7 @@ class FusedStep(step.Step):
             POSITION="bias" if position in ("simple", "rotary") else position,
             AFFINE=gated,
             NORM_EPS=None if attention.qk_scale is None else QK_EPS,
+            SHIFT=last_key is not None,
         )
         attended = self._empty(d_value)
         places = min(64 if many else 512, _power(chunk))

@@ -218,6 +218,8 @@ class PackedStep(Step):
                 self._add(
                     self._kernels.normalize, x, kind, _array(scale.float().expand(d_key)), zeros, np.float32(eps), x
                 )
+        if attention.config.shift_keys:
+            self._add(self._kernels.exchange, key, parts["last_key"])
         self._add(self._attend, self._positions, query, key, *values, *gates, rotation, table, *caches, *scratch, y)
         return y
 

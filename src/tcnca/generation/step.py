@@ -20,7 +20,7 @@ from tcnca.ops import AttentionState, EMAState, TCNState
 Quantization = Literal["int8"]
 CacheDtype = Literal["float8"]
 Parts = dict[str, Tensor]
-"""The state of a layer: `ring` of a TCN, `hidden` of an EMA, `keys` and `values` of the attention."""
+"""The state of a layer: `ring` of a TCN, `hidden` of an EMA, `keys`, `values` and `last_key` of the attention."""
 
 
 class Step(abc.ABC):
@@ -100,6 +100,8 @@ def unpack(state: ModelState) -> list[Parts]:
             parts["hidden"] = layer.mixer.hidden.clone()
         if layer.attention is not None:
             parts["keys"], parts["values"] = layer.attention.keys.clone(), layer.attention.values.clone()
+            if layer.attention.last_key is not None:
+                parts["last_key"] = layer.attention.last_key.clone()
         layers.append(parts)
     return layers
 
@@ -117,7 +119,8 @@ def pack(model: SequenceModel, layers: list[Parts], position: Tensor) -> ModelSt
             mixer = EMAState(parts["hidden"].clone(), None, position.clone())
         attention = layer.attention
         if attention is not None:
-            attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone())
+            last_key = parts["last_key"].clone() if "last_key" in parts else None
+            attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone(), last_key)
         packed.append(type(layer)(mixer, attention))
     return ModelState(tuple(packed), None, empty.signature)
 

@@ -20,7 +20,9 @@ from tcnca.ops import (
     required_max_length,
     rotary_bias,
     rotate,
+    shift_keys,
 )
+from tcnca.ops.checks import check_state
 
 Position = Literal["none", "simple", "rotary", "rope"]
 QK_EPS = 1e-10
@@ -45,6 +47,8 @@ class AttentionConfig(Config, kind="chunked"):
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
     qk_norm: bool = False
     """Whether to normalize queries and keys to a mean square of 1, with a learned scale of the scores."""
+    shift_keys: bool = False
+    """Whether each token has the key of the token before it: a query that matches finds what came next."""
     dropout: Probability = 0.0
     """Dropout of attention weights."""
 
@@ -129,6 +133,11 @@ class ChunkedAttention(nn.Module):
         return_state = state is not None if return_state is None else return_state
         if self.qk_scale is not None:
             q, k = rms_norm(q, self.qk_scale, QK_EPS), rms_norm(k, None, QK_EPS)
+        last_key: Tensor | None = None
+        if self.config.shift_keys:
+            if state is not None:
+                check_state("last_key", state.last_key, [k.shape[0], k.shape[2]])
+            k, last_key = shift_keys(k, None if state is None else state.last_key, lengths)
         if self.config.position == "rope":
             positions = torch.arange(q.shape[1], device=q.device)
             if state is not None:
@@ -153,11 +162,13 @@ class ChunkedAttention(nn.Module):
         if not return_state:
             return y
         assert new is not None
-        return y, new
+        return y, new if last_key is None else dataclasses.replace(new, last_key=last_key.to(new.keys.dtype))
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """Return the state before the first token."""
-        return initial_attention_state(batch, self.config.d_key, self.config.d_value, self.chunk_size, device, dtype)
+        c = self.config
+        state = initial_attention_state(batch, c.d_key, c.d_value, c.chunk_size, device, dtype)
+        return dataclasses.replace(state, last_key=state.keys.new_zeros(batch, c.d_key)) if c.shift_keys else state
 
     def macs(self, length: int) -> int:
         """Return the multiply-accumulate operations for one token of a sequence of `length`, on average."""
@@ -169,9 +180,10 @@ class ChunkedAttention(nn.Module):
     def signature(self) -> str:
         """What two attentions must share for one to continue from a state of the other."""
         c = self.config
+        options = "".join(f", {name}" for name in ("qk_norm", "shift_keys") if getattr(c, name))
         return (
             f"ChunkedAttention(chunk_size={c.chunk_size}, d_key={c.d_key}, d_value={c.d_value}, "
-            f"activation={c.activation}, position={c.position}{', qk_norm' if c.qk_norm else ''})"
+            f"activation={c.activation}, position={c.position}{options})"
         )
 
     def _bias(

@@ -14,6 +14,7 @@ from tcnca.ops.attention.naive import (
     offset_bias,
     rotary_bias,
     rotate,
+    shift_keys,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
 from tcnca.ops.dropout import dropout
@@ -55,6 +56,7 @@ __all__ = [
     "required_max_length",
     "rotary_bias",
     "rotate",
+    "shift_keys",
     "take_time",
     "tcn",
     "zero_padding",

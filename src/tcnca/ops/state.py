@@ -367,7 +367,9 @@ def _decode_state(kind: str, fields: dict[str, Any], tensors: dict[str, Tensor],
     if cls is None:
         raise StateError(f"{shown(name)}: expected one of {', '.join(_CLASSES)}, got {shown(kind)}")
     expected = [field.name for field in dataclasses.fields(cls)]
-    if set(fields) != set(expected):
+    # A part with a default may be newer than the file.
+    required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+    if not required <= set(fields) <= set(expected):
         raise StateError(f"{shown(name)}: expected the fields {expected} of a {kind}, got {shown(list(fields))}")
     hints, values = typing.get_type_hints(cls), {}
     for field, value in fields.items():

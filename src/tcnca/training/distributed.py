@@ -8,7 +8,8 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,8 +164,13 @@ def _start_compiler() -> None:
         importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
 
 
-def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistContext) -> nn.Module:
-    """Apply activation checkpointing, compilation and DDP or FSDP2. Returns the module to call in training."""
+def parallelize(
+    model: SequenceModel, runtime: RuntimeConfig, context: DistContext, *, dynamic: bool = False
+) -> nn.Module:
+    """Apply activation checkpointing, compilation and DDP or FSDP2. Returns the module to call in training.
+
+    `dynamic` compiles code once for batches of any shape, instead of once for each shape.
+    """
     if runtime.activation_checkpointing is True:
         for layer in model.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -174,9 +180,12 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
         torch._functorch.config.activation_memory_budget = (
             _CHEAP_MEMORY_BUDGET if runtime.activation_checkpointing == "cheap" else 1.0
         )
-        # Per layer: equal layers share the code. Per shape: code for dynamic shapes is slower.
+        # Layer by layer, as equal layers share the code.
         for layer in model.layers:
-            layer.compile(dynamic=False)
+            if dynamic:
+                layer.forward = _compile_dynamic(layer.forward)
+            else:
+                layer.compile(dynamic=False)
     if context.world_size > 1 and runtime.parallel == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for layer in model.layers:
@@ -185,6 +194,20 @@ def parallelize(model: SequenceModel, runtime: RuntimeConfig, context: DistConte
     if context.world_size > 1 and runtime.parallel == "ddp":
         return DistributedDataParallel(model)
     return model
+
+
+def _compile_dynamic(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the `forward` of a layer for any number of rows and time steps; all other sizes are fixed."""
+    compiled = torch.compile(forward, dynamic=False)
+
+    @functools.wraps(forward)
+    def call(x: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(x, (0, 1))
+        if lengths is not None:
+            torch._dynamo.maybe_mark_dynamic(lengths, 0)
+        return compiled(x, lengths=lengths, **options)
+
+    return call
 
 
 @contextlib.contextmanager

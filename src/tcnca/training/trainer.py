@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
+from tcnca.data.tasks import LanguageTask
 from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
@@ -40,7 +41,7 @@ from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
 
 _COMPILING_STEPS = 3
-"""First steps that compile code: a language model has rows of three lengths."""
+"""First steps that compile code or load it: a language model has rows of three lengths."""
 _FEW_STEPS = 100
 """Fewer steps than this teach a model next to nothing."""
 
@@ -133,7 +134,9 @@ class Trainer:
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
-        self.train_model = parallelize(self.model, recipe.runtime, self.dist)
+        # Code for any shape is about 1 % slower, and compiled once: rows of a language model have few lengths.
+        dynamic = isinstance(self.task, LanguageTask) and len(set(self.task.chunks_per_row)) > 1
+        self.train_model = parallelize(self.model, recipe.runtime, self.dist, dynamic=dynamic)
         self.graphed_step: TrainingGraphs | None = None
         if should_capture(recipe.runtime, self.dist):
             self.graphed_step = TrainingGraphs(self._forward_backward, self.dist.device, self.logger.print)

@@ -38,6 +38,7 @@ class AttentionState(State):
         tokens; for full attention at least as many as the longest row has.
     values: `[batch, slots, d_value]`.
     position: `[batch]`, tokens seen so far.
+    last_key: `[batch, d_key]`, the key of the last token before it is rotated, if keys are shifted; else None.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"keys", "values"})
@@ -45,6 +46,7 @@ class AttentionState(State):
     keys: Tensor
     values: Tensor
     position: Tensor
+    last_key: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,18 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+def shift_keys(k: Tensor, last_key: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Give each token of `k` (`[batch, time, d_key]`) the key of the token before it.
+
+    `last_key` (`[batch, d_key]`) comes before the first token; None for zeros, at the start of a sequence. Also returns
+    the key of the last valid token, `[batch, d_key]`.
+    """
+    last_key = k.new_zeros(k.shape[0], k.shape[2]) if last_key is None else last_key
+    both = torch.cat([last_key.to(k.dtype).unsqueeze(1), k], 1)
+    last = both[:, -1].clone() if lengths is None else take_time(both, lengths.unsqueeze(1)).squeeze(1)
+    return both[:, :-1], last
 
 
 def rotary_bias(alpha: Tensor, beta: Tensor, max_length: int) -> Tensor:

@@ -355,6 +355,14 @@ def transform(source, first_query, first_key, gamma, beta, query, key):
 
 
 @njit(**_SERIAL)
+def exchange(x, y):
+    """Exchange the values of two arrays."""
+    for b in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            x[b, i], y[b, i] = y[b, i], x[b, i]
+
+
+@njit(**_SERIAL)
 def update(x, gates, first_gate, first_candidate, kind):
     """Move `x` towards the activation of the candidate by the sigmoid of the gate, both columns of `gates`."""
     batch, width = x.shape

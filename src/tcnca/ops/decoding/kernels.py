@@ -480,6 +480,7 @@ def score(
     gamma,
     beta,
     keys,
+    last_key,
     position_bias,
     qk_scale,
     slots,
@@ -495,11 +496,13 @@ def score(
     POSITION: tl.constexpr,
     AFFINE: tl.constexpr,
     NORM_EPS: tl.constexpr,
+    SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write the current key to the cache `[batch, chunk_size, d_key]`, and the scores of all keys of the chunk.
 
-    Rows of `query` and `key` are `by_row` apart; `gamma` and `beta` are `[2, d_key]`, for queries and for keys.
+    Rows of `query` and `key` are `by_row` apart; `gamma` and `beta` are `[2, d_key]`, for queries and for keys. With
+    `SHIFT`, the current key is `last_key` (`[batch, d_key]`), which is replaced by that of the current token.
     """
     if PDL:
         gdc_launch_dependents()
@@ -521,7 +524,12 @@ def score(
         first = query + row * by_row
         q = rotated(first, gamma, beta, slot, column, scale, KEY, POSITION, AFFINE, NORM_EPS, dtype)
         first = key + row * by_row
-        k = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, POSITION, AFFINE, NORM_EPS, dtype)
+        if SHIFT:
+            last = last_key + row * KEY
+            k = rotated(last, gamma, beta, slot, column, 1.0, KEY, POSITION, False, None, dtype)
+            new = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, "none", AFFINE, NORM_EPS, dtype)
+        else:
+            k = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, POSITION, AFFINE, NORM_EPS, dtype)
         found = tl.where((place == slot)[:, None], k[None, :], found)
         q = tl.where(inside, q.to(tl.float32), 0.0)
         y = tl.sum(found.to(tl.float32) * q[None, :], 1) * factor
@@ -530,6 +538,10 @@ def score(
         tl.store(scores + row * CHUNK + place, y, mask=place <= slot)
         if slot // PLACES == tl.program_id(1):
             tl.store(cached + slot * KEY + column, k, mask=inside)
+            if SHIFT:
+                # Only this program uses the last key, and all of its threads have read it.
+                tl.debug_barrier()
+                tl.store(last_key + row * KEY + column, new, mask=inside)
 
 
 @triton.jit
