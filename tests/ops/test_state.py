@@ -220,6 +220,13 @@ def test_load_refuses_other_files_and_states(tmp_path: Path) -> None:
         EMAState.load(path)
 
 
+def test_load_reads_files_without_a_newer_part(tmp_path: Path) -> None:
+    state = AttentionState(torch.randn(BATCH, 4, 2), torch.randn(BATCH, 4, 3), torch.arange(BATCH))
+    structure = '{"state": "AttentionState", "fields": {"keys": true, "values": true, "position": true}}'
+    save_file(state.tensors(), tmp_path / "state", {"format": "tcnca-state-3", "structure": structure})
+    assert_bit_equal(State.load(tmp_path / "state"), state)
+
+
 STRUCTURE = '{"state": "TCNState", "fields": {"buffers": [true], "position": true}}'
 DAMAGES: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "no JSON": ("{", {}, "expected JSON"),
