@@ -226,6 +226,7 @@ def test_the_tables_agree_with_the_runs(swept: tuple[Path, str]) -> None:
         assert (int(row["steps"]), float(row["seconds"])) == (result["step"], result["seconds"])
         assert (row["metric"], row["max_steps"]) == ("accuracy", "12")
         assert float(row["tokens_per_second"]) > 0
+        assert (int(row["parameters"]), float(row["memory_gib"])) == (result["parameters"], result["memory_gib"])
         assert load_recipe(f"{row['folder']}/recipe.yaml") == recipe(*changes).for_device("cpu")
     assert (failed["variant"], failed["state"], failed["validation"], failed["test"]) == ("broken", "failed", "", "")
     assert "the loss or the gradient is not finite" in failed["error"]

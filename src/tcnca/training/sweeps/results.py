@@ -28,7 +28,7 @@ FAILED = "failed: "
 _MAX_END = 2**18
 """Bytes of the end of a log that are read."""
 State = Literal["done", "failed", "stopped", "waiting"]
-_NUMBERS = ("validation", "best_validation", "test", "steps", "seconds", "tokens_per_second")
+_NUMBERS = ("validation", "best_validation", "test", "steps", "seconds", "tokens_per_second", "parameters", "memory_gib")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,10 @@ class Row:
     """Time spent."""
     tokens_per_second: float | None = None
     """Mean speed of training."""
+    parameters: int | None = None
+    """Number of learned parameters."""
+    memory_gib: float | None = None
+    """Peak memory."""
 
     def score(self, split: str) -> float:
         """Return the final score on a split; NaN if there is none."""
@@ -103,6 +107,8 @@ def read_row(point: Point) -> Row:
         steps=result.step if result else steps,
         seconds=result.seconds if result else seconds,
         tokens_per_second=mean_speed(lines),
+        parameters=result.parameters if result else None,
+        memory_gib=result.memory_gib if result else None,
     )
 
 
@@ -182,7 +188,8 @@ def _run_table(sweep: Sweep, rows: Sequence[Row]) -> str:
         for name in _NUMBERS:
             number = row.number(name)
             score = name in ("validation", "best_validation", "test")
-            texts.append("–" if number is None else format_score(number) if score else f"{number:,.0f}")
+            digits = 1 if name == "memory_gib" else 0
+            texts.append("–" if number is None else format_score(number) if score else f"{number:,.{digits}f}")
         body.append([*(row.point.values[key] for key in sweep.varied), row.state, *texts])
     return _table([*sweep.varied, "state", *(name.replace("_", " ") for name in _NUMBERS)], body)
 
