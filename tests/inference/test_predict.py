@@ -478,11 +478,14 @@ def test_a_stopped_command_keeps_what_was_predicted(
 
     monkeypatch.setattr(tcnca.inference.predict, "predict_sequences", interrupted)
     monkeypatch.setattr(tcnca.__main__, "_last_signal", 0.0)
-    previous = signal.signal(signal.SIGTERM, tcnca.__main__._terminate)
+    # A process in the background of a script ignores SIGINT.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: tcnca.__main__._terminate}
+    previous = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         result = tcnca_predict(tmp_path / "model", data, "-o", out)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
     assert result.exit_code == 128 + number
     partial = tmp_path / f"{out.name}.partial"
     assert f"stopped by {number.name}; 4 predictions saved in {partial}\n" in result.stderr
