@@ -57,7 +57,7 @@ KINDS = {
     "bytes, accumulated": [*BYTES, "grad_accum_steps=2", "batch.size=640"],
     "bytes, sync_batch": [*BYTES, "norm=sync_batch"],
     # Odd heights: one process has more rows of a matrix than the other.
-    "bytes, muon": [*BYTES, "optimizer=muon", "d_ff=7", "d_key=2", "d_value=9"],
+    "bytes, muon": [*BYTES, "optimizer=muon", "muon_beta2=0.9", "d_ff=7", "d_key=2", "d_value=9"],
 }
 QUICK = [("examples", "ddp"), ("bytes, muon", "fsdp")]
 

@@ -72,6 +72,34 @@ def test_a_step_is_the_orthogonalized_momentum_of_each_part() -> None:
     assert (change - naive_update(other.grad)).norm() / change.norm() < 0.15
 
 
+def test_rows_of_updates_become_equally_large_with_beta2() -> None:
+    """Rows whose updates were small become larger by the root of their mean square; the norm of the update stays."""
+    gradients = torch.randn(3, 12, 8) * torch.logspace(0, -3, 12).unsqueeze(1)
+    matrices = {beta2: nn.Parameter(torch.zeros(12, 8)) for beta2 in (None, 0.0, 0.9)}
+    updates: dict[float | None, list[Tensor]] = {}
+    for beta2, matrix in matrices.items():
+        optimizer = Muon([{"params": [matrix], "parts": [(4, 8)]}], 1.0, momentum=0.0, weight_decay=0.0, beta2=beta2)
+        updates[beta2] = []
+        for gradient in gradients:
+            before = matrix.detach().clone()
+            matrix.grad = gradient
+            optimizer.step()
+            updates[beta2].append(before - matrix.detach())
+    mean_square = torch.zeros(12, 1)
+    for plain, equal, found in zip(updates[None], updates[0.0], updates[0.9], strict=True):
+        mean_square = 0.9 * mean_square + 0.1 * plain.square().mean(1, keepdim=True)
+        for rows in (slice(0, 4), slice(4, 12)):
+            norms = equal[rows].norm(dim=1)
+            torch.testing.assert_close(norms, norms.mean().expand_as(norms))
+            expected = plain[rows] / mean_square[rows].sqrt()
+            expected *= plain[rows].norm() / expected.norm()
+            torch.testing.assert_close(found[rows], expected, rtol=1e-3, atol=1e-5)
+    zeros = nn.Parameter(torch.ones(3, 4))
+    zeros.grad = torch.zeros(3, 4)
+    Muon([zeros], 1.0, weight_decay=0.0, beta2=0.9).step()
+    assert torch.equal(zeros, torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("family", FAMILY)
 def test_muon_trains_the_matrices_inside_the_layers(family: str) -> None:
     model = small_model(family)
@@ -123,6 +151,7 @@ def test_a_closure_computes_the_gradients() -> None:
     [
         ((3, 4), {"lr": -1.0}, "lr: expected a number >= 0, got -1"),
         ((3, 4), {"momentum": 1.0}, "momentum: expected a number from 0 to below 1, got 1"),
+        ((3, 4), {"beta2": 1.0}, "beta2: expected a number from 0 to below 1, got 1"),
         ((3, 4), {"weight_decay": -2.0}, "weight_decay: expected a number >= 0, got -2"),
         ((3,), {}, r"params: expected matrices, got shape \[3\]"),
     ],

@@ -94,6 +94,9 @@ class OptimizerConfig(Config, shorthand="name"):
     """Decoupled weight decay of Muon."""
     muon_momentum: Probability = 0.95
     """Decay rate of Muon's momentum."""
+    muon_beta2: Probability | None = None
+    """Decay rate of the mean square of each row of Muon's updates, which are normalized by it (NorMuon); None for
+    updates as they are."""
     kernel_lr_mult: NonNegativeFloat = 1.0
     """Factor of the learning rate of the TCN's kernels."""
     kernel_wd_mult: NonNegativeFloat = 1.0

@@ -26,6 +26,7 @@ _MARGIN = 1.02
 polynomial, and grow without limit."""
 _UPDATE_RMS = 0.2
 """Root mean square of an update, about that of AdamW, so that both take similar learning rates and weight decays."""
+_TINY = 1e-30
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,7 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     Unlike `torch.optim.Muon`, it orthogonalizes matrices that are stacked in one parameter one by one and all matrices
     of one shape together, and takes weights that are sharded by FSDP: each process keeps the momentum of its rows, and
-    gathers the matrices of one shape after the other.
+    gathers the matrices.
 
     Args:
         params: matrices, or parameter groups of matrices. A group can have `parts`, a sequence for each matrix: the
@@ -44,6 +45,8 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate.
         momentum: decay rate of the momentum.
         weight_decay: decoupled weight decay.
+        beta2: decay rate of the mean square of each row of the updates, by whose root the rows are divided (NorMuon, Li
+            et al., 2025); the norm of the update stays. None for updates as they are.
     """
 
     def __init__(
@@ -53,13 +56,16 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
+        beta2: float | None = None,
     ) -> None:
         for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
             if not value >= 0:
                 raise ConfigError(f"{name}: expected a number >= 0, got {value}")
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum: expected a number from 0 to below 1, got {momentum}")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "parts": None})
+        for name, rate in {"momentum": momentum, "beta2": beta2 or 0.0}.items():
+            if not 0 <= rate < 1:
+                raise ConfigError(f"{name}: expected a number from 0 to below 1, got {rate}")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "beta2": beta2, "parts": None}
+        super().__init__(params, defaults)
         for group in self.param_groups:
             for matrix, parts in _matrices(group):
                 if matrix.dim() != 2:
@@ -71,38 +77,64 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices that have a gradient, and return the loss of `closure`, if it is given."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            equal: dict[Any, list[Tensor]] = {}
-            for matrix, parts in _matrices(group):
-                if matrix.grad is not None:
-                    equal.setdefault((matrix.shape, tuple(parts)), []).append(matrix)
-            for (_, parts), matrices in equal.items():
-                self._update(group, matrices, parts)
+            found = [(matrix, list(parts)) for matrix, parts in _matrices(group) if matrix.grad is not None]
+            if found:
+                self._update(group, [matrix for matrix, _ in found], [parts for _, parts in found])
         return loss
 
     @torch.no_grad()
-    def _update(self, group: dict[str, Any], matrices: Sequence[Tensor], parts: Sequence[int]) -> None:
-        """Update matrices of one shape."""
-        weights = [_local(matrix) for matrix in matrices]
+    def _update(self, group: dict[str, Any], matrices: list[Tensor], parts: list[list[int]]) -> None:
         gradients = [_local(matrix.grad) for matrix in matrices]
-        momenta = [_local(self._momentum(matrix)) for matrix in matrices]
+        momenta = [_local(self._state("momentum", matrix, matrix)) for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(gradients, momenta, group["momentum"])
-        whole = torch.stack([_gather(rows, matrix) for rows, matrix in zip(nesterov, matrices, strict=True)])
-        pieces = [
-            orthogonalize(piece) * (_UPDATE_RMS * math.sqrt(max(piece.shape[1:])))
-            for piece in whole.split(list(parts), 1)
-        ]
-        updates = (torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]).to(weights[0].dtype).contiguous()
-        own = [_own_rows(update, matrix) for update, matrix in zip(updates, matrices, strict=True)]
+        whole = [_gather(rows, matrix) for rows, matrix in zip(nesterov, matrices, strict=True)]
+        updates = self._orthogonal_updates(group, matrices, parts, whole)
+        weights, changes = list[Tensor](), list[Tensor]()
+        for matrix, heights in zip(matrices, parts, strict=True):
+            pieces = [next(updates) for _ in heights]
+            sharded = isinstance(matrix, DTensor)
+            weights += [_local(matrix)] if sharded else matrix.split(heights)
+            changes += [_own_rows(torch.cat(pieces), matrix)] if sharded else pieces
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, own, alpha=-group["lr"])
+        torch._foreach_add_(weights, changes, alpha=-group["lr"])
 
-    def _momentum(self, matrix: Tensor) -> Tensor:
+    def _orthogonal_updates(
+        self, group: dict[str, Any], matrices: list[Tensor], parts: list[list[int]], whole: list[Tensor]
+    ) -> Iterator[Tensor]:
+        """Return the update of every part. Parts of one shape are computed together: few large products are faster."""
+        pieces = [piece for matrix, heights in zip(whole, parts, strict=True) for piece in matrix.split(heights)]
+        updates = list(pieces)
+        squares = list[Tensor]()
+        if group["beta2"] is not None:
+            states = [self._state("mean_square", matrix, matrix[:, :1]) for matrix in matrices]
+            gathered = [_gather(_local(state), state) for state in states]
+            squares = [each for state, heights in zip(gathered, parts, strict=True) for each in state.split(heights)]
+        for shape in dict.fromkeys(piece.shape for piece in pieces):
+            equal = [index for index, piece in enumerate(pieces) if piece.shape == shape]
+            x = pieces[0].new_empty(len(equal), *shape, dtype=torch.bfloat16 if pieces[0].is_cuda else None)
+            torch._foreach_copy_(list(x), [pieces[index] for index in equal])
+            x = orthogonalize(x)
+            factor = pieces[0].new_full((1, 1, 1), _UPDATE_RMS * math.sqrt(max(shape)))
+            if squares:
+                rows = [squares[index] for index in equal]
+                mean_square, scale = _row_scale(x, torch.stack(rows), group["beta2"])
+                torch._foreach_copy_(rows, list(mean_square))
+                factor = factor * scale
+            for index, update in zip(equal, x * factor, strict=True):
+                updates[index] = update
+        if squares:
+            for state, rows_of_all in zip(states, gathered, strict=True):
+                if isinstance(state, DTensor):
+                    _local(state).copy_(_own_rows(rows_of_all, state))
+        return iter(updates)
+
+    def _state(self, name: str, matrix: Tensor, like: Tensor) -> Tensor:
         state = self.state[matrix]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(matrix)
-        momentum: Tensor = state["momentum"]
-        return momentum
+        if name not in state:
+            state[name] = torch.zeros_like(like)
+        found: Tensor = state[name]
+        return found
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -113,14 +145,23 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = x / norm.clamp(min=1e-20).to(x.dtype)
     for a, b, c in _COEFFICIENTS:
-        gram = x @ x.mT
-        scaled = torch.baddbmm(gram, gram, gram, beta=b / _MARGIN**3, alpha=c / _MARGIN**5)
-        x = torch.baddbmm(x, scaled, x, beta=a / _MARGIN)
-    return x.mT if tall else x
+        gram = x.mT @ x if tall else x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b / _MARGIN**3, alpha=c / _MARGIN**5)
+        polynomial.diagonal(dim1=1, dim2=2).add_(a / _MARGIN)
+        x = x @ polynomial if tall else polynomial @ x
+    return x
+
+
+def _row_scale(x: Tensor, mean_square: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+    """Return the new mean squares of the rows of `x`, and factors by which they become equal at the same norm."""
+    square = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=mean_square.dtype).square() / x.shape[2]
+    mean_square = mean_square.lerp(square, 1 - beta2)
+    scale = (mean_square + _TINY).rsqrt()
+    norm = square.sum(1, keepdim=True) / (scale.square() * square).sum(1, keepdim=True).clamp(min=_TINY)
+    return mean_square, scale * norm.sqrt()
 
 
 def _matrices(group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[int]]]:

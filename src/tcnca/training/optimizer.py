@@ -49,7 +49,7 @@ def build_optimizers(model: SequenceModel, config: OptimizerConfig) -> list[torc
         hidden = {linear.weight: linear.parts for linear in linears}
         group: dict[str, Any] = {"name": "hidden", "params": list(hidden), "parts": list(hidden.values())}
         group |= {"weight_decay": config.muon_weight_decay, "lr_mult": config.muon_lr / config.lr}
-        optimizers.append(Muon([group], config.muon_lr, momentum=config.muon_momentum))
+        optimizers.append(Muon([group], config.muon_lr, momentum=config.muon_momentum, beta2=config.muon_beta2))
         for each in groups:
             each["params"] = [parameter for parameter in each["params"] if parameter not in hidden]
     groups = [group for group in groups if group["params"]]
