@@ -59,6 +59,7 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     ),
     "qk-norm-rope": small_config("tcnca", qk_norm=True, position="rope"),
     "shift-keys-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope"),
+    "half-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope", rope_fraction=0.5),
     "shift-keys-full": small_config("mega-full", shift_keys=True),
     "truncated-scan-batch": small_config("mega", position="none", norm="batch", truncation=6, backend="scan"),
     "full-rope-relu2": small_config("mega-full", position="rope", **{"attention.activation": "relu2"}),

@@ -131,7 +131,10 @@ def _weights(module: ChunkedAttention, q: Tensor, k: Tensor, m: int, visible: ra
     scale = q.shape[-1] ** -0.5 if function == "softmax" else 1 / len(visible)
     scores = []
     for n in visible:
-        query, key = (turned(q[m], m), turned(k[n], n)) if position == "rope" else (q[m], k[n])
+        query, key = q[m], k[n]
+        if position == "rope":
+            width = module.config.rope_width
+            query, key = (torch.cat([turned(x[:width], at), x[width:]]) for x, at in ((query, m), (key, n)))
         score = query @ key * scale
         if position == "simple":
             score = score + module.bias[n - m + module.config.reach - 1]

@@ -46,6 +46,18 @@ def test_equals_the_formula(causal: bool, position: str, function: str, chunk_si
         assert_close(module(q, k, v), formulas.attention(module, q, k, v))
 
 
+def test_rope_can_rotate_some_of_the_features() -> None:
+    module = _attention(position="rope", rope_fraction=0.5)
+    assert module.config.rope_width == 2
+    q, k, v = _qkv()
+    with torch.no_grad():
+        assert_close(module(q, k, v), formulas.attention(module, q, k, v))
+        assert not torch.equal(module(q, k, v), _attention(position="rope")(q, k, v))
+        # Features that are not rotated see no positions.
+        q[..., :2] = 0.0
+        assert_close(module(q, k, v), _attention(position="none")(q, k, v))
+
+
 @pytest.mark.parametrize("position", ["none", "rope"])
 def test_normalized_queries_and_keys(position: str) -> None:
     module = _attention(position=position, qk_norm=True)

@@ -39,6 +39,7 @@ MODELS: dict[str, ModelConfig] = {name: small_config(name) for name in ("tcnca",
     "qk-norm-rope": small_config("tcnca", qk_norm=True, position="rope"),
     "qk-norm-simple": small_config("tcnca-simple", qk_norm=True),
     "shift-keys-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope"),
+    "half-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope", rope_fraction=0.5),
     "shift-keys-simple": small_config("tcnca-simple", shift_keys=True),
     "relu-untied": small_config("mega", activation="relu", **{"head.tie_embeddings": False}),
 }

@@ -26,8 +26,8 @@ from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, weight_norm
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
-from tcnca.ops import rotary_bias, rotate
-from tcnca.ops.attention.naive import bias_max_length
+from tcnca.ops import rotary_bias
+from tcnca.ops.attention.naive import bias_max_length, rotation_table
 from tcnca.ops.ema.naive import ema_coefficients
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -198,10 +198,8 @@ class PackedStep(Step):
         reach = bias_max_length(bias)
         rotation = np.zeros((2, chunk, 0), dtype=np.float32)
         if config.position == "rope":
-            # A pair of 0 and 1, rotated.
-            pairs = torch.cat([torch.zeros(chunk, d_key // 2), torch.ones(chunk, d_key // 2)], 1)
-            sine, cosine = rotate(pairs, torch.arange(chunk)).chunk(2, 1)
-            rotation = _array(torch.stack([-sine, cosine]))
+            sines = rotation_table(torch.arange(chunk), config.rope_width // 2, torch.float32)
+            rotation = _array(torch.stack(sines))
         # Threads share the chunks of few sequences.
         num_parts = -(-self.threads // self.batch)
         scratch = self._empty(chunk), self._empty(num_parts, 2), self._empty(num_parts, d_value)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, Probability, TokenCount, Width
+from tcnca.config import Config, Fraction, Probability, TokenCount, Width
 from tcnca.errors import ConfigError, InputError
 from tcnca.layers.linear import WEIGHT_STD, init_normal
 from tcnca.layers.norm import rms_norm
@@ -43,6 +43,8 @@ class AttentionConfig(Config, kind="chunked"):
     position: Position = "simple"
     """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
     on queries and keys. `none`."""
+    rope_fraction: Fraction = 1.0
+    """Fraction of the features that `rope` rotates. The others compare tokens wherever they are."""
     max_length: TokenCount | None = None
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
     qk_norm: bool = False
@@ -58,12 +60,22 @@ class AttentionConfig(Config, kind="chunked"):
             raise ConfigError(
                 f"d_key: expected an even number for position {self.position!r}, which rotates pairs, got {self.d_key}"
             )
+        if self.position == "rope" and not self.rope_width:
+            raise ConfigError(
+                f"rope_fraction: expected at least {2 / self.d_key:g}, a pair of the {self.d_key} features, got "
+                f"{self.rope_fraction}; position='none' rotates none"
+            )
         if self.position == "simple" and (self.chunk_size or 0) > self.reach:
             raise ConfigError(
                 f"chunk_size: expected at most {self.reach}, the length of the simple position bias, got "
                 f"{self.chunk_size}; set attention.max_length before training, or use rotary or rope positions, which "
                 f"have no limit"
             )
+
+    @property
+    def rope_width(self) -> int:
+        """Features that are rotated."""
+        return int(self.rope_fraction * self.d_key) // 2 * 2 if self.position == "rope" else 0
 
     @property
     def reach(self) -> int:
@@ -144,7 +156,7 @@ class ChunkedAttention(nn.Module):
                 positions = state.position.unsqueeze(1) + positions
             # Only differences inside a chunk matter, and small angles are more precise.
             positions = positions if self.chunk_size is None else positions % self.chunk_size
-            q, k = rotate(q, positions), rotate(k, positions)
+            q, k = (rotate(x, positions, self.config.rope_width) for x in (q, k))
         y, new = chunked_attention(
             q,
             k,
@@ -181,6 +193,7 @@ class ChunkedAttention(nn.Module):
         """What two attentions must share for one to continue from a state of the other."""
         c = self.config
         options = "".join(f", {name}" for name in ("qk_norm", "shift_keys") if getattr(c, name))
+        options += f", rope_width={c.rope_width}" if 0 < c.rope_width < c.d_key else ""
         return (
             f"ChunkedAttention(chunk_size={c.chunk_size}, d_key={c.d_key}, d_value={c.d_value}, "
             f"activation={c.activation}, position={c.position}{options})"

@@ -148,15 +148,34 @@ def _softmax_weights(scores: Tensor, bias: Tensor | None, mask: Tensor | None) -
     return F.softmax(scores, -1, dtype=precise) * some
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the pairs of `x` (`[…, time, width]`), one value of each half, by their positions (`[…, time]`)."""
-    half = x.shape[-1] // 2
+def rotate(x: Tensor, positions: Tensor, width: int | None = None) -> Tensor:
+    """Rotate the pairs of `x` (`[…, time, features]`) by their positions (`[…, time]`).
+
+    A pair is one value of each half of the first `width` features, by default of all. The others stay as they are.
+    """
+    width = x.shape[-1] if width is None else width
     precise = torch.promote_types(x.dtype, torch.float32)
-    order = torch.arange(half, device=x.device, dtype=precise)
-    angles = positions.to(precise).unsqueeze(-1) * torch.exp(order * (-math.log(ROTARY_BASE) / half))
-    sine, cosine = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+    # Compiled with what uses them, sines and cosines of any angle take the compiler many seconds.
+    table = _rotation_table if torch.compiler.is_compiling() else rotation_table
+    sine, cosine = (each.to(x.dtype) for each in table(positions, width // 2, precise))
+    first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], -1)
+
+
+def rotation_table(positions: Tensor, pairs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the sines and cosines of the angles by which pairs are rotated, `[…, pairs]` each."""
+    order = torch.arange(pairs, device=positions.device, dtype=dtype)
+    angles = positions.to(dtype).unsqueeze(-1) * torch.exp(order * (-math.log(ROTARY_BASE) / pairs))
+    return angles.sin(), angles.cos()
+
+
+_rotation_table = torch.library.custom_op("tcnca::rotation_table", rotation_table, mutates_args=())
+
+
+@_rotation_table.register_fake
+def _(positions: Tensor, pairs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    table = positions.new_empty(*positions.shape, pairs, dtype=dtype)
+    return table, torch.empty_like(table)
 
 
 def shift_keys(k: Tensor, last_key: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

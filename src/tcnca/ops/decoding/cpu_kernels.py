@@ -314,7 +314,7 @@ def attend(
         first_value: see `source`.
         gates: the factors of the output, from column `first_gate` on.
         first_gate: see `gates`.
-        rotation: `[2, chunk_size, d_key / 2]`, sines and cosines of the rotation of each slot; no pairs for none.
+        rotation: `[2, chunk_size, pairs]`, sines and cosines of the rotation of each slot.
         bias: `[chunk_size]`, of the most distant key to the query's own.
         keys: `[batch, chunk_size, d_key]`.
         values: `[batch, chunk_size, d_value]`.

@@ -445,12 +445,14 @@ def rotated(
     column,
     scale,
     KEY: tl.constexpr,
-    POSITION: tl.constexpr,
+    ROTATED: tl.constexpr,
     AFFINE: tl.constexpr,
     NORM_EPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return a query or key, rotated by its place in the chunk; columns of `column` from `KEY` on are not used.
+    """Return a query or key, `ROTATED` columns of it rotated by its place in the chunk.
+
+    Columns of `column` from `KEY` on are not used.
 
     With `NORM_EPS` it is normalized to a mean square of `scale`² first.
     """
@@ -460,8 +462,8 @@ def rotated(
     if NORM_EPS is not None:
         scale *= tl.rsqrt(tl.sum(tl.where(inside, y * y, 0.0)) / KEY + NORM_EPS)
         y = (y * scale).to(DTYPE).to(tl.float32)
-    if POSITION == "rope":
-        half: tl.constexpr = KEY // 2
+    if ROTATED:
+        half: tl.constexpr = ROTATED // 2
         other = tl.where(column < half, column + half, column - half)
         z = project(x, gamma, beta, other, AFFINE, DTYPE)
         if NORM_EPS is not None:
@@ -469,7 +471,7 @@ def rotated(
         angle = place.to(tl.float32) * tl.exp((column % half).to(tl.float32) * (-LOG_ROTARY_BASE / half))
         # Rounded as by PyTorch's own operators.
         cosine, sine = tl.cos(angle).to(DTYPE).to(tl.float32), tl.sin(angle).to(DTYPE).to(tl.float32)
-        y = y * cosine + tl.where(column < half, -z, z) * sine
+        y = tl.where(column < ROTATED, y * cosine + tl.where(column < half, -z, z) * sine, y)
     return y.to(DTYPE)
 
 
@@ -493,7 +495,8 @@ def score(
     CHUNK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PLACES: tl.constexpr,
-    POSITION: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BIAS: tl.constexpr,
     AFFINE: tl.constexpr,
     NORM_EPS: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -522,18 +525,18 @@ def score(
         if NORM_EPS is not None:
             scale = tl.load(qk_scale).to(tl.float32)
         first = query + row * by_row
-        q = rotated(first, gamma, beta, slot, column, scale, KEY, POSITION, AFFINE, NORM_EPS, dtype)
+        q = rotated(first, gamma, beta, slot, column, scale, KEY, ROTATED, AFFINE, NORM_EPS, dtype)
         first = key + row * by_row
         if SHIFT:
             last = last_key + row * KEY
-            k = rotated(last, gamma, beta, slot, column, 1.0, KEY, POSITION, False, None, dtype)
-            new = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, "none", AFFINE, NORM_EPS, dtype)
+            k = rotated(last, gamma, beta, slot, column, 1.0, KEY, ROTATED, False, None, dtype)
+            new = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, 0, AFFINE, NORM_EPS, dtype)
         else:
-            k = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, POSITION, AFFINE, NORM_EPS, dtype)
+            k = rotated(first, gamma + KEY, beta + KEY, slot, column, 1.0, KEY, ROTATED, AFFINE, NORM_EPS, dtype)
         found = tl.where((place == slot)[:, None], k[None, :], found)
         q = tl.where(inside, q.to(tl.float32), 0.0)
         y = tl.sum(found.to(tl.float32) * q[None, :], 1) * factor
-        if POSITION == "bias":
+        if BIAS:
             y += tl.load(position_bias + reach - 1 + place - slot, mask=place <= slot, other=0.0).to(tl.float32)
         tl.store(scores + row * CHUNK + place, y, mask=place <= slot)
         if slot // PLACES == tl.program_id(1):
