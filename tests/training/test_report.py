@@ -312,16 +312,17 @@ def test_smoothing_is_the_mean_of_neighbors(width: int) -> None:
 def test_scores_have_four_digits_on_any_scale(value: float, text: str) -> None:
     assert format_score(value) == text
     score = Score(metric="mean squared error", value=value, count=1, higher_is_better=False)
-    result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1))
+    result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1, count=1000))
     assert score_rows(result) == [("test", "mean squared error", text, "1")]
-    assert cost_rows(result)[0] == ("best validation", f"{text} at step 1")
+    assert cost_rows(result)[0] == ("best validation", f"{text} at step 1 (of 1,000)")
 
 
 def test_the_best_validation() -> None:
     lines = [score_line(step, score) for step, score in enumerate([3.0, 1.0, None, 1.0], 1)]
     lines.append(score_line(4, 9.0, "test"))
-    assert best_validation(lines, higher_is_better=False) == (2, 1.0)
-    assert best_validation(lines, higher_is_better=True) == (1, 3.0)
+    assert best_validation(lines, higher_is_better=False) == Best(step=2, value=1.0)
+    lines[0]["count"] = 7
+    assert best_validation(lines, higher_is_better=True) == Best(step=1, value=3.0, count=7)
     assert best_validation([train_line(1)], higher_is_better=True) is None
 
 

@@ -250,6 +250,12 @@ class Logger:
         if self.enabled:
             self._progress.update(self._bar, description=self._text(step), completed=progress)
 
+    def restart_clock(self, progress: float) -> None:
+        """Estimate the time left from here on, as the steps so far took unusually long."""
+        if self.enabled:
+            self._progress.reset(self._bar)
+            self._progress.update(self._bar, completed=progress)
+
     def log(self, values: Mapping[str, Any]) -> None:
         """Print and store values, of which `step` says when they were measured."""
         if not self.enabled:
@@ -384,7 +390,7 @@ _MAX_LINE = 2**16
 _Number = Annotated[float, Range(-1e100, 1e100)]
 # Types of the values that are read again. NaN is stored as null.
 _FIELDS: dict[str, Any] = {
-    "step": NonNegativeInt,
+    **dict.fromkeys(("step", "count"), NonNegativeInt),
     **dict.fromkeys(("split", "metric"), str),
     **dict.fromkeys(("value", "loss", "lr"), _Number | None),
     "seconds": Seconds,

@@ -49,6 +49,8 @@ class Best:
 
     value: float
     step: NonNegativeInt
+    count: NonNegativeInt | None = None
+    """Answers it is the mean of: of the whole split, or of `eval.batches` of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,13 +124,11 @@ def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
 
 
-def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> tuple[int, float] | None:
-    """Return the step of the best validation and its value; the first of equal ones."""
+def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> Best | None:
+    """Return the best validation; the first of equal ones."""
     scored = [line for line in lines if line.get("split") == "validation" and line.get("value") is not None]
-    found = [(line["step"], line["value"]) for line in scored]
-    if not found:
-        return None
-    return max(found, key=lambda each: (each[1] if higher_is_better else -each[1], -each[0]))
+    found = [Best(value=line["value"], step=line["step"], count=line.get("count")) for line in scored]
+    return max(found, key=lambda each: (each.value if higher_is_better else -each.value, -each.step), default=None)
 
 
 def write_report(folder: Path, result: Result) -> None:
@@ -156,7 +156,8 @@ def cost_rows(result: Result) -> list[tuple[str, str]]:
     """Return what a run took, as names and texts."""
     rows = []
     if result.best is not None:
-        rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}"))
+        of = "" if result.best.count is None else f" (of {result.best.count:,})"
+        rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}{of}"))
     rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
     if result.tokens_per_second is not None:
         rows.append(("tokens/s", f"{result.tokens_per_second:,.0f}"))
@@ -278,7 +279,8 @@ def _draw_validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_b
     axis.plot(steps, values, color=_DARK, linewidth=1.2, marker="o", markersize=1.8)
     axis.margins(y=0.18)
     final = (int(steps[-1]), float(values[-1]))
-    marks = [(*best, "best and final")] if best == final else [(*best, "best"), (*final, "final")]
+    found = (best.step, best.value)
+    marks = [(*found, "best and final")] if found == final else [(*found, "best"), (*final, "final")]
     for step, value, name in marks:
         color = _DARK if name == "final" else _ACCENT
         axis.plot([step], [value], "o", color=color, markersize=4, clip_on=False)

@@ -186,6 +186,7 @@ class Trainer:
                 if self.compiled and state.step - first_step <= _COMPILING_STEPS:
                     spent = torch.tensor(earlier + time.monotonic() - started, dtype=torch.float64)
                     state.compile_seconds += float(self.dist.all_reduce_max(spent)) - state.seconds
+                    self.logger.restart_clock(self._progress())
 
                 # Log, and validate.
                 if state.step % recipe.runtime.log_every == 0:
@@ -333,7 +334,8 @@ class Trainer:
                 dist=self.dist,
                 progress=progress,
             )
-        self.logger.log({"step": self.state.step, "split": split, "metric": score.metric, "value": score.value})
+        measured = {"split": split, "metric": score.metric, "value": score.value, "count": score.count}
+        self.logger.log({"step": self.state.step, "seconds": self.state.seconds, **measured})
         return score
 
     def _is_best(self, score: float) -> bool:
@@ -490,7 +492,7 @@ class Trainer:
             seconds=self.state.seconds,
             stopped=stopped,
             scores=scores,
-            best=None if best is None else report.Best(step=best[0], value=best[1]),
+            best=best,
             tokens=round(sum(line.get("tokens", 0) for line in lines)),
             tokens_per_second=report.mean_speed(lines),
             memory_gib=max((line["memory_gib"] for line in lines if line.get("memory_gib") is not None), default=None),
