@@ -26,6 +26,7 @@ COMMANDS = {
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
+    "compare": ("tcnca.cli.train:compare", "Compare runs: scores, cost, curves, and the time to a score."),
     "predict": ("tcnca.cli.predict:predict", "Predict classes, values or forecasts with a trained model."),
     "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a trained language model."),
     "score": ("tcnca.cli.score:score", "Measure the bits per byte of a text, and find its most surprising places."),

@@ -1,4 +1,4 @@
-"""`tcnca train` and `tcnca eval`."""
+"""`tcnca train`, `tcnca eval` and `tcnca compare`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.reporting import check_changes, parse_duration
+from tcnca.errors import ConfigError, escape_control, shown
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -111,3 +112,35 @@ def eval_(
     from tcnca.training import evaluate_run
 
     evaluate_run(run, changes or [], split=split, best=best, device=device)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    reach: Annotated[
+        list[float] | None,
+        typer.Option(metavar="SCORE", help="Also print when a validation first reached this score; can be repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw validations over steps and time into this PNG, SVG or PDF file.")
+    ] = None,
+) -> None:
+    """Compare runs: scores, steps, time, speed and memory, as a table in Markdown.
+
+    tcnca compare runs/enwik8-fast-* --reach 1.3 --reach 1.2 --plot curves.png
+
+    Runs that are not finished are compared by what they have logged. Times are those of training, with compilation.
+    """
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {shown(str(plot))}")
+
+    from tcnca.training.comparison import comparison_rows, read_runs, save_comparison
+    from tcnca.training.report import markdown_table
+
+    found = read_runs(runs)
+    titles, *body = comparison_rows(found, reach or [])
+    typer.echo(escape_control(markdown_table(titles, body), "\n"))
+    if found[0].metric:
+        typer.echo(f"\nScores: {escape_control(found[0].metric)}.")
+    if plot is not None:
+        save_comparison(found, plot)
+        typer.echo(f"The validations are drawn in {plot}.")

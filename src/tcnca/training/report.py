@@ -166,6 +166,15 @@ def cost_rows(result: Result) -> list[tuple[str, str]]:
     return [*rows, ("parameters", f"{result.parameters:,}")]
 
 
+def markdown_table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown whose columns are aligned as plain text too."""
+    cells = [[text.replace("|", "\\|") for text in line] for line in (titles, *body)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(titles))]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = ([text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def duration(seconds: float) -> str:
     """Return a time as text: 9.3 s, or 1:02:03."""
     return f"{seconds:.1f} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))

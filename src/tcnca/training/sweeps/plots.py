@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tcnca.files import atomic_path
+from tcnca.training.comparison import draw_validations, seconds_at
 from tcnca.training.logger import read_log
-from tcnca.training.report import CURVES, GRAY, STYLE, format_ticks, series
+from tcnca.training.report import CURVES, STYLE, series
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import Row, best_group
 
@@ -87,37 +86,14 @@ def _name(sweep: Sweep, row: Row) -> str:
 
 def draw_curves(sweep: Sweep) -> Figure:
     """Draw the validations of runs over steps and over time, with a color for each value of the first key."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    figure.suptitle(f"Sweep of {sweep.recipe}", x=0.01, ha="left")
-    over_steps, over_time = figure.subplots(1, 2, sharey=True)
-    key, later = sweep.compared[0], []
+    key, curves = sweep.compared[0], []
     for point in sweep.points:
         lines = read_log(point.folder)
         steps, scores = series([line for line in lines if line.get("split") == "validation"], "value")
-        if not len(scores):
-            continue
-        logged, seconds = series(lines, "seconds")
+        seconds = series(lines, "seconds")[1]
         # From the first line of the log on, which leaves out most of the compilation.
-        times = np.interp(steps, logged, seconds - seconds[0], left=np.nan) if len(logged) else np.nan * steps
-        place = sweep.grid[key].index(point.values[key])
-        for axes, x in ((over_steps, steps), (over_time, times)):
-            axes.plot(x, scores, color=f"C{place % 10}", marker="o", markersize=2, label=point.values[key])
-        later.append(scores[len(scores) // 4 :])
-    # The range of the first quarter would make all ends look the same.
-    known = np.concatenate([*later, []])
-    known = known[np.isfinite(known)]
-    if len(known) and (margin := 0.05 * np.ptp(known)):
-        over_steps.set_ylim(known.min() - margin, known.max() + margin)
-    for axes, label in ((over_steps, "step"), (over_time, "seconds after the first steps")):
-        format_ticks(axes)
-        axes.set_xlim(left=0)
-        axes.set_xlabel(label, color=GRAY)
-        axes.grid(alpha=0.25)
-    over_steps.set_ylabel(f"{sweep.split} {sweep.metric}", color=GRAY)
-    handles, labels = over_steps.get_legend_handles_labels()
-    # Runs of one value share an entry.
-    entries = dict(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), title=key, loc="outside right center", frameon=False)
+        times = seconds_at(lines, steps) - (seconds[0] if len(seconds) else 0.0)
+        curves.append((point.values[key], sweep.grid[key].index(point.values[key]), steps, times, scores))
+    figure = draw_validations(curves, f"{sweep.split} {sweep.metric}", "seconds after the first steps", key)
+    figure.suptitle(f"Sweep of {sweep.recipe}", x=0.01, ha="left")
     return figure

@@ -17,7 +17,7 @@ from tcnca.files import atomic_write, check_regular
 from tcnca.training.logger import read_log
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import differences, load_recipe
-from tcnca.training.report import mean_speed, read_result
+from tcnca.training.report import markdown_table, mean_speed, read_result
 from tcnca.training.sweeps.plan import Point, Sweep
 
 CSV, MARKDOWN = "sweep.csv", "sweep.md"
@@ -191,7 +191,7 @@ def _run_table(sweep: Sweep, rows: Sequence[Row]) -> str:
             digits = 1 if name == "memory_gib" else 0
             texts.append("–" if number is None else format_score(number) if score else f"{number:,.{digits}f}")
         body.append([*(row.point.values[key] for key in sweep.varied), row.state, *texts])
-    return _table([*sweep.varied, "state", *(name.replace("_", " ") for name in _NUMBERS)], body)
+    return markdown_table([*sweep.varied, "state", *(name.replace("_", " ") for name in _NUMBERS)], body)
 
 
 def _seed_table(sweep: Sweep, rows: Sequence[Row]) -> str:
@@ -206,16 +206,7 @@ def _seed_table(sweep: Sweep, rows: Sequence[Row]) -> str:
                 format_score(statistics.stdev(scores)) if len(scores) > 1 else "–",
             ]
         )
-    return _table([*sweep.compared, "seeds", f"mean {sweep.split}", "standard deviation"], body)
-
-
-def _table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown whose columns are aligned as plain text too."""
-    cells = [[text.replace("|", "\\|") for text in line] for line in (titles, *body)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(titles))]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = ([text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table([*sweep.compared, "seeds", f"mean {sweep.split}", "standard deviation"], body)
 
 
 def _selection(sweep: Sweep, rows: Sequence[Row]) -> str:
