@@ -90,7 +90,7 @@ def _model(name: str, **changes: Any) -> SequenceModel:
 @pytest.mark.parametrize("name", ["shallow", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS)])
 def test_steps_in_a_loop(tmp_path: Path, name: str) -> None:
     """Over many chunks and turns of the ring buffers, for batch sizes that were not traced."""
-    model = _model("tcnca", depth=1, d_ff=0) if name == "shallow" else _model(name)
+    model = _model("half-rope", depth=1, d_ff=0) if name == "shallow" else _model(name)
     done = export_onnx(model, tmp_path / "step.onnx")
     assert done.graph == "step"
     assert done.difference is not None

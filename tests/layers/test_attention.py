@@ -49,6 +49,8 @@ def test_equals_the_formula(causal: bool, position: str, function: str, chunk_si
 def test_rope_can_rotate_some_of_the_features() -> None:
     module = _attention(position="rope", rope_fraction=0.5)
     assert module.config.rope_width == 2
+    assert AttentionConfig(d_key=96, position="rope", rope_fraction=0.0208333).rope_width == 2
+    assert AttentionConfig(d_key=100, position="rope", rope_fraction=0.58).rope_width == 58
     q, k, v = _qkv()
     with torch.no_grad():
         assert_close(module(q, k, v), formulas.attention(module, q, k, v))

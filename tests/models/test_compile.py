@@ -13,18 +13,19 @@ from torch.export import Dim, ExportedProgram
 
 from tcnca import ClassifierHeadConfig, ModelState, SequenceModel
 from tests.comparison import assert_close
-from tests.examples import FAMILY, VOCABULARY, small_model
+from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_model
 from tests.models.gradients import assert_gradients_close, gradients
 
 TIME = 10
 LENGTHS = torch.tensor([6, 10])
+MODELS = {name: VARIANTS[name] for name in (*FAMILY, "half-rope", "rotary-relu2-scale-post")}
 CLASSIFIER = ClassifierHeadConfig(num_classes=3, hidden=4)
 
 
 def _families(*quick: str) -> pytest.MarkDecorator:
     """All families, of which only some run by default."""
     return pytest.mark.parametrize(
-        "family", [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in FAMILY]
+        "family", [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in MODELS]
     )
 
 
@@ -41,7 +42,7 @@ def _tokens(time: int = TIME, batch: int = 2) -> Tensor:
 
 def _model(family: str, **changes: Any) -> SequenceModel:
     # One layer is enough for a graph to break.
-    return small_model(family, num_layers=1, **changes)
+    return small_model(MODELS[family], num_layers=1, **changes)
 
 
 def _compiled(model: SequenceModel, backend: str = "aot_eager") -> Any:
@@ -70,7 +71,7 @@ def test_bidirectional_classifier_trains(family: str) -> None:
     _assert_trains_alike(model, _compiled(model), _tokens(), lengths=LENGTHS)
 
 
-@_families("tcn-mlp")
+@_families("tcn-mlp", "half-rope")
 def test_states_go_in_and_come_out(family: str) -> None:
     model = _model(family)
     past, future, lengths = _tokens(), _tokens(6), torch.tensor([6, 2])

@@ -193,7 +193,7 @@ def test_every_field_is_checked_and_explained() -> None:
         (PairHeadConfig, {"pooling": "none"}, "^pooling: expected mean, last or first"),
         (RegressionHeadConfig, {"hidden_layers": 2}, "^hidden_layers: expected "),
         (TokenInputConfig, {"vocab_size": 8, "pad_token_id": 8}, "^pad_token_id: expected a token below .*8, got 8"),
-        (AttentionConfig, {"d_key": 8, "position": "rope", "rope_fraction": 0.2}, "^rope_fraction: expected at "),
+        (AttentionConfig, {"d_key": 8, "position": "rope", "rope_fraction": 0.1}, "^rope_fraction: expected "),
         (AttentionConfig, {"d_key": 5, "position": "rope"}, "^d_key: expected an even number"),
         (AttentionConfig, {"chunk_size": None}, "^max_length: expected an integer"),
         (AttentionConfig, {"chunk_size": 9, "max_length": 8}, "^chunk_size: expected at most 8"),

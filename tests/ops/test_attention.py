@@ -286,3 +286,9 @@ def test_what_a_query_does_not_see_does_not_change_a_bit(
                 assert torch.equal(y[0, 8:], same[0, 8:]), "another chunk"
             if index == 2 and outlier != 1e30:
                 assert not bool(y[0, 6:8].isfinite().any()), "a value that is seen"
+
+
+def test_opcheck_of_the_rotation() -> None:
+    positions = torch.randint(50, (2, 7))
+    torch.library.opcheck(torch.ops.tcnca.rotation_table.default, (positions, 3, torch.float64))
+    torch.library.opcheck(torch.ops.tcnca.rotation_table.default, (torch.arange(5), 2, torch.float32))

@@ -49,6 +49,20 @@ def test_few_lines_are_printed_and_all_are_logged(tmp_path: Path, clock: Clock) 
     assert len((tmp_path / LOG).read_text().splitlines()) == 200
 
 
+def test_time_left_does_not_count_the_steps_before_the_clock_is_restarted(tmp_path: Path, clock: Clock) -> None:
+    console, file = screen()
+    with Logger(tmp_path, console) as watch:
+        watch.progress(0, 0.0)
+        clock.now += 40
+        watch.progress(1, 0.01)
+        watch.restart_clock(0.01)
+        for step in range(2, 12):
+            clock.now += 1
+            watch.progress(step, step / 100)
+        watch.log({"step": 11, "progress": 0.11, **LOSS})
+    assert "11 % done, 0:01:29 left" in file.getvalue()
+
+
 @pytest.mark.parametrize(("terminal", "width"), [(False, 120), (True, 60), (True, 120)])
 def test_time_left_is_estimated_from_the_start_of_a_launch(
     tmp_path: Path, clock: Clock, terminal: bool, width: int

@@ -40,6 +40,20 @@ def test_rounding_to_bfloat16_does_not_make_singular_values_grow(device: str, en
     assert found.min() > (0.7 if end >= 0.01 else 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_matrices_of_any_precision(dtype: torch.dtype) -> None:
+    matrix = nn.Parameter(torch.randn(6, 4, dtype=dtype))
+    before = matrix.detach().clone()
+    optimizer = Muon([matrix], 0.1, beta2=0.9)
+    for _ in range(2):
+        matrix.grad = torch.randn_like(matrix)
+        optimizer.step()
+    assert matrix.dtype == dtype
+    assert optimizer.state[matrix]["mean_square"].dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.isfinite(matrix).all()
+    assert not torch.equal(matrix, before)
+
+
 def naive_update(momentum: Tensor) -> Tensor:
     """Return the exact update of a matrix, by its singular value decomposition."""
     u, _, v = torch.linalg.svd(momentum, full_matrices=False)

@@ -314,15 +314,18 @@ def test_scores_have_four_digits_on_any_scale(value: float, text: str) -> None:
     score = Score(metric="mean squared error", value=value, count=1, higher_is_better=False)
     result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1, count=1000))
     assert score_rows(result) == [("test", "mean squared error", text, "1")]
-    assert cost_rows(result)[0] == ("best validation", f"{text} at step 1 (of 1,000)")
+    assert cost_rows(result)[0] == ("best validation", f"{text} at step 1, on 1,000 answers")
 
 
 def test_the_best_validation() -> None:
     lines = [score_line(step, score) for step, score in enumerate([3.0, 1.0, None, 1.0], 1)]
     lines.append(score_line(4, 9.0, "test"))
     assert best_validation(lines, higher_is_better=False) == Best(step=2, value=1.0)
-    lines[0]["count"] = 7
-    assert best_validation(lines, higher_is_better=True) == Best(step=1, value=3.0, count=7)
+    # The last one, on more answers, is not comparable.
+    partial = [{**line, "count": 7} for line in lines]
+    partial.append({**score_line(5, 0.5), "count": 70})
+    assert best_validation(partial, higher_is_better=False) == Best(step=2, value=1.0, count=7)
+    assert best_validation(lines, higher_is_better=True) == Best(step=1, value=3.0)
     assert best_validation([train_line(1)], higher_is_better=True) is None
 
 

@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def invoke(*words: str) -> Result:
 
 @pytest.mark.parametrize(
     ("after", "changes"),
-    [(1, []), (5, ["grad_accum_steps=3"]), (8, ["model=mega-recall-64", "optimizer=muon"])],
+    [(1, []), (5, ["grad_accum_steps=3"]), (8, ["model=mega-recall-64", "optimizer=muon", "muon_beta2=0.9"])],
     ids=str,
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, after: int, changes: list[str]) -> None:
@@ -135,6 +136,14 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(checkpointing: bool, m
         x = torch.randint(VOCABULARY, shape)
         torch.testing.assert_close(compiled(x, return_state=False), plain(x, return_state=False))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # A copy has its own weights, and can be saved.
+    x = torch.randint(VOCABULARY, (2, 8))
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        for parameter in model.layers.parameters():
+            parameter.zero_()
+        torch.testing.assert_close(copied(x, return_state=False), plain(x, return_state=False))
 
 
 def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,8 @@ class FusedStep(step.Step):
             panel = math.gcd(block.attention.config.d_value, SECTOR // self.cache_dtype.itemsize)
             parts["keys"] = parts["keys"].contiguous()
             parts["values"] = self._in_panels(parts["values"], panel)
+            if "last_key" in parts:
+                parts["last_key"] = parts["last_key"].contiguous()
             self._add_attention(kernels, block, parts["keys"], parts["values"], parts.get("last_key"))
         net = layer.feed_forward
         if net is not None:

@@ -62,8 +62,8 @@ class AttentionConfig(Config, kind="chunked"):
             )
         if self.position == "rope" and not self.rope_width:
             raise ConfigError(
-                f"rope_fraction: expected at least {2 / self.d_key:g}, a pair of the {self.d_key} features, got "
-                f"{self.rope_fraction}; position='none' rotates none"
+                f"rope_fraction: expected a pair of the {self.d_key} features or more, such as {2 / self.d_key:.2g}, "
+                f"got {self.rope_fraction}; position='none' rotates none"
             )
         if self.position == "simple" and (self.chunk_size or 0) > self.reach:
             raise ConfigError(
@@ -75,7 +75,7 @@ class AttentionConfig(Config, kind="chunked"):
     @property
     def rope_width(self) -> int:
         """Features that are rotated."""
-        return int(self.rope_fraction * self.d_key) // 2 * 2 if self.position == "rope" else 0
+        return 2 * round(self.rope_fraction * self.d_key / 2) if self.position == "rope" else 0
 
     @property
     def reach(self) -> int:

@@ -47,7 +47,7 @@ class State:
     `torch.export` support them.
     """
 
-    _format: ClassVar[str] = "tcnca-state-3"  # of files; it changes with the fields
+    _format: ClassVar[str] = "tcnca-state-3"  # of files; it changes with the fields that they need
     _sums: ClassVar[frozenset[str]] = frozenset()  # fields that are sums over the whole past
     # Fields `[batch, size, channels]` in which a call writes the token at time `t` to slot `t mod size`.
     _rings: ClassVar[frozenset[str]] = frozenset()

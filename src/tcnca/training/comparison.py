@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 from tcnca.errors import ConfigError, escape_control, format_score
 from tcnca.files import atomic_path
 from tcnca.training.logger import LOG, read_log
-from tcnca.training.report import GRAY, RESULT, STYLE, Result, duration, format_ticks, mean_speed, read_result, series
+from tcnca.training.report import (
+    GRAY,
+    RESULT,
+    STYLE,
+    Result,
+    comparable_validations,
+    duration,
+    format_ticks,
+    mean_speed,
+    read_result,
+    series,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,13 +48,8 @@ class ComparedRun:
         return next((str(line["metric"]) for line in self.lines if "metric" in line), "")
 
     def validations(self) -> tuple[_Array, _Array, _Array]:
-        """Return the steps, seconds and scores of all validations on equally many answers.
-
-        The last one, on the whole split, is left out if those before it were on a part.
-        """
-        found = [line for line in self.lines if line.get("split") == "validation"]
-        found = [line for line in found if line.get("count") == found[0].get("count")]
-        steps, scores = series(found, "value")
+        """Return the steps, seconds and scores of the comparable validations."""
+        steps, scores = series(comparable_validations(self.lines), "value")
         return steps, seconds_at(self.lines, steps), scores
 
     def seconds_to(self, score: float) -> float | None:

@@ -95,8 +95,8 @@ class OptimizerConfig(Config, shorthand="name"):
     muon_momentum: Probability = 0.95
     """Decay rate of Muon's momentum."""
     muon_beta2: Probability | None = None
-    """Decay rate of the mean square of each row of Muon's updates, which are normalized by it (NorMuon); None for
-    updates as they are."""
+    """Decay rate of a running mean of the squares of each row of Muon's updates, by whose root the row is divided
+    (NorMuon); None for updates as they are."""
     kernel_lr_mult: NonNegativeFloat = 1.0
     """Factor of the learning rate of the TCN's kernels."""
     kernel_wd_mult: NonNegativeFloat = 1.0

@@ -183,7 +183,7 @@ def parallelize(
         # Layer by layer, as equal layers share the code.
         for layer in model.layers:
             if dynamic:
-                layer.forward = _compile_dynamic(layer.forward)
+                layer.forward = _DynamicForward(layer.forward)
             else:
                 layer.compile(dynamic=False)
     if context.world_size > 1 and runtime.parallel == "fsdp":
@@ -196,18 +196,21 @@ def parallelize(
     return model
 
 
-def _compile_dynamic(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the `forward` of a layer for any number of rows and time steps; all other sizes are fixed."""
-    compiled = torch.compile(forward, dynamic=False)
+class _DynamicForward:
+    """The `forward` of a layer, compiled for any number of rows and time steps; all other sizes are fixed."""
 
-    @functools.wraps(forward)
-    def call(x: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Any:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward, self._compiled = forward, torch.compile(forward, dynamic=False)
+
+    def __call__(self, x: Tensor, *, lengths: Tensor | None = None, **options: Any) -> Any:
         torch._dynamo.maybe_mark_dynamic(x, (0, 1))
         if lengths is not None:
             torch._dynamo.maybe_mark_dynamic(lengths, 0)
-        return compiled(x, lengths=lengths, **options)
+        return self._compiled(x, lengths=lengths, **options)
 
-    return call
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the layer calls its own `forward`, and is not compiled, as with `nn.Module.compile`.
+        return functools.partial, (self._forward,)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ polynomial, and grow without limit."""
 _UPDATE_RMS = 0.2
 """Root mean square of an update, about that of AdamW, so that both take similar learning rates and weight decays."""
 _TINY = 1e-30
+"""Keeps rows of zeros finite: far below the square of any other row, and in the range of float32."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -37,7 +38,7 @@ class Muon(torch.optim.Optimizer):
 
     Unlike `torch.optim.Muon`, it orthogonalizes matrices that are stacked in one parameter one by one and all matrices
     of one shape together, and takes weights that are sharded by FSDP: each process keeps the momentum of its rows, and
-    gathers the matrices.
+    gathers the matrices of one shape after the other.
 
     Args:
         params: matrices, or parameter groups of matrices. A group can have `parts`, a sequence for each matrix: the
@@ -45,8 +46,8 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate.
         momentum: decay rate of the momentum.
         weight_decay: decoupled weight decay.
-        beta2: decay rate of the mean square of each row of the updates, by whose root the rows are divided (NorMuon, Li
-            et al., 2025); the norm of the update stays. None for updates as they are.
+        beta2: decay rate of a running mean of the squares of each row of the updates, by whose root the row is divided
+            (NorMuon, Li et al., 2025); the norm of the update stays. None for updates as they are.
     """
 
     def __init__(
@@ -77,8 +78,13 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices that have a gradient, and return the loss of `closure`, if it is given."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            found = [(matrix, list(parts)) for matrix, parts in _matrices(group) if matrix.grad is not None]
-            if found:
+            together: dict[Any, list[tuple[Tensor, list[int]]]] = {}
+            for matrix, parts in _matrices(group):
+                if matrix.grad is not None:
+                    # Sharded matrices are gathered shape by shape, to save memory.
+                    kind = (matrix.shape, tuple(parts)) if isinstance(matrix, DTensor) else None
+                    together.setdefault(kind, []).append((matrix, list(parts)))
+            for found in together.values():
                 self._update(group, [matrix for matrix, _ in found], [parts for _, parts in found])
         return loss
 
@@ -107,7 +113,8 @@ class Muon(torch.optim.Optimizer):
         updates = list(pieces)
         squares = list[Tensor]()
         if group["beta2"] is not None:
-            states = [self._state("mean_square", matrix, matrix[:, :1]) for matrix in matrices]
+            precise = torch.promote_types(whole[0].dtype, torch.float32)
+            states = [self._state("mean_square", matrix, matrix[:, :1].to(precise)) for matrix in matrices]
             gathered = [_gather(_local(state), state) for state in states]
             squares = [each for state, heights in zip(gathered, parts, strict=True) for each in state.split(heights)]
         for shape in dict.fromkeys(piece.shape for piece in pieces):
@@ -145,7 +152,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    precise = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=precise)
     x = x / norm.clamp(min=1e-20).to(x.dtype)
     for a, b, c in _COEFFICIENTS:
         gram = x.mT @ x if tall else x @ x.mT

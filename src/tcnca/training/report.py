@@ -124,9 +124,18 @@ def mean_speed(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(tokens for tokens, _ in read) / sum(tokens / speed for tokens, speed in read) if read else None
 
 
+def comparable_validations(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the validations on as many answers as the first one.
+
+    The final one, on the whole split, is left out if those before it were on a part of it.
+    """
+    found = [line for line in lines if line.get("split") == "validation"]
+    return [line for line in found if line.get("count") == found[0].get("count")]
+
+
 def best_validation(lines: Sequence[Mapping[str, Any]], *, higher_is_better: bool) -> Best | None:
-    """Return the best validation; the first of equal ones."""
-    scored = [line for line in lines if line.get("split") == "validation" and line.get("value") is not None]
+    """Return the best of the comparable validations; the first of equal ones."""
+    scored = [line for line in comparable_validations(lines) if line.get("value") is not None]
     found = [Best(value=line["value"], step=line["step"], count=line.get("count")) for line in scored]
     return max(found, key=lambda each: (each.value if higher_is_better else -each.value, -each.step), default=None)
 
@@ -156,8 +165,8 @@ def cost_rows(result: Result) -> list[tuple[str, str]]:
     """Return what a run took, as names and texts."""
     rows = []
     if result.best is not None:
-        of = "" if result.best.count is None else f" (of {result.best.count:,})"
-        rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}{of}"))
+        on = "" if result.best.count is None else f", on {result.best.count:,} answers"
+        rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}{on}"))
     rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
     if result.tokens_per_second is not None:
         rows.append(("tokens/s", f"{result.tokens_per_second:,.0f}"))
@@ -285,7 +294,7 @@ def _draw_validation(axis: Axes, lines: Sequence[Mapping[str, Any]], higher_is_b
         axis.text(0.5, 0.5, "none yet", color=GRAY, ha="center", va="center", transform=axis.transAxes)
         axis.set_yticks([])
         return
-    axis.plot(steps, values, color=_DARK, linewidth=1.2, marker="o", markersize=1.8)
+    axis.plot(*series(comparable_validations(lines), "value"), color=_DARK, linewidth=1.2, marker="o", markersize=1.8)
     axis.margins(y=0.18)
     final = (int(steps[-1]), float(values[-1]))
     found = (best.step, best.value)

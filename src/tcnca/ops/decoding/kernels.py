@@ -542,7 +542,7 @@ def score(
         if slot // PLACES == tl.program_id(1):
             tl.store(cached + slot * KEY + column, k, mask=inside)
             if SHIFT:
-                # Only this program uses the last key, and all of its threads have read it.
+                # Only this program needs the last key, and all of its threads have read it.
                 tl.debug_barrier()
                 tl.store(last_key + row * KEY + column, new, mask=inside)
 

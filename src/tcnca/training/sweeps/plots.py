@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tcnca.files import atomic_path
 from tcnca.training.comparison import draw_validations, seconds_at
 from tcnca.training.logger import read_log
-from tcnca.training.report import CURVES, STYLE, series
+from tcnca.training.report import CURVES, STYLE, comparable_validations, series
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import Row, best_group
 
@@ -89,7 +89,7 @@ def draw_curves(sweep: Sweep) -> Figure:
     key, curves = sweep.compared[0], []
     for point in sweep.points:
         lines = read_log(point.folder)
-        steps, scores = series([line for line in lines if line.get("split") == "validation"], "value")
+        steps, scores = series(comparable_validations(lines), "value")
         seconds = series(lines, "seconds")[1]
         # From the first line of the log on, which leaves out most of the compilation.
         times = seconds_at(lines, steps) - (seconds[0] if len(seconds) else 0.0)
