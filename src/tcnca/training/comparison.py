@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.errors import ConfigError, escape_control, format_score
-from tcnca.files import atomic_path
 from tcnca.training.logger import LOG, read_log
 from tcnca.training.report import (
     GRAY,
     RESULT,
-    STYLE,
     Result,
     comparable_validations,
     duration,
     format_ticks,
     mean_speed,
     read_result,
+    save_figure,
     series,
 )
 
@@ -108,17 +108,11 @@ def seconds_at(lines: Sequence[Mapping[str, Any]], steps: _Array) -> _Array:
 
 def save_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
     """Draw the validations of runs over steps and over minutes, in the format that the name of the file says."""
-    import matplotlib.style
-
-    # Not with the user's own settings of matplotlib.
-    with matplotlib.style.context(["default", STYLE]):
-        curves = []
-        for place, run in enumerate(runs):
-            steps, seconds, scores = run.validations()
-            curves.append((run.name, place, steps, seconds / 60, scores))
-        figure = draw_validations(curves, f"validation {runs[0].metric}", "minutes")
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=path.suffix.lstrip("."), dpi=150)
+    curves = []
+    for place, run in enumerate(runs):
+        steps, seconds, scores = run.validations()
+        curves.append((run.name, place, steps, seconds / 60, scores))
+    save_figure(functools.partial(draw_validations, curves, f"validation {runs[0].metric}", "minutes"), path)
 
 
 def draw_validations(

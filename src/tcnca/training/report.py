@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from tcnca.training.provenance import Launch, read_launches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RESULT = "result.json"
 REPORT = "report.md"
@@ -245,6 +246,15 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
         with atomic_path(folder / CURVES) as temporary:
             figure.savefig(temporary, format="png")
     return folder / CURVES
+
+
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw a figure into a file, in the format that its name says."""
+    import matplotlib.style
+
+    # Not with the user's own settings of matplotlib.
+    with matplotlib.style.context(["default", STYLE]), atomic_path(path) as temporary:
+        draw().savefig(temporary, format=path.suffix.lstrip("."), dpi=150)
 
 
 def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcnca.files import atomic_path
 from tcnca.training.comparison import draw_validations, seconds_at
 from tcnca.training.logger import read_log
-from tcnca.training.report import CURVES, STYLE, comparable_validations, series
+from tcnca.training.report import CURVES, comparable_validations, save_figure, series
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import Row, best_group
 
@@ -26,27 +25,18 @@ def save_scores(sweep: Sweep, rows: Sequence[Row]) -> Path | None:
     """Draw the scores into `sweep.png`; None if there are none."""
     if not any(row.scores for row in rows):
         return None
-    return _save(functools.partial(draw_scores, sweep, rows), sweep.folder / SCORES)
+    save_figure(functools.partial(draw_scores, sweep, rows), sweep.folder / SCORES)
+    return sweep.folder / SCORES
 
 
 def save_curves(sweep: Sweep) -> Path | None:
     """Draw the validations into `curves.png`; None if there are none, or too many runs."""
     if sweep.variants is None and len(sweep.points) > MAX_CURVES:
         return None
-    return _save(functools.partial(draw_curves, sweep), sweep.folder / CURVES)
-
-
-def _save(draw: Callable[[], Figure], path: Path) -> Path | None:
-    import matplotlib.style
-
-    # Not with the user's own settings of matplotlib.
-    with matplotlib.style.context(["default", STYLE]):
-        figure = draw()
-        if not figure.axes[0].lines:
-            return None
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
-    return path
+    if not any(comparable_validations(read_log(point.folder)) for point in sweep.points):
+        return None
+    save_figure(functools.partial(draw_curves, sweep), sweep.folder / CURVES)
+    return sweep.folder / CURVES
 
 
 def draw_scores(sweep: Sweep, rows: Sequence[Row]) -> Figure:
