@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -292,3 +292,22 @@ def test_opcheck_of_the_rotation() -> None:
     positions = torch.randint(50, (2, 7))
     torch.library.opcheck(torch.ops.tcnca.rotation_table.default, (positions, 3, torch.float64))
     torch.library.opcheck(torch.ops.tcnca.rotation_table.default, (torch.arange(5), 2, torch.float32))
+
+
+@pytest.mark.parametrize("position", ["rope", "rotary"])
+def test_compiled_code_has_no_sines(position: str) -> None:
+    # They would take the compiler ten seconds.
+    operators = []
+
+    def collect(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        operators.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def rotated(x: Tensor) -> Tensor:
+        return rotate(x, torch.arange(5)) if position == "rope" else rotary_bias(x[0, 0], x[1, 1], 5)
+
+    x = torch.randn(2, 5, 4)
+    torch._dynamo.reset()
+    assert_close(torch.compile(rotated, backend=collect)(x), rotated(x))
+    assert torch.ops.tcnca.rotation_table.default in operators
+    assert not any("sin" in str(operator) for operator in operators)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +50,8 @@ def train(
     if os.path.isfile(Path(recipe) / "recipe.yaml"):  # a run directory
         recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
     find(recipe)  # answers a misspelled name before PyTorch is imported
+    if device != "cpu":
+        threading.Thread(target=_create_gpu_context, daemon=True).start()
     from tcnca.training import Trainer, load_recipe
     from tcnca.training.provenance import command_line
 
@@ -73,6 +78,15 @@ def train(
         _print_result(trainer.out, result, again)
     if result.stopped:
         raise typer.Exit(exit_code(result.stopped))
+
+
+def _create_gpu_context() -> None:
+    """Create the context that PyTorch will use on the GPU, which takes seconds, while PyTorch is imported."""
+    with contextlib.suppress(OSError, AttributeError):  # there is no driver
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        driver.cuInit(0)
+        # Kept until the process ends. Without a GPU it fails, and PyTorch will say what is wrong.
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def _print_result(out: Path, result: Result, again: str) -> None:

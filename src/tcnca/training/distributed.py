@@ -159,9 +159,13 @@ def preload_compiler() -> None:
 
 
 def _start_compiler() -> None:
-    with contextlib.suppress(ImportError, AttributeError):  # not part of PyTorch's public interface
-        importlib.import_module("torch._inductor.compile_fx")
+    with contextlib.suppress(Exception):  # not part of PyTorch's public interface, and only saves time
+        # The processes first: they import PyTorch themselves meanwhile.
         importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
+        importlib.import_module("torch._inductor.compile_fx")
+        # Digests of the sources of PyTorch and Triton, which name the files of compiled code.
+        importlib.import_module("torch._inductor.codecache").torch_key()
+        importlib.import_module("torch._inductor.runtime.triton_compat").triton_key()
 
 
 def parallelize(
