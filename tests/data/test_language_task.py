@@ -64,8 +64,8 @@ def test_rows_of_two_three_and_four_chunks() -> None:
 
 def epoch_starts(task: LanguageTask, run: int, epochs: int) -> list[list[int]]:
     """The starts of the runs of one length in each epoch, in order."""
-    # So many runs as cover the split wherever they are cut: one begins up to a run less a chunk before it.
-    total = -(-(len(TRAIN) - 1 + (run - 1) * CHUNK) // (run * CHUNK))
+    # So many runs as cover the split wherever they are cut: one begins up to a run less a byte before it.
+    total = -(-(len(TRAIN) - 1 + run * CHUNK - 1) // (run * CHUNK))
     found: list[int] = []
     step = 0
     while len(found) < epochs * total:
@@ -76,21 +76,21 @@ def epoch_starts(task: LanguageTask, run: int, epochs: int) -> list[list[int]]:
     return [sorted(found[epoch * total : (epoch + 1) * total]) for epoch in range(epochs)]
 
 
-@pytest.mark.parametrize("run", [2, 3, 4])
-def test_an_epoch_covers_the_split(run: int) -> None:
+@pytest.mark.parametrize(("run", "runs"), [(1, (1,)), (2, (2, 3, 4)), (3, (2, 3, 4)), (4, (2, 3, 4))])
+def test_an_epoch_covers_the_split(run: int, runs: tuple[int, ...]) -> None:
     width, last = run * CHUNK, len(TRAIN) - 1 - run * CHUNK
     cuts = set()
-    for begins in epoch_starts(language(), run, 12):
+    for begins in epoch_starts(language(chunks_per_row=runs), run, 12):
         # Every byte is a target, the first ones and the last ones too.
         assert (begins[0], begins[-1]) == (0, last)
         # Runs follow each other without a gap, and only those at the ends overlap.
         steps = np.diff(begins)
         assert (steps <= width).all()
         assert (steps[1:-2] == width).all()
-        inner = begins[1:-2]
-        assert all(begin % CHUNK == 0 for begin in inner)
-        cuts |= {begin // CHUNK % run for begin in inner}
-    assert cuts == set(range(run))
+        cuts.add(begins[1] % width)
+    # Epochs are cut in different places, and not at chunks alone.
+    assert len(cuts) > 4
+    assert any(cut % CHUNK for cut in cuts)
 
 
 @pytest.mark.parametrize("size", [9, 10, 200, 700])

@@ -106,13 +106,13 @@ class LanguageTask(Task):
         begin, end = training_rank_range(rows, rank, world_size)
         width, end_of_split = chunks * self.chunk_size, self._bytes("train").size - 1
         # Enough rows for any offset: the first one starts at or before the beginning, the last one reaches the end.
-        total = -(-(end_of_split + width - self.chunk_size) // width)
+        total = -(-(end_of_split + width - 1) // width)
         first, last = turn * rows + begin, turn * rows + end
-        # The offset of the rows is a whole number of chunks and changes every epoch.
+        # The offset of the rows changes every epoch, so that a byte is read after beginnings of any length.
         epochs = np.arange(first, last) // total
-        offset = np.array([CounterRNG(seed, "cut", chunks, int(epoch)).integers(0, chunks, 1)[0] for epoch in epochs])
+        offset = np.array([CounterRNG(seed, "cut", chunks, int(epoch)).integers(0, width, 1)[0] for epoch in epochs])
         indices = shuffled_indices(seed, total, first, last, f"runs of {chunks}")
-        begins = np.clip((indices * chunks - offset) * self.chunk_size, 0, end_of_split - width)
+        begins = np.clip(indices * width - offset, 0, end_of_split - width)
         batch = self._windows("train", begins + 1, width)
         return dataclasses.replace(batch, weight=(end - begin) * world_size / rows)
 
