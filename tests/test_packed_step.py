@@ -18,7 +18,7 @@ from tcnca.errors import InputError, StateError
 from tcnca.generation import packed
 from tcnca.generation.dispatch import MIN_PACKED_LAYERS, ModelStep, make_step
 from tcnca.generation.packed import PackedStep
-from tcnca.generation.quantize import quantize_rows
+from tcnca.ops.quantize import quantize_rows
 from tests.comparison import assert_close, relative_error
 from tests.examples import VOCABULARY, small_config, small_model
 from tests.ops.test_steps_triton import MODELS, assert_steps

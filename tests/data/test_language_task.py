@@ -255,3 +255,17 @@ def test_too_small_batches_and_splits(step: int) -> None:
         language().batch(step, 64, world_size=3)
     with pytest.raises(DataError, match="tiny: expected at least 9 bytes in the training split, got 8"):
         language(TRAIN[:8])
+
+
+def test_tokens_can_be_all_bytes() -> None:
+    """A data set that lists its byte values has a token for each of them, or for every byte."""
+    splits = {split: {"bytes": np.frombuffer(b"abcab" * 9, np.uint8)} for split in ("train", "validation", "test")}
+    data = Dataset("tiny", {"kind": "language", "symbols": list(b"abc")}, splits)
+    few, every = (LanguageTask(data, chunk_size=2, all_bytes=all_bytes) for all_bytes in (False, True))
+    assert (few.input.vocab_size, every.input.vocab_size) == (3, 256)
+    assert every.preprocessing().byte_map == tuple(range(256))
+    assert set(few.batch(0, 16).inputs.flatten().tolist()) == {0, 1, 2}
+    assert set(every.batch(0, 16).inputs.flatten().tolist()) == set(b"abc")
+    assert every.decode(every.encode(b"\r\0\xff")[0]) == b"\r\0\xff"
+    with pytest.raises(VocabularyError):
+        few.encode(b"\r")

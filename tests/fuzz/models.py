@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from tcnca import ModelConfig, SequenceModel, load, load_mega_checkpoint, save
 from tcnca.inference.watching import FileTail, LogWatch
@@ -63,6 +64,36 @@ def _models() -> dict[str, tuple[ModelConfig, Preprocessing]]:
 def _make_models() -> None:
     for name, (config, facts) in _models().items():
         save(SequenceModel(config, facts), name)
+    save(SequenceModel(*_models()["tcnca"]), "int8", "int8")
+
+
+def _int8(change: Callable[[dict[str, torch.Tensor]], Any]) -> Attack:
+    """Return an attack that changes the tensors of an int8 model."""
+
+    def attack(rng: Rng) -> str:
+        path = Path("int8", "model.safetensors")
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+        return f"{path}: changed"
+
+    return attack
+
+
+_SCALE = "embedding.weight_scale"
+_INT8: list[Attack] = [
+    _int8(lambda tensors: tensors.pop(_SCALE)),
+    _int8(lambda tensors: tensors[_SCALE].fill_(float("nan"))),
+    _int8(lambda tensors: tensors.update({_SCALE: torch.ones(1)})),
+    _int8(lambda tensors: tensors.update({_SCALE: torch.ones(10**6)})),
+    _int8(lambda tensors: tensors.update({_SCALE: tensors[_SCALE].char()})),
+    _int8(lambda tensors: tensors.update({f"{_SCALE}_scale": torch.ones(11)})),
+    _int8(lambda tensors: tensors.update({"embedding.weight": torch.zeros(0, 8, dtype=torch.int8)})),
+    _int8(lambda tensors: tensors.update({name: tensor.char() for name, tensor in tensors.items()})),
+    changed("int8/config.json", entry("dtype", "bfloat16")),
+    changed("int8/config.json", entry("dtype", [])),
+    changed("int8/config.json", entry("format", "tcnca-model-2")),
+]
 
 
 def _forward(model: SequenceModel) -> None:
@@ -278,7 +309,9 @@ BASES: dict[str, Callable[[], None]] = {
 _WATCH = command("watch", "model", str(_LOG), "--once", "--state", "app.state", "--device", "cpu")
 _SIZES = [attack for name in ("tcnca", "mega") for attack in _sizes_of_config(f"{name}/config.json")]
 SUBJECTS = {
-    "model": Subject(base="models", use=_load_models, attacks=_SIZES, independent=True, share=18),
+    "model": Subject(
+        base="models", use=_load_models, attacks=[*_INT8[:4], *_SIZES, *_INT8[4:]], independent=True, share=22
+    ),
     "state": Subject(base="states", use=_load_states, attacks=_STATES, targets=r"^\w+\.safetensors$", share=12),
     "watch": Subject(base="watch", use=_WATCH, attacks=[fifo("app.log")], targets=r"^app\.state$", share=8),
     "mega": Subject(base="mega", use=_load_mega, attacks=_MEGA, independent=True, share=22),

@@ -150,6 +150,14 @@ _LOG: list[Attack] = [
     written("run/log.jsonl", b"[" * 100_000 + b"\n"),
 ]
 
+_EXPORTED: list[Attack] = [
+    linked("run/result.json", "a file outside"),
+    linked("run/log.jsonl", "zeros without end"),
+    fifo("run/log.jsonl"),
+    *_FINISHED,
+]
+_EXPORT = command("export", "run", "--model", "small", "--dtype", "int8")
+
 _CPU = ("--device", "cpu")
 BASES: dict[str, Callable[[], None]] = {"stopped": lambda: _train(stop_after=5), "finished": _train}
 SUBJECTS = {
@@ -157,6 +165,9 @@ SUBJECTS = {
     "finished": Subject(base="finished", use=_finished, attacks=_FINISHED, targets=r"run/[^/]*\.jsonl?$", share=9),
     "eval": Subject(base="finished", use=_evaluate, attacks=_EVAL, targets=_PLAIN, share=8),
     "log": Subject(base="finished", use=_read_logs, attacks=_LOG, targets=r"log\.jsonl$", share=8),
+    "cli-export": Subject(
+        base="finished", use=_EXPORT, attacks=_EXPORTED, targets=r"run/[^/]*\.(jsonl?|yaml)$", share=6
+    ),
     "cli-train": Subject(
         base="stopped", use=command("train", "run", "--resume", *_CPU), attacks=_RESUME, targets=_PLAIN, share=2
     ),

@@ -356,9 +356,8 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcx", encoding="utf-8")
     text = tmp_path / "text"
     mistakes: dict[tuple[Any, ...], str] = {
-        (text,): "RUN... FILE...: expected a text after the runs, got none",
-        (folder, tmp_path): "RUN... FILE...: expected a text after the runs, got none",
-        (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a file to score, got nothing of this name",
+        (folder, tmp_path): "[RUN...] FILE...: expected a text after the runs, got none",
+        (folder, tmp_path / "nowhere"): f"{tmp_path}/nowhere: expected a run directory or a text to score, got",
         (folder, tmp_path / "empty"): f"{tmp_path}/empty: expected a text, got an empty one",
         (folder, narrow, text, "--lines", "-"): "--lines: expected one run and one text, got 2 and 1",
         (tmp_path, text): f"{tmp_path}: expected a run directory or a saved model, got a folder without config.json",
@@ -371,7 +370,7 @@ def test_mistakes_are_answered(folder: Path, tmp_path: Path) -> None:
             (folder, text, option, tmp_path / "no/file.png"): f"{option}: expected a file in a folder that exists, got "
             for option in ("--json", "--plot", "--lines")
         },
-        (tmp_path / "nothing", text): f"{tmp_path}/nothing: expected a run directory or a saved model, got no such",
+        (tmp_path / "nothing", text): f"{tmp_path}/nothing: expected a run directory or a text to score, got",
     }
     for arguments, message in mistakes.items():
         result = run(*arguments)

@@ -18,14 +18,17 @@ import tcnca.models.serialization
 from tcnca import (
     CheckpointError,
     ClassifierHeadConfig,
+    ConfigError,
     ModelConfig,
     PairHeadConfig,
+    Preprocessing,
     RegressionHeadConfig,
     SequenceModel,
     ValueInputConfig,
     load,
     save,
 )
+from tcnca.models.serialization import SavedDtype
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, pairwise, small_config, small_model
 
@@ -126,6 +129,87 @@ def test_saving_again_replaces(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS]
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 0.5 / 127)])
+@pytest.mark.parametrize("family", FAMILY)
+def test_rounded_weights_are_close_and_in_float32(
+    tmp_path: Path, family: str, dtype: SavedDtype, tolerance: float
+) -> None:
+    """The error of a weight is at most half a step of its row; in bfloat16, half a unit in the last place."""
+    model = small_model(family, torch.float32)
+    loaded = load(save(model, tmp_path, dtype))
+    assert loaded.config == model.config
+    for name, expected in model.state_dict().items():
+        got = loaded.state_dict()[name]
+        assert got.dtype == expected.dtype, name
+        if name.endswith("weight") and expected.ndim > 1:
+            # The factors of rows are in bfloat16.
+            largest = expected.abs().amax(-1, keepdim=True)
+            bound = largest * tolerance * (1 + 2**-8) if dtype == "int8" else expected.abs() * tolerance
+            assert ((got - expected).abs() <= bound + 1e-12).all(), name
+        else:
+            assert torch.equal(got, expected), name
+    x = tokens()
+    with torch.no_grad():
+        exact = model.double()(x).logits
+        error = float((loaded(x).logits - exact).norm() / exact.norm())
+    assert error < {"float32": 1e-5, "bfloat16": 1e-2, "int8": 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_rounding_twice_is_rounding_once(tmp_path: Path, dtype: SavedDtype) -> None:
+    once = load(save(small_model(dtype=torch.float32), tmp_path / "once", dtype))
+    assert_same(load(save(once, tmp_path / "twice", dtype)), once, tokens())
+
+
+def test_int8_takes_a_quarter(tmp_path: Path) -> None:
+    model = small_model(small_config(d_model=128, d_ff=256, d_key=64, d_value=256), torch.float32)
+    sizes = {}
+    for dtype in (None, "float32", "bfloat16", "int8"):
+        sizes[dtype] = (save(model, tmp_path / str(dtype), dtype) / WEIGHTS).stat().st_size
+    assert sizes[None] == sizes["float32"]
+    assert sizes["bfloat16"] < 0.55 * sizes["float32"]
+    assert sizes["int8"] < 0.32 * sizes["float32"]
+
+
+def test_statistics_and_counts_are_not_rounded(tmp_path: Path) -> None:
+    """The norms of this model have means, variances and counts; its inputs and outputs have statistics of the data."""
+    facts = Preprocessing(input_mean=(1e6 + 1,), input_std=(0.123456789,), target_mean=(1 / 3,), target_std=(3.3,))
+    config = small_config(norm="batch", head=RegressionHeadConfig(), input=ValueInputConfig(), causal=False)
+    model = SequenceModel(config, facts)
+    model.train()(torch.randn(2, 9, 1))
+    loaded = load(save(model.eval(), tmp_path, "int8")).state_dict()
+    exact = [name for name, tensor in model.state_dict().items() if tensor.ndim < 2]
+    assert any("num_batches_tracked" in name for name in exact)
+    assert any("std" in name for name in exact)
+    for name in exact:
+        assert loaded[name].dtype == model.state_dict()[name].dtype
+        assert torch.equal(loaded[name], model.state_dict()[name]), name
+
+
+def test_half_precision_is_kept_unless_a_dtype_is_given(tmp_path: Path) -> None:
+    model = small_model(dtype=torch.bfloat16)
+    assert load(save(model, tmp_path)).embedding.weight.dtype == torch.bfloat16
+    for dtype in ("float32", "bfloat16", "int8"):
+        loaded = load(save(model, tmp_path, dtype))
+        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    with pytest.raises(ConfigError, match=r"dtype: .*int8"):
+        save(model, tmp_path, "int4")  # type: ignore[arg-type]
+
+
+def test_saving_in_another_format_replaces(folder: Path) -> None:
+    """A folder never has the dtype of one model with the weights of another."""
+    model = small_model(dtype=torch.float32)
+    for dtype in ("int8", None, "bfloat16", "float32"):
+        save(model, folder, dtype)
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        rounded = dtype in ("int8", "bfloat16")
+        assert (content["format"], content.get("dtype")) == (
+            "tcnca-model-3" if rounded else "tcnca-model-2",
+            dtype if rounded else None,
+        )
+        load(folder)
+
+
 def fail(*args: Any, **kwargs: Any) -> None:
     raise OSError("no space left on device")
 
@@ -179,7 +263,9 @@ CONFIGURATIONS = {
     "empty": (b"", "expected JSON"),
     "no-text": (b"\xff\xfe", "expected JSON"),
     "list": (b"[]", "expected keys and values, got []"),
-    "other-format": (b'{"format": "tcnca-model-1"}', "format: expected 'tcnca-model-2', got 'tcnca-model-1'"),
+    "other-format": (b'{"format": "tcnca-model-1"}', "format: expected 'tcnca-model-2' or 'tcnca-model-3', got"),
+    "no-dtype": (b'{"format": "tcnca-model-3"}', "dtype: expected one of bfloat16, int8, got None"),
+    "wrong-dtype": (b'{"format": "tcnca-model-3", "dtype": "int4"}', "dtype: "),
     "no-model": (FORMAT + b"}", "model: expected"),
     "no-preprocessing": (FORMAT + b', "model": {}}', "preprocessing: expected"),
     "unknown-field": (FORMAT + b', "model": {"layer": 2}, "preprocessing": {}}', "layer"),

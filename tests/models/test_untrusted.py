@@ -235,6 +235,70 @@ def test_other_weights(folder: Path) -> None:
     assert load(folder)(tokens()).logits.isnan().all()
 
 
+MATRIX = "layers.0.block.output.weight"
+INT8_CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "no scale": (lambda w: w.pop(f"{MATRIX}_scale"), rf"{MATRIX}: expected int8 with {MATRIX}_scale"),
+    "short scale": (
+        lambda w: w.update({f"{MATRIX}_scale": torch.ones(3)}),
+        rf"{MATRIX}_scale: expected a floating-point number per row, shape \[8\], got torch.float32 of shape \[3\]",
+    ),
+    "matrix of scales": (lambda w: w.update({f"{MATRIX}_scale": torch.ones(8, 1)}), rf"{MATRIX}_scale: .*\[8, 1\]"),
+    "no numbers": (lambda w: w.update({f"{MATRIX}_scale": torch.ones(())}), rf"{MATRIX}_scale: .*shape \[\]"),
+    "integers": (lambda w: w.update({f"{MATRIX}_scale": torch.ones(8).long()}), rf"{MATRIX}_scale: .*torch.int64"),
+    "int8 scale": (lambda w: w.update({f"{MATRIX}_scale": torch.ones(8).char()}), rf"{MATRIX}_scale: .*torch.int8"),
+    "NaN": (lambda w: w[f"{MATRIX}_scale"].fill_(float("nan")), rf"{MATRIX}_scale: expected finite numbers above 0"),
+    "infinite": (lambda w: w[f"{MATRIX}_scale"].fill_(float("inf")), rf"{MATRIX}_scale: expected finite numbers"),
+    "negative": (lambda w: w[f"{MATRIX}_scale"].neg_(), rf"{MATRIX}_scale: expected finite numbers above 0"),
+    "zero": (lambda w: w[f"{MATRIX}_scale"].zero_(), rf"{MATRIX}_scale: expected finite numbers above 0"),
+    "uint8": (lambda w: w.update({MATRIX: w[MATRIX].byte()}), rf"unknown \['{MATRIX}_scale'\]"),
+    "other shape": (
+        lambda w: w.update({MATRIX: torch.zeros(8, 99, dtype=torch.int8)}),
+        rf"{MATRIX}: expected shape \[8, 6\], got \[8, 99\]",
+    ),
+    "scale of a float": (
+        lambda w: w.update({"layers.0.block.gamma_scale": torch.ones(2)}),
+        r"unknown \['layers\.0\.block\.gamma_scale'\]",
+    ),
+    "int8 gain": (
+        lambda w: w.update({GAMMA: w[GAMMA].char(), f"{GAMMA}_scale": torch.ones(2)}),
+        rf"unknown \['{GAMMA}_scale'\]",
+    ),
+    "int8 gain without scale": (
+        lambda w: w.update({GAMMA: w[GAMMA].char()}),
+        rf"{GAMMA}: expected floating-point numbers of 16 bits .*, got torch.int8",
+    ),
+    "int8 kernel": (
+        lambda w: w.update({"layers.0.block.mixer.weight": w["layers.0.block.mixer.weight"].char()}),
+        r"mixer\.weight: expected floating-point numbers of 16 bits .*, got torch.int8",
+    ),
+    "unknown matrix": (
+        lambda w: w.update({"x.weight": torch.zeros(2, 2).char(), "x.weight_scale": torch.ones(2)}),
+        r"unknown \['x\.weight'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INT8_CHANGES, ids=lambda name: name.replace(" ", "-"))
+def test_int8_weights_that_do_not_fit(tmp_path: Path, case: str) -> None:
+    change, message = INT8_CHANGES[case]
+    folder = save(small_model(dtype=torch.float32), tmp_path, "int8")
+    change_weights(folder, change)
+    with limited(seconds=2.0), pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 3000
+
+
+def test_int8_weights_need_their_format(folder: Path, tmp_path: Path) -> None:
+    """Weights of one format with the configuration of another."""
+    rounded = save(small_model(dtype=torch.float32), tmp_path / "rounded", "int8")
+    plain, int8 = ((path / CONFIG).read_bytes() for path in (folder, rounded))
+    (rounded / CONFIG).write_bytes(plain)
+    with pytest.raises(CheckpointError, match=r"unknown \[.*weight_scale"):
+        load(rounded)
+    (folder / CONFIG).write_bytes(int8)
+    assert load(folder).embedding.weight.dtype == torch.float32
+
+
 def test_header_that_claims_more_than_the_file(folder: Path) -> None:
     for header in (
         {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}},

@@ -14,11 +14,11 @@ from tcnca import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.generation.fused import FusedStep
 from tcnca.generation.fused import unsupported_reason as fused_reason
 from tcnca.generation.prompts import prefill
-from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.sampling import Sampler, SamplingOptions
 from tcnca.generation.step import unsupported_reason
 from tcnca.models import ModelState
 from tcnca.models.heads import LanguageModelHead
+from tcnca.ops.quantize import quantize_rows
 from tests.comparison import assert_close
 from tests.examples import VARIANTS, VOCABULARY, small_config, small_model
 from tests.ops.interpreter import interpreted, not_interpreted

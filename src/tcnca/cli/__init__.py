@@ -20,7 +20,7 @@ from tcnca.version import __version__
 
 # Name of the command: where it is, a function or a group of commands, and its line in `tcnca --help`.
 COMMANDS = {
-    "demo": ("tcnca.cli.demo:demo", "Train a small model on associative recall, and query it."),
+    "demo": ("tcnca.cli.demo:demo", "Continue a text, train a small model on associative recall, and query it."),
     "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
     "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
@@ -28,10 +28,10 @@ COMMANDS = {
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
     "compare": ("tcnca.cli.train:compare", "Compare runs: scores, cost, curves, and the time to a score."),
     "predict": ("tcnca.cli.predict:predict", "Predict classes, values or forecasts with a trained model."),
-    "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a trained language model."),
+    "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a language model."),
     "score": ("tcnca.cli.score:score", "Measure the bits per byte of a text, and find its most surprising places."),
     "watch": ("tcnca.cli.watch:watch", "Follow a growing log, and print its unusual lines."),
-    "export": ("tcnca.cli.export:export", "Write a trained model to an ONNX file."),
+    "export": ("tcnca.cli.export:export", "Write a trained model to an ONNX file, or to a small folder."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
 }

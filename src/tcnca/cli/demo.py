@@ -1,4 +1,4 @@
-"""`tcnca demo`: train a small model on associative recall, then ask it; or show that all models stream."""
+"""`tcnca demo`: continue a text, train a small model on associative recall, ask it; or show that all models stream."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tcnca.cli.generate import generate
 from tcnca.cli.train import train
 from tcnca.errors import ConfigError, TrainingError
 
@@ -26,6 +27,9 @@ _FILES = (
     r"|report\.md|result\.json|eval-.+\.json"
 )
 """Names of what a run leaves."""
+PROMPT = "The history of "
+MAX_TOKENS = 300
+TEMPERATURE = 0.8
 GOAL = 0.99
 QUESTION = "a 2 c 4 b 3 d 1"
 _EXAMPLES = 3
@@ -54,9 +58,12 @@ def demo(
         bool, typer.Option("--streaming", help="Instead, show that every model of the paper can stream.")
     ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="With --streaming: tokens per model.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights, data and the continued text.")] = 0,
 ) -> None:
-    """Train a small model on associative recall to 99 %, and query it. Starts over each time, in runs/demo."""
+    """Continue a text with the pretrained model, then train a small one on associative recall to 99 % and query it.
+
+    Training starts over each time, in runs/demo.
+    """
     if streaming:
         if changes:
             raise ConfigError(f"{changes[0]}: expected no changes with --streaming, which does not train; leave it out")
@@ -74,12 +81,22 @@ def demo(
             f"train on it with `tcnca train {NAME} data={recipe.data.source}`"
         )
     task = recipe.build_task()
-    typer.echo(f"Associative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
-    typer.echo(f"TCNCA-simple learns it in {recipe.schedule.max_steps:,} steps of {recipe.batch.size} sequences.\n")
     _clear()
+    _continue_text(seed)
+    typer.echo(f"\nAssociative recall: after {QUESTION} … one of the letters comes again. Which number goes with it?")
+    typer.echo(f"TCNCA-simple learns it in {recipe.schedule.max_steps:,} steps of {recipe.batch.size} sequences.\n")
     train(NAME, wanted, out=FOLDER)
     _ask(task, load(FOLDER))
     _conclude()
+
+
+def _continue_text(seed: int) -> None:
+    """Let the pretrained model continue a prompt on the CPU."""
+    options = f"--prompt {PROMPT!r} --max-tokens {MAX_TOKENS} --temperature {TEMPERATURE} --seed {seed} --device cpu"
+    typer.echo("The pretrained model continues a text. The first time, it compiles kernels for a few seconds.")
+    typer.echo(f"  tcnca generate {options}\n")
+    typer.echo(PROMPT, nl=False)
+    generate(prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=seed, device="cpu")
 
 
 def _clear() -> None:
@@ -141,7 +158,7 @@ def _conclude() -> None:
     typer.echo(f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
     if score.value < GOAL:
         raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
-    typer.echo(f"\nContinue with\n  tcnca eval {FOLDER}\n  tcnca recipes\n  tcnca models recall-64")
+    typer.echo(f"\nContinue with\n  tcnca generate --prompt 'In 1905, '\n  tcnca eval {FOLDER}\n  tcnca recipes")
 
 
 def _show_streaming(tokens: int, seed: int) -> None:

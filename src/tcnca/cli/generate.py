@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from tcnca import pretrained
 from tcnca.cli.reporting import open_stdout, progress_bar, use_threads
 from tcnca.errors import DataError, InputError, plural
 
@@ -28,7 +29,13 @@ _OPTIONS = {"max_new_tokens": "--max-tokens", "quantization": "--int8", "cache_d
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN|MODEL]",
+            help="Run directory, or folder of a saved model. (default: the pretrained model of English Wikipedia text)",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - for standard input.")
@@ -81,12 +88,13 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Continue a prompt with a trained language model.
+    """Continue a prompt with a language model: yours, or the small pretrained one that comes with tcnca.
 
     The continuation is printed as it is generated. The same seed gives the same text, and each of several
     continuations is the same whatever their number.
     """
     text = _read_prompt(prompt, prompt_file)
+    name = pretrained.NAME if model is None else str(model)
     seed = secrets.randbelow(2**32) if seed is None else seed
 
     import torch
@@ -98,12 +106,12 @@ def generate(
 
     with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
         language_model = load(model, dist.device, best=best)
-        check_language_model(language_model, str(model))
+        check_language_model(language_model, name)
         size = sum(parameter.numel() for parameter in language_model.parameters())
         # Threads that wait for each other at every step are far slower than one on a busy machine.
         small = dist.device.type == "cpu" and size < _SMALL_MODEL
         stack.enter_context(use_threads(threads or (1 if small else None)))
-        stack.enter_context(_option_names(str(model), "--prompt" if prompt_file is None else str(prompt_file)))
+        stack.enter_context(_option_names(name, "--prompt" if prompt_file is None else str(prompt_file)))
         if dtype is not None:
             language_model = language_model.to(getattr(torch, dtype))
         progress = bar.enter_context(progress_bar("reading the prompt", len(text) > _LONG_PROMPT))
@@ -132,7 +140,8 @@ def generate(
             on_piece=on_piece,
             on_end=printer.end,
         )
-        _print_texts(texts, printer, bar.close, f"a prompt of {plural(len(text), 'byte')}", seed)
+        about = f"seed {seed}" + (f", model {name}" if model is None else "")
+        _print_texts(texts, printer, bar.close, f"a prompt of {plural(len(text), 'byte')}", about)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
@@ -243,7 +252,7 @@ class _JSONPrinter(_Printer):
 
 
 def _print_texts(
-    texts: Iterator[list[str | None]], printer: _Printer, end_progress: Callable[[], None], prompt: str, seed: int
+    texts: Iterator[list[str | None]], printer: _Printer, end_progress: Callable[[], None], prompt: str, about: str
 ) -> None:
     counts = [0]
     begin = first = time.perf_counter()
@@ -266,6 +275,6 @@ def _print_texts(
             speed = f", {sum(counts[2:]) / seconds:,.0f} tokens/s" if len(counts) > 2 and seconds else ""
             typer.echo(
                 f"{plural(sum(counts), 'token')} in {seconds:.2f} s{speed}, after {prompt} in "
-                f"{first - begin:.2f} s; seed {seed}",
+                f"{first - begin:.2f} s; {about}",
                 err=True,
             )

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tcnca import pretrained
 from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control, plural
 from tcnca.files import atomic_path, atomic_write, partial_path, to_json
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _PIECE = 2**16
 """Bytes that are read at once."""
 _STDIO = Path("-")
+_PRETRAINED = Path(pretrained.NAME)
+"""Stands for the pretrained model."""
 _TOP = 10
 _SHOWN_BEFORE = 16
 """Characters of a line that are printed before its most surprising place."""
@@ -38,8 +41,9 @@ def score(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN... FILE...",
-            help="Run directories or folders of saved models, and texts; - for standard input.",
+            metavar="[RUN...] FILE...",
+            help="Run directories or folders of saved models (default: the pretrained model), and texts; - for "
+            "standard input.",
         ),
     ],
     json_file: Annotated[
@@ -72,9 +76,9 @@ def score(
     total with data.task.segments=1. Several models or texts are compared in one table.
     """
     # What is not a folder is a text.
-    runs = [path for number, path in enumerate(paths) if number == 0 or path.is_dir()]
-    files = [path for path in paths[1:] if not path.is_dir()]
+    files = [path for path in paths if not path.is_dir()]
     _check_files(files)
+    runs = [path for path in paths if path.is_dir()] or [_PRETRAINED]
     _check_outputs(files, {"--json": json_file, "--plot": plot, "--lines": lines})
     if lines is not None and len(runs) * len(files) > 1:
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
@@ -94,7 +98,7 @@ def score(
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(dist_context(device)).device
             stack.enter_context(use_threads(threads))
-            models = [load(run, place, best=best) for run in runs]
+            models = [load(None if run is _PRETRAINED else run, place, best=best) for run in runs]
             for run, model in zip(runs, models, strict=True):
                 check_bytes(model, str(run))
             write = None if lines is None else stack.enter_context(_line_writer(lines))
@@ -173,12 +177,14 @@ def _short_names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _check_files(files: Sequence[Path]) -> None:
     if not files:
-        raise ConfigError("RUN... FILE...: expected a text after the runs, got none; - reads standard input")
+        raise ConfigError("[RUN...] FILE...: expected a text after the runs, got none; - reads standard input")
     for file in files:
         if file == _STDIO:
             continue
         if not file.exists():
-            raise DataError(f"{file}: expected a file to score, got nothing of this name; check the path")
+            raise DataError(
+                f"{file}: expected a run directory or a text to score, got nothing of this name; check the path"
+            )
         if file.is_file() and not file.stat().st_size:
             raise InputError(f"{file}: expected a text, got an empty one")
 

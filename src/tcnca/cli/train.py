@@ -111,7 +111,12 @@ def _print_result(out: Path, result: Result, again: str) -> None:
 
 
 def eval_(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)"
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Argument(
@@ -123,9 +128,14 @@ def eval_(
     device: _Device = None,
 ) -> None:
     """Evaluate a trained model on a split."""
+    changes = changes or []
+    if run is not None and "=" in run and not os.path.exists(run):
+        changes = [run, *changes]
+        run = None
+
     from tcnca.training import evaluate_run
 
-    evaluate_run(run, changes or [], split=split, best=best, device=device)
+    evaluate_run(None if run is None else Path(run), changes, split=split, best=best, device=device)
 
 
 def compare(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.generation import step
-from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.attention import QK_EPS
@@ -22,6 +21,7 @@ from tcnca.ops import TCNState, rotary_bias
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream, max_shared_memory
 from tcnca.ops.ema.naive import ema_coefficients
+from tcnca.ops.quantize import quantize_rows
 
 if TYPE_CHECKING:
     from tcnca.ops.launcher import Launch

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tcnca.errors import StateError
 from tcnca.generation import step as steps
-from tcnca.generation.quantize import quantize_rows
 from tcnca.generation.sampling import Sampler
 from tcnca.generation.step import Quantization, Step, pack, positions, unpack
 from tcnca.layers import EMA, TCN, ChunkedAttention
@@ -29,6 +28,7 @@ from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import rotary_bias
 from tcnca.ops.attention.naive import bias_max_length, rotation_table
 from tcnca.ops.ema.naive import ema_coefficients
+from tcnca.ops.quantize import quantize_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

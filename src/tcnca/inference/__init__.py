@@ -1,6 +1,6 @@
 """Use a trained model on files of any size: predictions for tables, lines, arrays and streams, and bits of texts."""
 
-from tcnca.inference.loading import load
+from tcnca.inference.loading import export_model, load
 from tcnca.inference.predict import PredictOptions, PredictSummary, predict_inputs
 from tcnca.inference.readers import ColumnOptions
 from tcnca.inference.scoring import score
@@ -11,6 +11,7 @@ __all__ = [
     "PredictOptions",
     "PredictSummary",
     "Stream",
+    "export_model",
     "load",
     "predict_inputs",
     "score",

@@ -9,42 +9,64 @@ import re
 import tempfile
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from tcnca.config import check
+from tcnca.config import check, check_choice
 from tcnca.errors import CheckpointError, ConfigError, shown
 from tcnca.files import read_json
 from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
+from tcnca.ops.quantize import dequantize_rows, quantize_rows
 from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 
 FORMAT = "tcnca-model-2"
+ROUNDED_FORMAT = "tcnca-model-3"
+"""Format of weights that are rounded in the file only: its `dtype` is `bfloat16` or `int8`."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+SCALE = "_scale"
+"""End of the name of the factors of an int8 matrix: `embedding.weight` has `embedding.weight_scale`."""
+
+SavedDtype = Literal["float32", "bfloat16", "int8"]
+"""Data type of weights in a file."""
+_RoundedDtype = Literal["bfloat16", "int8"]
 
 
-def save(model: SequenceModel, folder: str | Path) -> Path:
+def save(model: SequenceModel, folder: str | Path, dtype: SavedDtype | None = None) -> Path:
     """Write `model` to `folder`, which is created if it is missing.
 
     Both files are written to a temporary folder and moved when both are complete, so that a full disk leaves an earlier
     model unchanged.
+
+    Args:
+        model: the model, which is not changed.
+        folder: the folder.
+        dtype: data type of the weights in the file; None for that of the model. `bfloat16` and `int8` round matrices
+            and convolution kernels, and `load` returns them in float32: a file of a half or a quarter of the size.
+            With `int8`, each row of a matrix has a factor, and kernels are in bfloat16. Norms, biases and other small
+            tensors are in float32.
     """
+    if dtype is not None:
+        check_choice("dtype", dtype, get_args(SavedDtype))
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder}: expected a folder to create or to write to, got a file") from error
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    rounded = dtype in get_args(_RoundedDtype)
     content = {
-        "format": FORMAT,
+        "format": ROUNDED_FORMAT if rounded else FORMAT,
+        **({"dtype": dtype} if rounded else {}),
         "model": model.config.to_dict(),
         "preprocessing": model.preprocessing.to_dict(),
     }
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        save_file(weights, Path(temporary, WEIGHTS_FILE), {"format": "pt"})
+        save_file(_stored(weights, dtype), Path(temporary, WEIGHTS_FILE), {"format": "pt"})
         Path(temporary, CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # Safetensors makes files private to the owner; both files should follow the umask.
         Path(temporary, WEIGHTS_FILE).chmod(Path(temporary, CONFIG_FILE).stat().st_mode)
@@ -63,15 +85,59 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
         found = "a file" if folder.exists() else "no such folder"
         got = f"a folder without {CONFIG_FILE}" if folder.is_dir() else found
         raise CheckpointError(f"{folder}: expected a run directory or a saved model, got {got}; check the path")
-    config, preprocessing = _read_config(folder / CONFIG_FILE)
+    config, preprocessing, dtype = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
+    scales = _take_scales(weights, str(path)) if dtype == "int8" else {}
     try:
         model = build_on_meta(config, preprocessing, weights, str(path))
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    for name, scale in scales.items():
+        weights[name] = dequantize_rows(weights[name], scale)
     fill(model, weights, str(path), device)
-    return model.eval()
+    return model.eval() if dtype is None else model.eval().float()
+
+
+def _stored(weights: Mapping[str, Tensor], dtype: SavedDtype | None) -> dict[str, Tensor]:
+    """Return the tensors of a file."""
+    if dtype is None:
+        return dict(weights)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if dtype == "int8" and _is_matrix(name, tensor):
+            stored[name], scale = quantize_rows(tensor)
+            stored[name + SCALE] = scale.bfloat16()
+        elif dtype != "float32" and name.endswith("weight") and tensor.ndim > 1:
+            stored[name] = tensor.bfloat16()
+        else:
+            stored[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return stored
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether `int8` quantizes a tensor: a matrix of products, or of embeddings."""
+    return name.endswith("weight") and tensor.ndim == 2
+
+
+def _take_scales(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Remove the factors of int8 matrices from the weights of a file, and return them by the name of the matrix."""
+    scales = {}
+    for name, tensor in list(weights.items()):
+        # Others are compared with the model, which has no weights of this type.
+        if tensor.dtype != torch.int8 or not _is_matrix(name, tensor):
+            continue
+        scale = weights.pop(name + SCALE, None)
+        if scale is None:
+            raise CheckpointError(f"{where}: {name}: expected int8 with {name + SCALE}, a factor per row, got none")
+        if scale.shape != tensor.shape[:1] or scale.dtype not in FLOAT_DTYPES:
+            expected = f"a floating-point number per row, shape {[len(tensor)]}"
+            got = f"{scale.dtype} of shape {list(scale.shape)}"
+            raise CheckpointError(f"{where}: {name + SCALE}: expected {expected}, got {got}")
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise CheckpointError(f"{where}: {name + SCALE}: expected finite numbers above 0, got others")
+        scales[name] = scale
+    return scales
 
 
 def build_on_meta(
@@ -127,12 +193,14 @@ def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
         )
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing]:
+def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing, _RoundedDtype | None]:
+    """Read configuration and preprocessing, and how the weights are rounded; None if they are not."""
     content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected what tcnca.save wrote")
     try:
-        if content.get("format") != FORMAT:
-            raise ConfigError(f"format: expected {FORMAT!r}, got {shown(content.get('format'))}")
+        if content.get("format") not in (FORMAT, ROUNDED_FORMAT):
+            raise ConfigError(f"format: expected {FORMAT!r} or {ROUNDED_FORMAT!r}, got {shown(content.get('format'))}")
+        dtype = check("dtype", content.get("dtype"), _RoundedDtype) if content["format"] == ROUNDED_FORMAT else None
         values = [check(name, content.get(name), dict[str, Any]) for name in ("model", "preprocessing")]
-        return ModelConfig.from_dict(values[0]), Preprocessing.from_dict(values[1])
+        return ModelConfig.from_dict(values[0]), Preprocessing.from_dict(values[1]), dtype
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
+from tcnca import pretrained
 from tcnca.config import check_choice
 from tcnca.data import Batch, Task
 from tcnca.data.schema import SPLITS
 from tcnca.errors import ConfigError, DataError, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import ModelState, SequenceModel, evaluating, load
+from tcnca.models.serialization import CONFIG_FILE
 from tcnca.training.checkpoint import CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
@@ -217,7 +219,7 @@ def _evaluation_mode(model: SequenceModel, chunk_size: int | None) -> Iterator[N
 
 
 def evaluate_run(
-    run: Path,
+    run: Path | None,
     changes: Sequence[str] = (),
     *,
     split: str = "test",
@@ -230,7 +232,8 @@ def evaluate_run(
     Each combination of split, checkpoint and changes has its own file.
 
     Args:
-        run: the run directory.
+        run: the run directory, or the folder of a model that was exported from one; None for the pretrained model,
+            whose score is not written.
         changes: `key=value` changes to the recipe: how to measure, not what was trained.
         split: for example `test`.
         best: measure the best checkpoint by validation instead of the last.
@@ -238,32 +241,43 @@ def evaluate_run(
         verbose: print progress and the score.
     """
     check_choice("split", split, SPLITS)
+    saves, run = run is not None, run or pretrained.FOLDER
     if not (run / RECIPE).is_file():
         raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
-    check_no_links(run)
+    if saves:
+        check_no_links(run)
     trained = load_recipe(str(run / RECIPE))
     recipe = trained.override(changes)
     for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):
         if getattr(recipe, section) != getattr(trained, section):
             raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
     with dist_context(device) as dist, Logger(run, Console(quiet=not verbose), enabled=dist.is_main) as logger:
-        checkpoints = CheckpointManager(run / "checkpoints", recipe.checkpoint.keep, dist)
-        place = checkpoints.best() if best else checkpoints.latest()
-        if place is None:
-            reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
-            raise ConfigError(f"{run}: has {reason}")
-        verify(place)
+        place = _find_checkpoint(run, best, dist)
+        name = place.name if saves else pretrained.NAME
         model, task, precision = load(place, dist.device), recipe.build_task(), recipe.runtime.precision
         with logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
-        logger.print(f"{place.name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")
-        if dist.is_main:
-            name = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
-            facts = {"split": split, "checkpoint": place.name, "device": dist.device.type, "changes": list(changes)}
+        logger.print(f"{name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")
+        if dist.is_main and saves:
+            file = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
+            facts = {"split": split, "checkpoint": name, "device": dist.device.type, "changes": list(changes)}
             try:
-                atomic_write(run / f"{name}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
+                atomic_write(run / f"{file}.json", to_json({**facts, **dataclasses.asdict(score)}, indent=1) + "\n")
             except DataError as error:
                 # A run that somebody else keeps can be evaluated, too.
                 logger.print(f"warning: the score was not saved: {error}")
     return score
+
+
+def _find_checkpoint(run: Path, best: bool, dist: DistContext) -> Path:
+    """Return the last or the best checkpoint, which is verified; or the folder itself if only the model is left."""
+    checkpoints = CheckpointManager(run / "checkpoints", 1, dist)
+    place = checkpoints.best() if best else checkpoints.latest()
+    if place is not None:
+        verify(place)
+        return place
+    if best or not (run / CONFIG_FILE).is_file():
+        reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
+        raise ConfigError(f"{run}: has {reason}")
+    return run

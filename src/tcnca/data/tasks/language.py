@@ -36,6 +36,8 @@ class LanguageTask(Task):
     Evaluation: windows of `eval_length` bytes. Without `carry_state` each window starts from an empty state; with it,
     the split is divided into `segments` equal segments, and the state is carried from window to window in a segment, so
     that the score does not depend on `eval_length`.
+
+    Tokens are the byte values that occur in the data set if it lists them, as EnWik8 does, or with `all_bytes` all 256.
     """
 
     kind = "language"
@@ -51,6 +53,7 @@ class LanguageTask(Task):
         eval_length: int = 12_288,
         segments: int = 50,
         carry_state: bool = True,
+        all_bytes: bool = False,
     ) -> None:
         super().__init__(data)
         numbers = {"chunk_size": chunk_size, "eval_length": eval_length, "segments": segments}
@@ -65,14 +68,14 @@ class LanguageTask(Task):
                 f"{data.name}: expected at least {least} bytes in the training split, got {self._bytes('train').size}"
             )
         self.eval_length, self.segments, self.carry_state = eval_length, segments, carry_state
-        symbols = data.manifest.get("symbols")
+        symbols = None if all_bytes else data.manifest.get("symbols")
         self.symbols = np.arange(256) if symbols is None else np.array(symbols)
         self._token = np.full(256, IGNORE, np.int64)
         self._token[self.symbols] = np.arange(len(self.symbols))
 
     @property
     def input(self) -> TokenInputConfig:
-        """A token for each byte value that occurs in the data set."""
+        """A token for each byte value."""
         return TokenInputConfig(vocab_size=len(self.symbols), scale_embeddings=True)
 
     @property
