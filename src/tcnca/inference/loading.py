@@ -58,8 +58,8 @@ def export_model(
     if folder.exists() and run.exists() and folder.samefile(run):
         raise ConfigError(f"{folder}: expected another folder than the run, got the same")
     save(load_model(_checkpoint(run, best)), folder, dtype)
-    for name in (RECIPE, RESULT, LOG):  # of another model
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / RECIPE, folder / RESULT, folder / LOG, *folder.glob("eval-*.json")):  # of another model
+        path.unlink(missing_ok=True)
     # Read and written, not copied: a run from elsewhere can have anything under these names.
     if (run / RECIPE).is_file():
         atomic_write(folder / RECIPE, load_recipe(str(run / RECIPE)).override({"data.folder": None}).to_yaml())
