@@ -237,6 +237,7 @@ def test_export_of_the_pretrained_model_is_the_pretrained_model(tmp_path: Path) 
 def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine", encoding="utf-8")
+    export_model(trained, tmp_path / "model")
     model = ("--model", tmp_path / "new")
     for arguments, message in (
         ((), "--onnx, --model: expected one of them, got neither"),
@@ -245,12 +246,20 @@ def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
         ((*model, "--length", 3), "--length: expected it with --onnx"),
         ((*model, "--sequence"), "--step: expected it with --onnx"),
         (("--model", tmp_path / "full"), f"--model: expected a new folder, got {tmp_path}/full, which exists"),
+        (("--model", tmp_path / "full", "--force"), f"--model: expected a new folder, got {tmp_path}/full, which"),
+        (("--model", trained, "--force"), f"{trained}: expected a folder of its own for the model, got a run"),
+        (("--model", tmp_path / "model"), f"--model: expected a new folder, got {tmp_path}/model, which exists; --f"),
         (("--model", tmp_path / "full" / "thesis.txt"), f"{tmp_path}/full/thesis.txt: expected a folder to create"),
     ):
         result = run("export", trained, *arguments)
         assert result.exit_code == 1
         assert result.stderr.startswith(f"Error: {message}")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match="expected another folder than the run"):
-        export_model(trained, trained)
+    with pytest.raises(ConfigError, match="expected a folder of its own for the model, got a run"):
+        export_model(tmp_path / "model", tmp_path / "model")
+    # A damaged run leaves no half of a model.
+    shutil.copytree(trained, tmp_path / "damaged")
+    (tmp_path / "damaged" / "recipe.yaml").write_text("model: [", encoding="utf-8")
+    assert run("export", tmp_path / "damaged", *model).exit_code == 1
+    assert not (tmp_path / "new").exists()
     assert run("export", tmp_path / "nothing", *model).exit_code == 1
