@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,onnx]'
 	@touch $@
 
-demo: $(READY)  ## Train a small model to recall and query it: about a minute
+demo: $(READY)  ## Continue a text, train a small model to recall and query it: about a minute
 	$(BIN)/tcnca demo
 
 test: $(READY)  ## Run the tests: a few minutes

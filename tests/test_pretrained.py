@@ -22,6 +22,7 @@ from tcnca.training import evaluate_run, load_recipe
 from tests.training.tiny import fit, write_set
 
 runner = CliRunner()
+EXPORTED = {"config.json", "model.safetensors", "recipe.yaml", "result.json", "log.jsonl"}
 MAX_BYTES = 12_000_000
 MAX_BITS = 2.5
 """Bits per byte of the text below; an untrained model needs 8."""
@@ -69,7 +70,7 @@ def _unchanged() -> Iterator[None]:
 
 def test_it_is_complete_and_small() -> None:
     found = files(pretrained.FOLDER)
-    assert {"config.json", "model.safetensors", "recipe.yaml", "result.json", "log.jsonl"} == set(found)
+    assert {*EXPORTED, "eval-test.json"} == set(found)
     assert sum(map(len, found.values())) <= MAX_BYTES
     assert json.loads(found["config.json"])["dtype"] == "int8"
     # Nothing of the machine it was trained on.
@@ -182,13 +183,7 @@ def test_export_keeps_what_eval_and_compare_need(trained: Path, tmp_path: Path) 
     result = run("export", trained, "--model", tmp_path / "small", "--dtype", "int8")
     assert result.exit_code == 0, result.output
     assert f"tcnca eval {tmp_path}/small" in result.stdout
-    assert set(files(tmp_path / "small")) == {
-        "config.json",
-        "model.safetensors",
-        "recipe.yaml",
-        "result.json",
-        "log.jsonl",
-    }
+    assert set(files(tmp_path / "small")) == EXPORTED
     whole, small = tcnca.load(trained), tcnca.load(tmp_path / "small")
     assert small.config == whole.config
     assert small.preprocessing == whole.preprocessing
@@ -223,7 +218,8 @@ def test_export_of_a_run_that_is_not_finished_or_of_a_saved_model(tmp_path: Path
     export_model(tmp_path / "stopped", tmp_path / "small", "bfloat16")
     assert set(files(tmp_path / "small")) == {"config.json", "model.safetensors", "recipe.yaml", "log.jsonl"}
     tcnca.save(tcnca.load(tmp_path / "small"), tmp_path / "saved")
-    # Nothing of the model that was there before.
+    # Nothing of the model that was there before, nor of its evaluation.
+    (tmp_path / "small" / "eval-test.json").write_text("{}", encoding="utf-8")
     result = run("export", tmp_path / "saved", "--model", tmp_path / "small", "--force")
     assert result.exit_code == 0, result.output
     assert "tcnca eval" not in result.stdout
@@ -233,12 +229,15 @@ def test_export_of_a_run_that_is_not_finished_or_of_a_saved_model(tmp_path: Path
 def test_export_of_the_pretrained_model_is_the_pretrained_model(tmp_path: Path) -> None:
     """Rounding twice is rounding once."""
     export_model(None, tmp_path / "copy", "int8")
-    assert files(tmp_path / "copy") == files(pretrained.FOLDER)
+    assert files(tmp_path / "copy") == {
+        name: data for name, data in files(pretrained.FOLDER).items() if name in EXPORTED
+    }
 
 
 def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine", encoding="utf-8")
+    export_model(trained, tmp_path / "model")
     model = ("--model", tmp_path / "new")
     for arguments, message in (
         ((), "--onnx, --model: expected one of them, got neither"),
@@ -247,12 +246,20 @@ def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
         ((*model, "--length", 3), "--length: expected it with --onnx"),
         ((*model, "--sequence"), "--step: expected it with --onnx"),
         (("--model", tmp_path / "full"), f"--model: expected a new folder, got {tmp_path}/full, which exists"),
+        (("--model", tmp_path / "full", "--force"), f"--model: expected a new folder, got {tmp_path}/full, which"),
+        (("--model", trained, "--force"), f"{trained}: expected a folder of its own for the model, got a run"),
+        (("--model", tmp_path / "model"), f"--model: expected a new folder, got {tmp_path}/model, which exists; --f"),
         (("--model", tmp_path / "full" / "thesis.txt"), f"{tmp_path}/full/thesis.txt: expected a folder to create"),
     ):
         result = run("export", trained, *arguments)
         assert result.exit_code == 1
         assert result.stderr.startswith(f"Error: {message}")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match="expected another folder than the run"):
-        export_model(trained, trained)
+    with pytest.raises(ConfigError, match="expected a folder of its own for the model, got a run"):
+        export_model(tmp_path / "model", tmp_path / "model")
+    # A damaged run leaves no half of a model.
+    shutil.copytree(trained, tmp_path / "damaged")
+    (tmp_path / "damaged" / "recipe.yaml").write_text("model: [", encoding="utf-8")
+    assert run("export", tmp_path / "damaged", *model).exit_code == 1
+    assert not (tmp_path / "new").exists()
     assert run("export", tmp_path / "nothing", *model).exit_code == 1

@@ -20,7 +20,7 @@ def export(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN|MODEL]", help="Run directory, or folder of a saved model. (default: the pretrained model)"
+            metavar="RUN|MODEL", help="Run directory, or folder of a saved model. (default: the pretrained model)"
         ),
     ] = None,
     onnx: Annotated[Path | None, typer.Option(metavar="FILE", help="The ONNX file to write.")] = None,
@@ -95,8 +95,11 @@ def _export_onnx(
 
 
 def _export_model(run: Path | None, folder: Path, dtype: SavedDtype | None, best: bool, force: bool) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise ConfigError(f"--model: expected a new folder, got {folder}, which exists; --force replaces its model")
+    if folder.is_dir() and any(folder.iterdir()):
+        has_model = (folder / "config.json").is_file()
+        if not has_model or not force:
+            advice = "; --force replaces its model" if has_model else ", and has no model"
+            raise ConfigError(f"--model: expected a new folder, got {folder}, which exists{advice}")
 
     from tcnca.inference import export_model
     from tcnca.training.provenance import RECIPE

@@ -32,7 +32,7 @@ def generate(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN|MODEL]",
+            metavar="RUN|MODEL",
             help="Run directory, or folder of a saved model. (default: the pretrained model of English Wikipedia text)",
         ),
     ] = None,

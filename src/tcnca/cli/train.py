@@ -114,7 +114,7 @@ def eval_(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)"
+            metavar="RUN", help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)"
         ),
     ] = None,
     changes: Annotated[

@@ -12,7 +12,7 @@ from tcnca.files import atomic_write, to_json
 from tcnca.models import SequenceModel, save
 from tcnca.models import load as load_model
 from tcnca.models.serialization import SavedDtype
-from tcnca.training.checkpoint import CheckpointManager
+from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager
 from tcnca.training.distributed import DistContext
 from tcnca.training.logger import LOG, read_log
 from tcnca.training.provenance import RECIPE
@@ -55,24 +55,27 @@ def export_model(
         best: the best checkpoint of the run by validation, instead of the last.
     """
     run, folder = pretrained.FOLDER if run is None else Path(run), Path(folder)
-    if folder.exists() and run.exists() and folder.samefile(run):
-        raise ConfigError(f"{folder}: expected another folder than the run, got the same")
-    save(load_model(_checkpoint(run, best)), folder, dtype)
-    for name in (RECIPE, RESULT, LOG):  # of another model
-        (folder / name).unlink(missing_ok=True)
+    if (folder / CHECKPOINTS).exists() or (folder.exists() and run.exists() and folder.samefile(run)):
+        raise ConfigError(f"{folder}: expected a folder of its own for the model, got a run; choose another one")
+    model = load_model(_checkpoint(run, best))
     # Read and written, not copied: a run from elsewhere can have anything under these names.
-    if (run / RECIPE).is_file():
-        atomic_write(folder / RECIPE, load_recipe(str(run / RECIPE)).override({"data.folder": None}).to_yaml())
-    if (result := read_result(run)) is not None:
+    recipe = load_recipe(str(run / RECIPE)).override({"data.folder": None}) if (run / RECIPE).is_file() else None
+    result, lines = read_result(run), read_log(run) if (run / LOG).is_file() else []
+    save(model, folder, dtype)
+    for path in (folder / RECIPE, folder / RESULT, folder / LOG, *folder.glob("eval-*.json")):  # of another model
+        path.unlink(missing_ok=True)
+    if recipe is not None:
+        atomic_write(folder / RECIPE, recipe.to_yaml())
+    if result is not None:
         write_result(folder, result)
-    if (run / LOG).is_file():
-        atomic_write(folder / LOG, "".join(to_json(line) + "\n" for line in read_log(run)))
+    if lines:
+        atomic_write(folder / LOG, "".join(to_json(line) + "\n" for line in lines))
     return folder
 
 
 def _checkpoint(run: Path, best: bool) -> Path:
     """Return the folder of the model: the run directory itself, or its best checkpoint."""
-    found = CheckpointManager(run / "checkpoints", 1, DistContext()).best() if best else run
+    found = CheckpointManager(run / CHECKPOINTS, 1, DistContext()).best() if best else run
     if found is None:
         raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
     return found

@@ -33,6 +33,8 @@ from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE, fill
 from tcnca.training.distributed import DistContext
 from tcnca.training.logger import MeterState
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run directory."""
 STATE = "state.json"
 BEST_FILE = "best.json"
 """Names the best checkpoint of a run."""

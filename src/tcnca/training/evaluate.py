@@ -23,7 +23,7 @@ from tcnca.errors import ConfigError, DataError, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import ModelState, SequenceModel, evaluating, load
 from tcnca.models.serialization import CONFIG_FILE
-from tcnca.training.checkpoint import CheckpointManager, verify
+from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
 from tcnca.training.logger import Logger
@@ -272,7 +272,7 @@ def evaluate_run(
 
 def _find_checkpoint(run: Path, best: bool, dist: DistContext) -> Path:
     """Return the last or the best checkpoint, which is verified; or the folder itself if only the model is left."""
-    checkpoints = CheckpointManager(run / "checkpoints", 1, dist)
+    checkpoints = CheckpointManager(run / CHECKPOINTS, 1, dist)
     place = checkpoints.best() if best else checkpoints.latest()
     if place is not None:
         verify(place)

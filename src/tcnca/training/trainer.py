@@ -22,7 +22,7 @@ from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lo
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
 from tcnca.training import report
-from tcnca.training.checkpoint import CheckpointManager, TrainState, read_state
+from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import (
     DistContext,
     dist_context,
@@ -141,7 +141,7 @@ class Trainer:
         if should_capture(recipe.runtime, self.dist):
             self.graphed_step = TrainingGraphs(self._forward_backward, self.dist.device, self.logger.print)
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
-        self.checkpoints = CheckpointManager(self.out / "checkpoints", recipe.checkpoint.keep, self.dist)
+        self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, recipe.checkpoint.keep, self.dist)
         self.state = TrainState(data=self.task.data.digest)
 
     # The loop.
