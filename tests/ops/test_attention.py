@@ -297,7 +297,7 @@ def test_opcheck_of_the_rotation() -> None:
 @pytest.mark.parametrize("position", ["rope", "rotary"])
 def test_compiled_code_has_no_sines(position: str) -> None:
     # They would take the compiler ten seconds.
-    operators = []
+    operators: list[object] = []
 
     def collect(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         operators.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
