@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tcnca.cli import app
 from tcnca.data.schema import Columns
 from tcnca.inference import export_model
 from tcnca.training import evaluate_run, load_recipe
+from tcnca.training.report import read_result
 from tests.training.tiny import fit, write_set
 
 runner = CliRunner()
@@ -81,7 +83,6 @@ def test_it_is_complete_and_small() -> None:
 
 def test_it_is_part_of_the_package() -> None:
     """What the build includes, by the patterns of its configuration."""
-    tomllib = pytest.importorskip("tomllib")
     root = Path(tcnca.__file__).parent
     path = root.parents[1] / "pyproject.toml"
     if not path.is_file():
@@ -101,7 +102,9 @@ def test_load_without_a_folder() -> None:
     # What is loaded is what was trained and evaluated.
     recipe = load_recipe(str(pretrained.FOLDER / "recipe.yaml"))
     assert attention.chunk_size == recipe.eval.chunk_size == recipe.model_config().attention.chunk_size  # type: ignore[union-attr]
-    with pytest.raises(tcnca.CheckpointError, match="has no best checkpoint"):
+    with pytest.raises(
+        tcnca.CheckpointError, match="pretrained/enwik8: has one model and no checkpoints to choose from"
+    ):
         tcnca.load(best=True)
 
 
@@ -156,6 +159,8 @@ def test_a_misspelled_run_is_not_a_text(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"Error: {tmp_path}: expected a run directory or a saved model, got a folder")
     result = run("score", pretrained.FOLDER)
     assert "expected a text after the runs, got none" in result.stderr
+    result = run("score", pretrained.FOLDER / "model.safetensors", tmp_path / "a.txt")
+    assert "model.safetensors: expected a run directory or a text to score, got weights" in result.stderr
 
 
 @pytest.mark.usefixtures("_prepared")
@@ -168,6 +173,17 @@ def test_eval_without_a_run() -> None:
     assert score.count == 5 * len(TEXT)
     bits = tcnca.score(tcnca.load(), TEXT * 5)
     assert score.value == pytest.approx(float(bits.mean()), abs=1e-4)
+
+
+@pytest.mark.usefixtures("_prepared")
+def test_eval_refuses_other_tokens_than_those_of_training(tmp_path: Path) -> None:
+    result = run("eval", "data.task.all_bytes=false", "--device", "cpu")
+    assert result.exit_code == 1
+    assert (
+        "data: expected the byte values that pretrained/enwik8 was trained with as tokens, got others" in result.stderr
+    )
+    assert "pretrained/enwik8: has no best checkpoint; leave out --best" in run("eval", "--best").stderr
+    assert "runs/lr=0.1: expected a run directory" in run("eval", "runs/lr=0.1").stderr
 
 
 def test_eval_says_how_to_prepare_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +220,20 @@ def test_export_keeps_what_eval_and_compare_need(trained: Path, tmp_path: Path) 
     assert "12" in cells[-1]
 
 
+def test_export_keeps_the_dtype_and_only_scores_of_its_weights(trained: Path, tmp_path: Path) -> None:
+    export_model(trained, tmp_path / "best", "int8", best=True)
+    result = read_result(tmp_path / "best")
+    assert result is not None
+    assert result.scores == {}, "those of the last weights"
+    printed = run("export", tmp_path / "best", "--model", tmp_path / "again").stdout
+    assert "weights in int8" in printed
+    assert files(tmp_path / "again") == files(tmp_path / "best")
+    export_model(trained, tmp_path / "again", force=True)
+    x = torch.randint(4, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(tcnca.load(tmp_path / "again")(x).logits, tcnca.load(trained)(x).logits)
+
+
 def test_export_does_not_carry_the_folder_of_the_data(trained: Path, tmp_path: Path) -> None:
     moved = tmp_path / "run"
     shutil.copytree(trained, moved)
@@ -237,6 +267,11 @@ def test_export_of_the_pretrained_model_is_the_pretrained_model(tmp_path: Path) 
 def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"architectures": ["OtherModel"]}', encoding="utf-8")
+    (tmp_path / "other" / "log.jsonl").write_text("{}", encoding="utf-8")
+    untouched = files(tmp_path / "other")
+    checkpoint = next((trained / "checkpoints").glob("step-*"))
     export_model(trained, tmp_path / "model")
     model = ("--model", tmp_path / "new")
     for arguments, message in (
@@ -245,17 +280,20 @@ def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
         (("--onnx", tmp_path / "a.onnx", "--dtype", "int8"), "--dtype: expected it with --model"),
         ((*model, "--length", 3), "--length: expected it with --onnx"),
         ((*model, "--sequence"), "--step: expected it with --onnx"),
-        (("--model", tmp_path / "full"), f"--model: expected a new folder, got {tmp_path}/full, which exists"),
-        (("--model", tmp_path / "full", "--force"), f"--model: expected a new folder, got {tmp_path}/full, which"),
-        (("--model", trained, "--force"), f"{trained}: expected a folder of its own for the model, got a run"),
-        (("--model", tmp_path / "model"), f"--model: expected a new folder, got {tmp_path}/model, which exists; --f"),
+        (("--model", tmp_path / "full"), f"{tmp_path}/full: expected a new folder for the model, got one with 'thesis"),
+        (("--model", tmp_path / "full", "--force"), f"{tmp_path}/full: expected a new folder for the model, got one w"),
+        (("--model", trained, "--force"), f"{trained}: expected a new folder for the model, got one with '.lock'"),
+        (("--model", checkpoint, "--force"), f"{checkpoint}: expected a new folder for the model, got one with 'opt"),
+        (("--model", tmp_path / "other", "--force"), f"{tmp_path}/other/config.json: format: expected 'tcnca-model-2'"),
+        (("--model", tmp_path / "model"), f"{tmp_path}/model: expected a new folder for the model, got one that exis"),
         (("--model", tmp_path / "full" / "thesis.txt"), f"{tmp_path}/full/thesis.txt: expected a folder to create"),
     ):
         result = run("export", trained, *arguments)
         assert result.exit_code == 1
         assert result.stderr.startswith(f"Error: {message}")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match="expected a folder of its own for the model, got a run"):
+    assert files(tmp_path / "other") == untouched
+    with pytest.raises(ConfigError, match="expected a new folder for the model, got one that exists"):
         export_model(tmp_path / "model", tmp_path / "model")
     # A damaged run leaves no half of a model.
     shutil.copytree(trained, tmp_path / "damaged")

@@ -309,6 +309,7 @@ BASES: dict[str, Callable[[], None]] = {
 _WATCH = command("watch", "model", str(_LOG), "--once", "--state", "app.state", "--device", "cpu")
 _SIZES = [attack for name in ("tcnca", "mega") for attack in _sizes_of_config(f"{name}/config.json")]
 SUBJECTS = {
+    # Some of both kinds are among the first, which the short run tries.
     "model": Subject(
         base="models", use=_load_models, attacks=[*_INT8[:4], *_SIZES, *_INT8[4:]], independent=True, share=22
     ),

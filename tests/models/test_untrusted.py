@@ -288,6 +288,38 @@ def test_int8_weights_that_do_not_fit(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value)) < 3000
 
 
+def test_a_small_file_of_a_huge_int8_matrix(tmp_path: Path) -> None:
+    """Shapes are compared before matrices are in float32: a file can have a hole that takes no space."""
+    folder = save(small_model(dtype=torch.float32), tmp_path, "int8")
+    weights = safetensors.torch.load_file(folder / WEIGHTS)
+    del weights[MATRIX]
+    content = safetensors.torch.save(weights)
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header, body = json.loads(content[8:begin]), content[begin:]
+    size = 8 * 5 * 10**7
+    header[MATRIX] = {"dtype": "I8", "shape": [8, size // 8], "data_offsets": [len(body), len(body) + size]}
+    text = json.dumps(header).encode()
+    with open(folder / WEIGHTS, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + body)
+        file.truncate(file.tell() + size)
+    # In float32 the matrix would take 1.6 GB.
+    with limited(seconds=2.0), pytest.raises(CheckpointError, match=rf"{MATRIX}: expected shape \[8, 6\], got \[8, 50"):
+        load(folder)
+
+
+def test_weights_that_int8_cannot_hold_are_not_saved(tmp_path: Path) -> None:
+    model = small_model(dtype=torch.float32)
+    folder = save(model, tmp_path, "int8")
+    before = (folder / WEIGHTS).read_bytes()
+    for value in (float("nan"), float("inf")):
+        with torch.no_grad():
+            model.get_parameter(MATRIX)[1, 2] = value
+        with pytest.raises(CheckpointError, match=rf"{MATRIX}: expected finite weights for dtype 'int8'"):
+            save(model, folder, "int8")
+        assert (folder / WEIGHTS).read_bytes() == before
+        save(model, tmp_path / "bfloat16", "bfloat16")
+
+
 def test_int8_weights_need_their_format(folder: Path, tmp_path: Path) -> None:
     """Weights of one format with the configuration of another."""
     rounded = save(small_model(dtype=torch.float32), tmp_path / "rounded", "int8")

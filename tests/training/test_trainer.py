@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import io
@@ -11,6 +12,8 @@ import json
 import os
 import pickle
 import shutil
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from typer.testing import CliRunner, Result
 
 import tcnca
 from tcnca.cli import app
+from tcnca.cli import train as cli_train
 from tcnca.errors import CheckpointError, ConfigError, DataError, TrainingError
 from tcnca.files import file_lock
 from tcnca.training import DistContext, Score, Trainer, distributed, evaluate, load_recipe, read_log, trainer
@@ -162,6 +166,32 @@ def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TCNCA_CACHE", os.devnull)
     distributed.preload_compiler()
     assert not os.environ.get(name, "").startswith((str(tmp_path), os.devnull))
+
+
+@pytest.mark.parametrize("options", [[], ["--device", "cpu"], ["--print-config"]], ids=str)
+def test_a_gpu_is_initialized_only_to_train_on_it(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    called = threading.Event()
+    monkeypatch.setattr(cli_train, "_create_gpu_context", called.set)
+    invoke("train", "recall-small", "no_such_key=1", *options)
+    assert called.wait(0.0 if options else 10.0) == (not options)
+
+
+def test_the_context_of_a_gpu_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    driver = types.SimpleNamespace(
+        cuInit=lambda flags: calls.append(("init", flags)),
+        cuDevicePrimaryCtxRetain=lambda context, device: calls.append(("retain", device)),
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    cli_train._create_gpu_context()
+    assert calls == [("init", 0), ("retain", 3)]
+
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    cli_train._create_gpu_context()
 
 
 def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:

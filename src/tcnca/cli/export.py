@@ -32,7 +32,7 @@ def export(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "int8"] | None,
-        typer.Option(help="With --model: data type of the weights in the file. (default: as they are)"),
+        typer.Option(help="With --model: data type of the weights in the file. (default: that of the run or model)"),
     ] = None,
     step: Annotated[
         bool | None,
@@ -95,18 +95,14 @@ def _export_onnx(
 
 
 def _export_model(run: Path | None, folder: Path, dtype: SavedDtype | None, best: bool, force: bool) -> None:
-    if folder.is_dir() and any(folder.iterdir()):
-        has_model = (folder / "config.json").is_file()
-        if not has_model or not force:
-            advice = "; --force replaces its model" if has_model else ", and has no model"
-            raise ConfigError(f"--model: expected a new folder, got {folder}, which exists{advice}")
-
     from tcnca.inference import export_model
+    from tcnca.models.serialization import saved_dtype
     from tcnca.training.provenance import RECIPE
 
-    export_model(run, folder, dtype, best=best)
+    export_model(run, folder, dtype, best=best, force=force)
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    typer.echo(f"wrote {folder}: weights in {dtype or 'their own type'}, {size / 1e6:,.1f} MB in all")
+    weights = f"weights in {saved_dtype(folder) or dtype or 'the data type of the run'}"
+    typer.echo(f"wrote {folder}: {weights}, {size / 1e6:,.1f} MB in all")
     evaluated = f"tcnca eval {folder}, or in Python with " if (folder / RECIPE).is_file() else ""
     typer.echo(f'use it like a run: {evaluated}tcnca.load("{folder}")')
 

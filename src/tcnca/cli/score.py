@@ -185,6 +185,8 @@ def _check_files(files: Sequence[Path]) -> None:
             raise DataError(
                 f"{file}: expected a run directory or a text to score, got nothing of this name; check the path"
             )
+        if file.suffix == ".safetensors":
+            raise DataError(f"{file}: expected a run directory or a text to score, got weights; give their folder")
         if file.is_file() and not file.stat().st_size:
             raise InputError(f"{file}: expected a text, got an empty one")
 

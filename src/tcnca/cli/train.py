@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,7 +51,7 @@ def train(
     if os.path.isfile(Path(recipe) / "recipe.yaml"):  # a run directory
         recipe, out = str(Path(recipe) / "recipe.yaml"), out or Path(recipe)
     find(recipe)  # answers a misspelled name before PyTorch is imported
-    if device != "cpu":
+    if device != "cpu" and not print_config:
         threading.Thread(target=_create_gpu_context, daemon=True).start()
     from tcnca.training import Trainer, load_recipe
     from tcnca.training.provenance import command_line
@@ -129,7 +130,7 @@ def eval_(
 ) -> None:
     """Evaluate a trained model on a split."""
     changes = changes or []
-    if run is not None and "=" in run and not os.path.exists(run):
+    if run is not None and re.match(r"[\w.]+=", run) and not os.path.exists(run):
         changes = [run, *changes]
         run = None
 

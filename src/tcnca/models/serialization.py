@@ -24,16 +24,16 @@ from tcnca.ops.quantize import dequantize_rows, quantize_rows
 from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 
 FORMAT = "tcnca-model-2"
-ROUNDED_FORMAT = "tcnca-model-3"
-"""Format of weights that are rounded in the file only: its `dtype` is `bfloat16` or `int8`."""
+QUANTIZED_FORMAT = "tcnca-model-3"
+"""Format of weights that are in float32 when they are loaded: its `dtype` is `bfloat16` or `int8`."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SCALE = "_scale"
-"""End of the name of the factors of an int8 matrix: `embedding.weight` has `embedding.weight_scale`."""
+"""End of the name of the scales of an int8 matrix: `embedding.weight` has `embedding.weight_scale`."""
 
 SavedDtype = Literal["float32", "bfloat16", "int8"]
 """Data type of weights in a file."""
-_RoundedDtype = Literal["bfloat16", "int8"]
+_QuantizedDtype = Literal["bfloat16", "int8"]
 
 
 def save(model: SequenceModel, folder: str | Path, dtype: SavedDtype | None = None) -> Path:
@@ -47,7 +47,7 @@ def save(model: SequenceModel, folder: str | Path, dtype: SavedDtype | None = No
         folder: the folder.
         dtype: data type of the weights in the file; None for that of the model. `bfloat16` and `int8` round matrices
             and convolution kernels, and `load` returns them in float32: a file of a half or a quarter of the size.
-            With `int8`, each row of a matrix has a factor, and kernels are in bfloat16. Norms, biases and other small
+            With `int8`, each row of a matrix has a scale, and kernels are in bfloat16. Norms, biases and other small
             tensors are in float32.
     """
     if dtype is not None:
@@ -58,15 +58,16 @@ def save(model: SequenceModel, folder: str | Path, dtype: SavedDtype | None = No
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder}: expected a folder to create or to write to, got a file") from error
     weights = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
-    rounded = dtype in get_args(_RoundedDtype)
+    rounded = dtype in get_args(_QuantizedDtype)
     content = {
-        "format": ROUNDED_FORMAT if rounded else FORMAT,
+        "format": QUANTIZED_FORMAT if rounded else FORMAT,
         **({"dtype": dtype} if rounded else {}),
         "model": model.config.to_dict(),
         "preprocessing": model.preprocessing.to_dict(),
     }
+    stored = _stored(weights, dtype)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        save_file(_stored(weights, dtype), Path(temporary, WEIGHTS_FILE), {"format": "pt"})
+        save_file(stored, Path(temporary, WEIGHTS_FILE), {"format": "pt"})
         Path(temporary, CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # Safetensors makes files private to the owner; both files should follow the umask.
         Path(temporary, WEIGHTS_FILE).chmod(Path(temporary, CONFIG_FILE).stat().st_mode)
@@ -93,10 +94,17 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
         model = build_on_meta(config, preprocessing, weights, str(path))
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    # Before memory is allocated: the file of a huge int8 matrix can be small.
+    _check_weights(model.state_dict(), weights, str(path), scales.keys())
     for name, scale in scales.items():
         weights[name] = dequantize_rows(weights[name], scale)
     fill(model, weights, str(path), device)
     return model.eval() if dtype is None else model.eval().float()
+
+
+def saved_dtype(folder: str | Path) -> SavedDtype | None:
+    """Return the `dtype` that a model was saved with, of a run that of its last checkpoint."""
+    return _read_config(_find_model(Path(folder)) / CONFIG_FILE)[2]
 
 
 def _stored(weights: Mapping[str, Tensor], dtype: SavedDtype | None) -> dict[str, Tensor]:
@@ -106,6 +114,8 @@ def _stored(weights: Mapping[str, Tensor], dtype: SavedDtype | None) -> dict[str
     stored: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if dtype == "int8" and _is_matrix(name, tensor):
+            if not bool(tensor.isfinite().all()):
+                raise CheckpointError(f"{name}: expected finite weights for dtype 'int8', got NaN or infinity")
             stored[name], scale = quantize_rows(tensor)
             stored[name + SCALE] = scale.bfloat16()
         elif dtype != "float32" and name.endswith("weight") and tensor.ndim > 1:
@@ -121,7 +131,7 @@ def _is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def _take_scales(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Remove the factors of int8 matrices from the weights of a file, and return them by the name of the matrix."""
+    """Remove the scales of int8 matrices from the weights of a file, and return them by the name of the matrix."""
     scales = {}
     for name, tensor in list(weights.items()):
         # Others are compared with the model, which has no weights of this type.
@@ -129,13 +139,14 @@ def _take_scales(weights: dict[str, Tensor], where: str) -> dict[str, Tensor]:
             continue
         scale = weights.pop(name + SCALE, None)
         if scale is None:
-            raise CheckpointError(f"{where}: {name}: expected int8 with {name + SCALE}, a factor per row, got none")
+            raise CheckpointError(f"{where}: {name}: expected int8 with {name + SCALE}, a scale per row, got none")
         if scale.shape != tensor.shape[:1] or scale.dtype not in FLOAT_DTYPES:
             expected = f"a floating-point number per row, shape {[len(tensor)]}"
             got = f"{scale.dtype} of shape {list(scale.shape)}"
             raise CheckpointError(f"{where}: {name + SCALE}: expected {expected}, got {got}")
-        if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise CheckpointError(f"{where}: {name + SCALE}: expected finite numbers above 0, got others")
+        wrong = scale[~(scale.isfinite() & (scale > 0))]
+        if wrong.numel():
+            raise CheckpointError(f"{where}: {name + SCALE}: expected finite numbers above 0, got {float(wrong[0])}")
         scales[name] = scale
     return scales
 
@@ -164,15 +175,7 @@ def fill(
     model: SequenceModel, weights: Mapping[str, torch.Tensor], where: str, device: str | torch.device = "cpu"
 ) -> None:
     """Set all weights of a model that was built on the `meta` device; `where` is named in errors."""
-    expected = model.state_dict()
-    _check_names(expected.keys(), weights.keys(), where)
-    for name, tensor in expected.items():
-        got = weights[name]
-        if tensor.shape != got.shape:
-            raise CheckpointError(f"{where}: {name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
-        if got.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else (tensor.dtype,)):
-            kind = "floating-point numbers of 16 bits or more" if tensor.is_floating_point() else str(tensor.dtype)
-            raise CheckpointError(f"{where}: {name}: expected {kind}, got {got.dtype}")
+    _check_weights(model.state_dict(), weights, where)
     # Copied: weights of a mapped file can have any alignment, with which matrix products round differently.
     model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in weights.items()}, assign=True)
 
@@ -185,6 +188,22 @@ def _find_model(folder: Path) -> Path:
     return max((path.parent for path in checkpoints if path.is_file()), default=folder)
 
 
+def _check_weights(
+    expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str, quantized: Set[str] = frozenset()
+) -> None:
+    """Raise an error unless the weights have the names, shapes and types of those expected."""
+    _check_names(expected.keys(), weights.keys(), where)
+    for name, tensor in expected.items():
+        got = weights[name]
+        if tensor.shape != got.shape:
+            raise CheckpointError(f"{where}: {name}: expected shape {list(tensor.shape)}, got {list(got.shape)}")
+        if name in quantized:
+            continue
+        if got.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else (tensor.dtype,)):
+            kind = "floating-point numbers of 16 bits or more" if tensor.is_floating_point() else str(tensor.dtype)
+            raise CheckpointError(f"{where}: {name}: expected {kind}, got {got.dtype}")
+
+
 def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
     missing, unknown = sorted(expected - names), sorted(names - expected)
     if missing or unknown:
@@ -193,13 +212,15 @@ def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
         )
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing, _RoundedDtype | None]:
+def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing, _QuantizedDtype | None]:
     """Read configuration and preprocessing, and how the weights are rounded; None if they are not."""
     content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected what tcnca.save wrote")
     try:
-        if content.get("format") not in (FORMAT, ROUNDED_FORMAT):
-            raise ConfigError(f"format: expected {FORMAT!r} or {ROUNDED_FORMAT!r}, got {shown(content.get('format'))}")
-        dtype = check("dtype", content.get("dtype"), _RoundedDtype) if content["format"] == ROUNDED_FORMAT else None
+        if content.get("format") not in (FORMAT, QUANTIZED_FORMAT):
+            raise ConfigError(
+                f"format: expected {FORMAT!r} or {QUANTIZED_FORMAT!r}, got {shown(content.get('format'))}"
+            )
+        dtype = check("dtype", content.get("dtype"), _QuantizedDtype) if content["format"] == QUANTIZED_FORMAT else None
         values = [check(name, content.get(name), dict[str, Any]) for name in ("model", "preprocessing")]
         return ModelConfig.from_dict(values[0]), Preprocessing.from_dict(values[1]), dtype
     except ConfigError as error:

@@ -9,9 +9,9 @@ _LARGEST = 127
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix `[out, in]` as int8, and the float32 factor of each row, `[out]`.
+    """Return a matrix `[out, in]` as int8, and the float32 scale of each row, `[out]`.
 
-    The factors are exact in bfloat16, since some kernels take them in that type. What `dequantize_rows` returns is
+    The scales are exact in bfloat16, since some kernels take them in that type. What `dequantize_rows` returns is
     quantized to the same numbers again.
     """
     rows = weight.detach().float()
@@ -21,5 +21,5 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(levels: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 matrix `[out, in]` of int8 numbers and the factor of each row, `[out]`."""
+    """Return the float32 matrix `[out, in]` of int8 numbers and the scale of each row, `[out]`."""
     return levels.float() * scale.float().unsqueeze(1)

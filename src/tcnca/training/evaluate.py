@@ -253,8 +253,13 @@ def evaluate_run(
             raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
     with dist_context(device) as dist, Logger(run, Console(quiet=not verbose), enabled=dist.is_main) as logger:
         place = _find_checkpoint(run, best, dist)
-        name = place.name if saves else pretrained.NAME
+        name = place.resolve().name if saves else pretrained.NAME
         model, task, precision = load(place, dist.device), recipe.build_task(), recipe.runtime.precision
+        if task.preprocessing().byte_map != model.preprocessing.byte_map:
+            raise ConfigError(
+                f"data: expected the byte values that {name} was trained with as tokens, got others; leave out changes "
+                "of data.task.all_bytes and data.source"
+            )
         with logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
@@ -278,6 +283,6 @@ def _find_checkpoint(run: Path, best: bool, dist: DistContext) -> Path:
         verify(place)
         return place
     if best or not (run / CONFIG_FILE).is_file():
-        reason = "no best checkpoint, it was not validated" if best else "no checkpoint yet"
-        raise ConfigError(f"{run}: has {reason}")
+        reason = "no best checkpoint; leave out --best" if best else "no checkpoint yet"
+        raise ConfigError(f"{pretrained.NAME if run == pretrained.FOLDER else run}: has {reason}")
     return run

@@ -28,10 +28,10 @@ _NEWLINE = 10
 class LanguageTask(Task):
     """Predict the next byte.
 
-    Training: the split is divided into consecutive chunks. The rows of a batch have 2, 3 or 4 chunks each
-    (`chunks_per_row`), the same number in all rows. Three consecutive steps use the three numbers in random order. Over
-    an epoch, the rows of each number of chunks cover the split, from an offset that changes every epoch; only the rows
-    at its two ends overlap their neighbors.
+    Training: the rows of a batch have 2, 3 or 4 chunks each (`chunks_per_row`), the same number in all rows. Three
+    consecutive steps use the three numbers in random order. Over an epoch, the rows of each number of chunks cover the
+    split. They are cut from an offset that can be any byte and changes every epoch; only the rows at the two ends of
+    the split overlap their neighbors.
 
     Evaluation: windows of `eval_length` bytes. Without `carry_state` each window starts from an empty state; with it,
     the split is divided into `segments` equal segments, and the state is carried from window to window in a segment, so

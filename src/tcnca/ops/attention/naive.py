@@ -156,7 +156,8 @@ def rotate(x: Tensor, positions: Tensor, width: int | None = None) -> Tensor:
     width = x.shape[-1] if width is None else width
     precise = torch.promote_types(x.dtype, torch.float32)
     # Compiled with what uses them, sines and cosines take the compiler ten seconds. Exported programs have PyTorch's
-    # operators only, and Dynamo does not trace them. (In PyTorch 2.11, `is_exporting` is true whenever it does trace.)
+    # operators only: they are not traced by Dynamo, unless `torch.export` is strict. (With PyTorch 2.11, `is_exporting`
+    # cannot tell, as it is true whenever Dynamo traces.)
     table = _rotation_table if torch.compiler.is_dynamo_compiling() else rotation_table
     sine, cosine = (each.to(x.dtype) for each in table(positions, width // 2, precise))
     first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
