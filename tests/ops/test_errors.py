@@ -19,7 +19,9 @@ from tcnca.ops import (
     ema_kernel,
     initial_attention_state,
     initial_ema_state,
+    initial_long_conv_state,
     initial_tcn_state,
+    long_conv,
     tcn,
 )
 
@@ -116,6 +118,22 @@ EMA: list[Row] = [
 ]
 
 
+KERNEL = zeros(1, 3, 4)
+LONG_CONV: list[Row] = [
+    ("x-empty", lambda: long_conv(EMPTY, KERNEL), ["x:", *NO_TOKENS]),
+    ("kernel-dimensions", lambda: long_conv(X, zeros(3, 4)), ["kernel:", "[3, 4]", "[directions, channels, taps]"]),
+    ("kernel-directions", lambda: long_conv(X, zeros(3, 3, 4)), ["kernel:", "[3, 3, 4]", "1 or 2 directions"]),
+    ("kernel-channels", lambda: long_conv(X, zeros(1, 5, 4)), ["kernel:", "[1, 5, 4]", "3 channels"]),
+    ("kernel-empty", lambda: long_conv(X, zeros(1, 3, 0)), ["kernel:", "[1, 3, 0]", "1 or more taps"]),
+    ("state-bidirectional", lambda: long_conv(X, zeros(2, 3, 4), return_state=True), BIDIRECTIONAL),
+    (
+        "state-window",
+        lambda: long_conv(X, KERNEL, state=initial_long_conv_state(2, 3, 5)),
+        ["state.window:", "got [2, 4, 3]", "[2, 3, 3]"],
+    ),
+]
+
+
 def attention(
     q: Tensor = X, k: Tensor = X, v: Tensor = X, chunk_size: int | None = 4, **options: Any
 ) -> tuple[Tensor, AttentionState | None]:
@@ -168,7 +186,7 @@ ATTENTION: list[Row] = [
 
 TABLE = [
     pytest.param(*row[1:], id=f"{operator}-{row[0]}")
-    for operator, rows in {"tcn": TCN, "ema": EMA, "attention": ATTENTION}.items()
+    for operator, rows in {"tcn": TCN, "ema": EMA, "long_conv": LONG_CONV, "attention": ATTENTION}.items()
     for row in rows
 ]
 

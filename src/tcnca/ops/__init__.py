@@ -20,7 +20,8 @@ from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_value
 from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
-from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
+from tcnca.ops.long_conv import LongConvState, fft_convolve, initial_long_conv_state, long_conv
+from tcnca.ops.padding import advance, length_mask, roll_time, take_time, zero_padding
 from tcnca.ops.state import State
 from tcnca.ops.tcn.api import TCNBackend, tcn
 from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, receptive_field
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionState",
     "EMABackend",
     "EMAState",
+    "LongConvState",
     "State",
     "TCNBackend",
     "TCNState",
@@ -47,13 +49,17 @@ __all__ = [
     "dropout",
     "ema",
     "ema_kernel",
+    "fft_convolve",
     "initial_attention_state",
     "initial_ema_state",
+    "initial_long_conv_state",
     "initial_tcn_state",
     "length_mask",
+    "long_conv",
     "offset_bias",
     "receptive_field",
     "required_max_length",
+    "roll_time",
     "rotary_bias",
     "rotate",
     "shift_keys",

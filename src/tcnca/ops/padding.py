@@ -23,6 +23,17 @@ def take_time(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
+def roll_time(x: Tensor, shift: int, lengths: Tensor | None) -> Tensor:
+    """Return `x` (`[batch, time, channels]`) rotated by `shift` steps, each row inside its first `lengths` tokens.
+
+    What leaves the valid part at one end enters it at the other. Padding has copies of valid tokens.
+    """
+    if lengths is None:
+        return x.roll(shift, 1)
+    source = torch.arange(x.shape[1], device=x.device) - shift
+    return take_time(x, source % lengths.clamp(min=1).unsqueeze(1))
+
+
 def advance(position: Tensor, time: int, lengths: Tensor | None, inplace: bool = False) -> Tensor:
     """Return the number of tokens seen (`[batch]`) after `time` more, of which `lengths` are valid."""
     step = time if lengths is None else lengths.to(position)

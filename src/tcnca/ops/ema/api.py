@@ -13,8 +13,9 @@ from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
-from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_fft, ema_kernel, ema_recurrent, ema_scan
+from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.ema.triton_op import scan
+from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, take_time, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
@@ -212,7 +213,7 @@ def _from_start(call: EMACall, x: Tensor, backend: str) -> Tensor:
     if backend == "fft":
         lags = x.shape[1] if call.truncation is None else min(call.truncation, x.shape[1])
         kernel = ema_kernel(*call.parameters, lags) if call.kernel is None else call.kernel[..., :lags]
-        return ema_fft(x, kernel)
+        return fft_convolve(x, kernel)
     run = {"chunked": ema_chunked, "recurrent": ema_recurrent, "scan": ema_scan}[backend]
     return run(x, ema_coefficients(*call.parameters), call.truncation)
 

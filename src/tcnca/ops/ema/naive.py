@@ -1,6 +1,6 @@
-"""The damped EMA of whole sequences in PyTorch's own operators: the recurrence, and two parallel forms of it.
+"""The damped EMA of whole sequences in PyTorch's own operators: the recurrence, a parallel scan and the kernel.
 
-The recurrence is the oracle of all others. Parameters are `[directions, channels, d_state]`: one direction is causal;
+The recurrence is the oracle of the others. Parameters are `[directions, channels, d_state]`: one direction is causal;
 of two, the first looks into the past and the second into the future. A truncation `m` keeps the kernel's first `m`
 lags: in a recurrence, an input is subtracted again `m` steps after it entered.
 """
@@ -92,23 +92,3 @@ def ema_kernel(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, length
     drive, decay, readout = ema_coefficients(delta, alpha, beta, gamma)
     powers = decay_powers(decay, torch.arange(length, device=delta.device))
     return torch.einsum("xdnl,xdn->xdl", powers, drive * readout)
-
-
-def ema_fft(x: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve `x` with `kernel` (`[directions, channels, lags]`) in the frequency domain.
-
-    Both directions see the present: they overlap at lag 0.
-    """
-    time, lags = x.shape[1], kernel.shape[-1]
-    size = max(2 * time, time + lags)
-    # Half precision loses too much in a transform of this length.
-    precise = torch.promote_types(x.dtype, torch.float32)
-    two_sided = F.pad(kernel[0].to(precise), (0, size - lags))
-    if kernel.shape[0] == 2:
-        # Lag -l has index size - l in a circular kernel.
-        future = F.pad(kernel[1].to(precise), (0, size - lags))
-        two_sided = two_sided + future.flip(-1).roll(1, -1)
-    # Time last and contiguous: some versions of the compiler misjudge the layout of other transforms.
-    rows = x.to(precise).transpose(1, 2).contiguous()
-    spectrum = torch.fft.rfft(rows, n=size) * torch.fft.rfft(two_sided, n=size)
-    return torch.fft.irfft(spectrum, n=size)[..., :time].transpose(1, 2).to(x.dtype)
