@@ -22,12 +22,14 @@ def scramble(module: nn.Module) -> nn.Module:
             parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point():
-                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
+                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith(("var", "norm")) else -0.5))
     return module
 
 
 def normalized(module: nn.Module, kind: str, x: Tensor) -> Tensor:
     """Return the norm called `kind` in evaluation mode, from its formula and the parameters of `module`."""
+    if kind == "none":
+        return x
     weight = cast(Tensor, module.weight)
     if kind in ("scale", "rms"):
         return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()

@@ -71,6 +71,8 @@ def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
         return "input.norm: expected False"
     if not config.prenorm:
         return "prenorm: expected True"
+    if config.norm == "none":
+        return "norm: expected one"
     if any(weight.dtype != dtype for weight in model.parameters()):
         return "dtype: expected the same for all weights"
     if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):

@@ -11,18 +11,28 @@ from torch import Tensor, nn
 
 from tcnca.ops import zero_padding
 
-NormKind = Literal["layer", "scale", "rms", "batch", "sync_batch"]
+NormKind = Literal["layer", "scale", "rms", "batch", "sync_batch", "none"]
 NORM_KINDS: tuple[str, ...] = get_args(NormKind)
 EPS = 1e-5
 
 
 def make_norm(kind: str, width: int, affine: bool = True) -> nn.Module:
     """Build the normalization called `kind` (one of `NORM_KINDS`), with or without learned scales."""
+    if kind == "none":
+        return Identity()
     if kind == "layer":
         return LayerNorm(width, affine)
     if kind in ("scale", "rms"):
         return RMSNorm(width if kind == "rms" else 1, affine)
     return BatchNorm(width, affine, synchronized=kind == "sync_batch")
+
+
+class Identity(nn.Module):
+    """No normalization."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return `x`."""
+        return x
 
 
 class LayerNorm(nn.LayerNorm):
