@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tcnca import (
     AttentionConfig,
     EMAConfig,
     ModelConfig,
     SequenceModel,
+    SGConvConfig,
     TCNConfig,
     TokenInputConfig,
 )
+from tcnca.training.config import OptimizerConfig
+from tcnca.training.optimizer import parameter_groups
 
 VOCABULARY = 11
 
@@ -76,6 +81,9 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     "attention-alone-gated": small_config("tcnca", mixer=None),
     "attention-alone-residual": small_config("tcnca-simple", mixer=None, norm="batch", prenorm=False),
     "feed-forward-alone": small_config("tcn-mlp", mixer=None),
+    # Like S4's blocks; the stream of a test is longer than the kernel.
+    "sgconv": small_config("ema-mlp", mixer=SGConvConfig(kernel_length=13, piece_size=3), d_ff=0),
+    "no-norm": small_config("tcn-mlp", norm="none"),
     "no-feed-forward": small_config(
         "tcnca", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
     ),
@@ -93,8 +101,23 @@ def small_model(
             parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in model.named_buffers():
             if buffer.is_floating_point():
-                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith("var") else -0.5))
+                buffer.copy_(torch.rand_like(buffer) + (0.5 if name.endswith(("var", "norm")) else -0.5))
     return model
+
+
+def train(config: ModelConfig, draw: Callable[[], tuple[Tensor, Tensor]], steps: int) -> list[float]:
+    """Train a classifier on batches of tokens and classes, and return the losses."""
+    model, options = SequenceModel(config), OptimizerConfig(lr=0.02)
+    groups = [group | {"lr": options.lr * group["lr_mult"]} for group in parameter_groups(model, options)]
+    optimizer, losses = torch.optim.AdamW(groups), []
+    for _ in range(steps):
+        x, classes = draw()
+        loss = F.cross_entropy(model(x, return_state=False).logits, classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def pairwise(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -101,7 +101,7 @@ def test_steps_in_a_loop(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "sgconv"])
 def test_sequences_of_any_length(tmp_path: Path, name: str, causal: bool) -> None:
     model = _model(name, causal=causal, head=CLASSIFIER)
     _assert_sequences_equal(model, export_onnx(model, tmp_path / "sequence.onnx").path)

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
         stream_texts,
     )
     from tcnca.inference import Stream, load, score
-    from tcnca.layers import EMA, TCN, AttentionConfig, ChunkedAttention, EMAConfig, TCNConfig
+    from tcnca.layers import (
+        EMA,
+        TCN,
+        AttentionConfig,
+        ChunkedAttention,
+        EMAConfig,
+        SGConv,
+        SGConvConfig,
+        TCNConfig,
+    )
     from tcnca.models import (
         ClassifierHeadConfig,
         LanguageModelHeadConfig,
@@ -73,6 +82,8 @@ __all__ = [
     "Preprocessing",
     "Preset",
     "RegressionHeadConfig",
+    "SGConv",
+    "SGConvConfig",
     "SequenceModel",
     "StateError",
     "Stream",

@@ -46,6 +46,8 @@ FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "model.activation": ("hidden_act", "activation_function", "act_fn", "nonlinearity"),
     "kernel_size": ("filter_size", "conv_kernel", "d_conv"),
     "dilation_factor": ("dilation", "dilation_base", "dilation_growth"),
+    "kernel_length": ("l_max",),
+    "piece_size": ("kernel_dim",),
     "d_state": ("state_size", "ssm_state_size", "state_dim"),
     "model.preset": ("model_name", "arch", "architecture"),
     "data.source": ("dataset", "dataset_name", "data_path", "data_file", "train_file"),

@@ -3,9 +3,10 @@
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
 from tcnca.layers.block import FeedForward, GatedBlock, Layer, LayerConfig, LayerState, ResidualBlock
 from tcnca.layers.ema import EMA, EMAConfig
-from tcnca.layers.linear import Dropout, Linear
+from tcnca.layers.linear import Dropout, GLUOutput, Linear
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_features
 from tcnca.layers.norm import NORM_KINDS, BatchNorm, LayerNorm, NormKind, RMSNorm, make_norm
+from tcnca.layers.sgconv import SGConv, SGConvConfig
 from tcnca.layers.tcn import TCN, TCNConfig
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Dropout",
     "EMAConfig",
     "FeedForward",
+    "GLUOutput",
     "GatedBlock",
     "Layer",
     "LayerConfig",
@@ -30,6 +32,8 @@ __all__ = [
     "ParamOptions",
     "RMSNorm",
     "ResidualBlock",
+    "SGConv",
+    "SGConvConfig",
     "TCNConfig",
     "check_features",
     "make_norm",

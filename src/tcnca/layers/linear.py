@@ -1,4 +1,4 @@
-"""Linear maps and dropout."""
+"""Linear maps, dropout and the output of state-space layers."""
 
 from __future__ import annotations
 
@@ -66,3 +66,17 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
         return f"{self.probability}, feature={self.feature}"
+
+
+class GLUOutput(nn.Module):
+    """`GLU(W dropout(gelu(x)) + b)`: what follows the convolution of a layer in the code of S4, mixing the channels."""
+
+    def __init__(self, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = Dropout(dropout)
+        self.linear = Linear(d_model, (d_model, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[batch, time, d_model]` to the same shape."""
+        values, gates = self.linear.split(self.dropout(F.gelu(x)))
+        return values * torch.sigmoid(gates)

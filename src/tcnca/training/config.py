@@ -98,9 +98,9 @@ class OptimizerConfig(Config, shorthand="name"):
     """Decay rate of a running mean of the squares of each row of Muon's updates, by whose root the row is divided
     (NorMuon); None for updates as they are."""
     kernel_lr_mult: NonNegativeFloat = 1.0
-    """Factor of the learning rate of the TCN's kernels."""
+    """Factor of the learning rate of the kernels of TCN and SGConv."""
     kernel_wd_mult: NonNegativeFloat = 1.0
-    """Factor of the weight decay of the TCN's kernels."""
+    """Factor of the weight decay of the TCN's kernels; those of SGConv have none."""
     nonfinite: NonFinite = "stop"
     """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the step."""
 
