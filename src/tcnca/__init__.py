@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     )
     from tcnca.inference import Stream, load, score
     from tcnca.layers import (
+        CDIL,
         EMA,
         TCN,
         AttentionConfig,
+        CDILConfig,
         ChunkedAttention,
         EMAConfig,
         SGConv,
@@ -60,10 +62,12 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CDIL",
     "EMA",
     "TCN",
     "AttentionConfig",
     "Batcher",
+    "CDILConfig",
     "CheckpointError",
     "ChunkedAttention",
     "ClassifierHeadConfig",

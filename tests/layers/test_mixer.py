@@ -11,7 +11,7 @@ import tcnca
 from tcnca import ConfigError, InputError, StateError
 from tests.comparison import assert_close
 
-MIXERS = pytest.mark.parametrize("mixer", [tcnca.TCN, tcnca.EMA], ids=["tcn", "ema"])
+MIXERS = pytest.mark.parametrize("mixer", [tcnca.TCN, tcnca.EMA, tcnca.SGConv], ids=["tcn", "ema", "sgconv"])
 
 
 @MIXERS
@@ -27,6 +27,8 @@ def test_fields_can_be_passed_instead_of_a_configuration() -> None:
     assert tcnca.TCN(8, kernel_size=5, depth=2).weight.shape == (2, 1, 8, 5)
     assert tcnca.TCN(8, tcnca.TCNConfig(depth=3), kernel_size=5).weight.shape == (3, 1, 8, 5)
     assert tcnca.EMA(8, d_state=4).delta.shape == (1, 8, 4)
+    assert tcnca.SGConv(8, kernel_length=16, piece_size=4).weight.shape == (1, 8, 3, 4)
+    assert tcnca.CDIL(8, depth=2).weight.shape == (2, 8, 24)
     q = torch.randn(1, 6, 4)
     assert tcnca.ChunkedAttention(d_key=4, d_value=4, chunk_size=2)(q, q, q).shape == q.shape
 
@@ -45,7 +47,7 @@ def test_state_is_returned_if_it_is_asked_for_or_given(mixer: Any) -> None:
 @MIXERS
 def test_states_of_others_are_refused(mixer: Any) -> None:
     other = tcnca.EMA(8) if mixer is tcnca.TCN else tcnca.TCN(8)
-    with pytest.raises(StateError, match=r"^state: expected a (TCN|EMA)State, got a (TCN|EMA)State"):
+    with pytest.raises(StateError, match=r"^state: expected a (TCN|EMA|LongConv)State, got a (TCN|EMA)State"):
         mixer(8)(torch.randn(2, 3, 8), state=other.initial_state(2))
     for asked in ({"return_state": True}, {"state": mixer(8).initial_state(2)}):
         with pytest.raises(StateError, match="bidirectional"):
@@ -81,8 +83,11 @@ def test_other_dtypes_are_named(mixer: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [tcnca.TCN(8), tcnca.TCN(8, output="activation"), tcnca.EMA(8), tcnca.EMA(8, output="skip")],
-    ids=["tcn", "tcn-activation", "ema", "ema-skip"],
+    [
+        *(tcnca.TCN(8), tcnca.TCN(8, output="activation"), tcnca.EMA(8), tcnca.EMA(8, output="skip")),
+        *(tcnca.SGConv(8), tcnca.SGConv(8, output="activation"), tcnca.SGConv(8, output="none")),
+    ],
+    ids=["tcn", "tcn-activation", "ema", "ema-skip", "sgconv", "sgconv-activation", "sgconv-none"],
 )
 @torch.no_grad()
 def test_autocast_keeps_the_dtype_of_the_operator(layer: Any) -> None:

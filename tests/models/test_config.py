@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import tcnca
 from tcnca import (
     AttentionConfig,
+    CDILConfig,
     ClassifierHeadConfig,
     ConfigError,
     EMAConfig,
@@ -25,6 +26,7 @@ from tcnca import (
     ModelConfig,
     PairHeadConfig,
     RegressionHeadConfig,
+    SGConvConfig,
     TCNConfig,
     TokenInputConfig,
     ValueInputConfig,
@@ -52,8 +54,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, get_args(hint)))
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if get_origin(hint) is Annotated and hint.__origin__ is int:
-        return st.integers(hint.__metadata__[0].low, 9)
+    if get_origin(hint) is Annotated:
+        low = hint.__metadata__[0].low
+        return st.integers(low, 9) if hint.__origin__ is int else st.floats(low, low + 0.9)
     if _kinds(hint):
         return st.one_of(*map(parts, _kinds(hint).values()))
     return {type(None): st.none(), bool: st.booleans()}.get(hint, st.floats(0.0, 0.9))
@@ -170,7 +173,8 @@ def test_unknown_field_is_answered_with_the_right_name() -> None:
 def test_every_field_is_checked_and_explained() -> None:
     assert "\n    positive: A comment." in (Example.__doc__ or "")
     sections = [type(value) for value in vars(Recipe()).values() if isinstance(value, Config)]
-    parts = (TCNConfig, EMAConfig, AttentionConfig, TokenInputConfig, ValueInputConfig)
+    mixers = (TCNConfig, EMAConfig, SGConvConfig, CDILConfig)
+    parts = (*mixers, AttentionConfig, TokenInputConfig, ValueInputConfig)
     heads = (LanguageModelHeadConfig, ClassifierHeadConfig, RegressionHeadConfig, PairHeadConfig)
     every: tuple[type[Config], ...] = (Recipe, *sections, ModelConfig, *parts, *heads)
     for config in every:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnca import (
+    CDILConfig,
     ClassifierHeadConfig,
     ModelConfig,
     PairHeadConfig,
@@ -31,6 +32,7 @@ EVERY = ClassifierHeadConfig(num_classes=3, pooling="none", hidden=5)
 CASES: dict[str, ModelConfig] = VARIANTS | {
     f"{name}-bidirectional": config.override(causal=False, head=EVERY) for name, config in VARIANTS.items()
 }
+CASES["cdil"] = small_config("tcn-mlp", mixer=CDILConfig(depth=3), causal=False, head=EVERY, norm="none")
 
 
 def _mask(padding: str) -> Tensor:

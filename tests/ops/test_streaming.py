@@ -1,4 +1,4 @@
-"""What TCN, EMA, long convolution and attention promise with state in and out: split invariance, padding, causality, states as values."""
+"""What operators promise with state in and out: split invariance, padding, causality, states as values."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, C
 
 CHUNKED: Any = importlib.import_module("tcnca.ops.ema.chunked")
 BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
-# A truncation of the EMA, taps of a kernel, the chunk size of attention, or the number of a shape of the TCN. A truncation of one is
-# tested apart.
+# A truncation of the EMA, taps of a kernel, the chunk size of attention, or the number of a shape of the TCN. A
+# truncation of one is tested apart.
 LIMITS = st.none() | st.integers(2, 9)
 SOME_LIMITS = pytest.mark.parametrize("limit", [None, 4], ids=["full", "limited"])
 

@@ -2,6 +2,7 @@
 
 from tcnca.layers.attention import AttentionConfig, ChunkedAttention
 from tcnca.layers.block import FeedForward, GatedBlock, Layer, LayerConfig, LayerState, ResidualBlock
+from tcnca.layers.cdil import CDIL, CDILConfig
 from tcnca.layers.ema import EMA, EMAConfig
 from tcnca.layers.linear import Dropout, GLUOutput, Linear
 from tcnca.layers.mixer import Mixer, MixerConfig, ParamOptions, check_features
@@ -10,11 +11,13 @@ from tcnca.layers.sgconv import SGConv, SGConvConfig
 from tcnca.layers.tcn import TCN, TCNConfig
 
 __all__ = [
+    "CDIL",
     "EMA",
     "NORM_KINDS",
     "TCN",
     "AttentionConfig",
     "BatchNorm",
+    "CDILConfig",
     "ChunkedAttention",
     "Dropout",
     "EMAConfig",
