@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,6 +63,11 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
 def autocasts(device: torch.device) -> bool:
     """Return whether autocast is on for a device; the `meta` device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autocast, where it is on, does not lower the precision of products."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def check_values(valid: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:

@@ -34,6 +34,15 @@ def roll_time(x: Tensor, shift: int, lengths: Tensor | None) -> Tensor:
     return take_time(x, source % lengths.clamp(min=1).unsqueeze(1))
 
 
+def align_right(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return `x` (`[batch, time, channels]`) with the valid tokens of each row at its end, and zeros before them."""
+    if lengths is None:
+        return x
+    time = x.shape[1]
+    source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
+    return take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
+
+
 def advance(position: Tensor, time: int, lengths: Tensor | None, inplace: bool = False) -> Tensor:
     """Return the number of tokens seen (`[batch]`) after `time` more, of which `lengths` are valid."""
     step = time if lengths is None else lengths.to(position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
+from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.long_conv import fft_convolve
-from tcnca.ops.padding import advance, take_time, zero_padding
+from tcnca.ops.padding import advance, align_right, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
 from tcnca.ops.state import State
 
@@ -138,7 +137,7 @@ def ema(
     if chosen == "triton" and (state is None or x.shape[1] > 1):
         return _run_triton(call)
     # Autocast would compute the kernel in half precision.
-    with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
+    with without_autocast(x.device):
         return _run_pytorch(call, chosen)
 
 
@@ -253,14 +252,9 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
         if lengths is not None:
             hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, state.hidden)
         return EMAState(hidden, window, position)
-    entered = x
-    if window is not None:
-        # All that is still remembered is in the window.
-        entered = unroll_ring(window, position)
-    elif lengths is not None:
-        # Move each row's last valid token to the end, where every row's powers are the same.
-        source = torch.arange(time, device=x.device) - (time - lengths).unsqueeze(1)
-        entered = take_time(x, source.clamp(min=0)).masked_fill((source < 0).unsqueeze(-1), 0.0)
+    # All that is still remembered is in the window. Without one, the last valid tokens are moved to the end, where
+    # every row's powers are the same.
+    entered = align_right(x, lengths) if window is None else unroll_ring(window, position)
     drive, decay, _ = (part[0] for part in ema_coefficients(*_exact(call.parameters, window)))
     powers = decay_powers(decay, torch.arange(entered.shape[1] - 1, -1, -1, device=x.device))
     hidden = torch.einsum("bld,dnl->bdn", entered.to(powers.dtype), powers) * drive
