@@ -11,13 +11,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tcnca.ops import EMABackend, State
+from tcnca.ops import EMABackend, SSMBackend, State
 from tests.comparison import TOLERANCE, assert_close
 
 Operator = Callable[..., tuple[Tensor, State | None]]
 
-# The EMA's backends in PyTorch's own operators, which run anywhere.
+# Backends in PyTorch's own operators, which run anywhere.
 PYTORCH_EMA: tuple[EMABackend, ...] = ("chunked", "fft", "recurrent", "scan")
+PYTORCH_SSM: tuple[SSMBackend, ...] = ("chunked", "fft", "recurrent")
 
 # Tokens in successive calls of one sequence: no multiples of anything, and single tokens among them.
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)

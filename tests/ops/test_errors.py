@@ -15,13 +15,16 @@ from tcnca import InputError, StateError
 from tcnca.ops import (
     AttentionState,
     chunked_attention,
+    diagonal_scan,
     ema,
     ema_kernel,
     initial_attention_state,
     initial_ema_state,
     initial_long_conv_state,
+    initial_ssm_state,
     initial_tcn_state,
     long_conv,
+    ssm,
     tcn,
 )
 
@@ -133,6 +136,32 @@ LONG_CONV: list[Row] = [
     ),
 ]
 
+DECAYS = torch.zeros(1, 3, 4, dtype=torch.complex64)
+V = torch.zeros(2, 5, 3, dtype=torch.complex64)
+run_ssm: Any = partial(ssm, X, DECAYS, DECAYS)
+run_scan: Any = partial(diagonal_scan, V, DECAYS[0, :, 0])
+SSM: list[Row] = [
+    ("x-empty", lambda: ssm(EMPTY, DECAYS, DECAYS), ["x:", *NO_TOKENS]),
+    ("x-complex", lambda: ssm(V, DECAYS, DECAYS), ["x:", "real numbers", "got torch.complex64"]),
+    ("real", lambda: ssm(X, DECAYS.real, DECAYS), ["log_decay:", "complex64", "got torch.float32", "torch.complex"]),
+    ("weight", lambda: ssm(X, DECAYS, DECAYS[..., 1:]), ["weight:", "[1, 3, 3]", "[directions, channels, d_state]"]),
+    ("channels", lambda: ssm(X, DECAYS[:, 1:], DECAYS), ["log_decay:", "[1, 2, 4]", "3 channels"]),
+    ("backend", lambda: run_ssm(backend="loop"), ["backend:", "'loop'", "auto, chunked, fft, recurrent"]),
+    ("lengths", lambda: run_ssm(lengths=torch.tensor([6, 1])), ["lengths:", "from 0 to 5", "[6]"]),
+    ("state", lambda: run_ssm(state=initial_ssm_state(2, 3, 5)), ["state.hidden:", "[2, 3, 4, 2]", "got [2, 3, 5, 2]"]),
+    ("state-future", lambda: ssm(X, *[DECAYS.expand(2, -1, -1)] * 2, return_state=True), ["state:", "only causal"]),
+    ("scan-real", lambda: diagonal_scan(X, DECAYS[0, :, 0]), ["v:", "complex64", "got torch.float32"]),
+    ("scan-states", lambda: diagonal_scan(V, DECAYS[0, 0]), ["log_decay:", "[3]", "got [4]"]),
+    (
+        "scan-dtype",
+        lambda: diagonal_scan(V, DECAYS[0, :, 0].to(torch.complex128)),
+        ["log_decay:", "complex64 like v", "complex128"],
+    ),
+    ("scan-backend", lambda: run_scan(backend="fft"), ["backend:", "'fft'", "auto, scan, recurrent"]),
+    ("scan-state", lambda: run_scan(state=initial_ssm_state(1, 3)), ["state.hidden:", "[2, 3, 2]", "got [1, 3, 2]"]),
+    ("scan-reverse", lambda: run_scan(reverse=True, return_state=True), ["state:", "only causal"]),
+]
+
 
 def attention(
     q: Tensor = X, k: Tensor = X, v: Tensor = X, chunk_size: int | None = 4, **options: Any
@@ -186,7 +215,7 @@ ATTENTION: list[Row] = [
 
 TABLE = [
     pytest.param(*row[1:], id=f"{operator}-{row[0]}")
-    for operator, rows in {"tcn": TCN, "ema": EMA, "long_conv": LONG_CONV, "attention": ATTENTION}.items()
+    for operator, rows in {"tcn": TCN, "ema": EMA, "long_conv": LONG_CONV, "ssm": SSM, "attention": ATTENTION}.items()
     for row in rows
 ]
 

@@ -19,20 +19,37 @@ from tcnca.ops import (
     EMABackend,
     EMAState,
     LongConvState,
+    SSMBackend,
+    SSMState,
     TCNState,
     chunked_attention,
+    diagonal_scan,
     ema,
     ema_kernel,
     initial_attention_state,
     initial_ema_state,
+    initial_ssm_state,
     long_conv,
+    ssm,
     tcn,
 )
 from tests.comparison import assert_close
 from tests.ops import properties
-from tests.ops.properties import EXTRA, PYTORCH_EMA, SIZES, THOROUGH, WAITING, Case, counts, leaf, some_lengths
+from tests.ops.properties import (
+    EXTRA,
+    PYTORCH_EMA,
+    PYTORCH_SSM,
+    SIZES,
+    THOROUGH,
+    WAITING,
+    Case,
+    counts,
+    leaf,
+    some_lengths,
+)
 
 CHUNKED: Any = importlib.import_module("tcnca.ops.ema.chunked")
+NAIVE_SSM: Any = importlib.import_module("tcnca.ops.ssm.naive")
 BATCH, CHANNELS, HIDDEN, WIDTH = 3, 2, 3, 3
 # A truncation of the EMA, taps of a kernel, the chunk size of attention, or the number of a shape of the TCN. A
 # truncation of one is tested apart.
@@ -100,6 +117,43 @@ def long_conv_case(time: int, limit: int | None = None, *, causal: bool = True, 
     return Case(operator, (leaf(BATCH, time, CHANNELS),), {"kernel": kernel})
 
 
+def log_decays(*sizes: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return parameters, and the logarithms of decays from slow to fast that they give."""
+    parts = {"damping": leaf(*sizes), "phase": leaf(*sizes, scale=2.0)}
+    return parts, torch.complex(-torch.exp(parts["damping"]), parts["phase"])
+
+
+def ssm_case(
+    time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, backend: SSMBackend
+) -> Case:
+    """There is no limit and nothing extra."""
+    torch.manual_seed(0)
+    directions = 1 if causal else 2
+    parts, log_decay = log_decays(directions, CHANNELS, HIDDEN)
+    weight = leaf(directions, CHANNELS, HIDDEN, 2)
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, SSMState | None]:
+        with mock.patch.multiple(CHUNKED, SHORT_BLOCK=3, CARRY_BLOCK=2), mock.patch.object(NAIVE_SSM, "BLOCK", 4):
+            return ssm(x, log_decay, torch.view_as_complex(weight), backend=backend, **options)
+
+    return Case(operator, (leaf(BATCH, time, CHANNELS),), parts | {"weight": weight})
+
+
+def scan_case(time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False) -> Case:
+    """Half of the channels are real parts, the others imaginary ones. `extra` uses the recurrence."""
+    torch.manual_seed(0)
+    parts, log_decay = log_decays(CHANNELS)
+
+    def operator(x: Tensor, **options: Any) -> tuple[Tensor, SSMState | None]:
+        v = torch.complex(*x.chunk(2, -1))
+        options |= {"backend": "recurrent" if extra else "scan", "reverse": not causal}
+        with mock.patch.object(CHUNKED, "CARRY_BLOCK", 3):
+            h, state = diagonal_scan(v, log_decay, **options)
+        return torch.cat([h.real, h.imag], -1), state
+
+    return Case(operator, (leaf(BATCH, time, 2 * CHANNELS),), parts)
+
+
 def attention_case(
     time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, activation: str
 ) -> Case:
@@ -118,6 +172,7 @@ def attention_case(
 
 MAKERS: dict[str, Make] = {"tcn": tcn_case, "long_conv": long_conv_case}
 MAKERS |= {f"ema-{name}": partial(ema_case, backend=name) for name in PYTORCH_EMA}
+MAKERS |= {f"ssm-{name}": partial(ssm_case, backend=name) for name in ("chunked", "fft")} | {"scan": scan_case}
 MAKERS |= {f"attention-{name}": partial(attention_case, activation=name) for name in ATTENTION_ACTIVATIONS}
 every_operator = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -179,7 +234,8 @@ def test_rows_and_chunks_without_tokens_give_no_nan(
 @given(limit=LIMITS, at=st.integers(1, 9))
 def test_outputs_depend_on_the_past_only(make: Make, limit: int | None, at: int) -> None:
     # A Fourier transform spreads its rounding over all times.
-    properties.assert_causal(make(10, limit), at, exact=make not in (MAKERS["ema-fft"], MAKERS["long_conv"]))
+    spreading = [MAKERS[name] for name in ("ema-fft", "ssm-fft", "long_conv")]
+    properties.assert_causal(make(10, limit), at, exact=make not in spreading)
 
 
 @SOME_LIMITS
@@ -193,8 +249,11 @@ def test_starting_from_the_initial_state_equals_starting_from_none(limit: int | 
     states = (
         initial_ema_state(BATCH, CHANNELS, HIDDEN, limit, dtype=torch.float64),
         initial_attention_state(BATCH, WIDTH, CHANNELS, limit, dtype=torch.float64),
+        initial_ssm_state(BATCH, CHANNELS, HIDDEN, dtype=torch.float64),
+        initial_ssm_state(BATCH, CHANNELS, dtype=torch.float64),
     )
-    for make, state in zip((MAKERS["ema-fft"], MAKERS["attention-softmax"]), states, strict=True):
+    names = ("ema-fft", "attention-softmax", "ssm-chunked", "scan")
+    for make, state in zip((MAKERS[name] for name in names), states, strict=True):
         case = make(7, limit)
         assert_close(case.operator(*case.inputs, state=state)[0].detach(), case.operator(*case.inputs)[0].detach())
 
@@ -209,9 +268,11 @@ def test_a_truncation_of_one_has_no_past(backend: str) -> None:
     assert_close(continued, afresh)
 
 
-@pytest.mark.parametrize("backend", PYTORCH_EMA)
-def test_another_backend_continues_a_state(backend: str) -> None:
-    first, second, whole = (MAKERS[f"ema-{form}"](11) for form in ("fft", backend, "recurrent"))
+@pytest.mark.parametrize(
+    ("make", "backend"), [*((ema_case, name) for name in PYTORCH_EMA), *((ssm_case, name) for name in PYTORCH_SSM)]
+)
+def test_another_backend_continues_a_state(make: Any, backend: str) -> None:
+    first, second, whole = (make(11, backend=form) for form in ("fft", backend, "recurrent"))
     with torch.no_grad():
         _, state = first.operator(first.inputs[0][:, :6], return_state=True)
         y, _ = second.operator(first.inputs[0][:, 6:], state=state)

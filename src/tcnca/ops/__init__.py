@@ -16,12 +16,14 @@ from tcnca.ops.attention.naive import (
     rotate,
     shift_keys,
 )
-from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values
+from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values, without_autocast
 from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
 from tcnca.ops.long_conv import LongConvState, fft_convolve, initial_long_conv_state, long_conv
 from tcnca.ops.padding import advance, length_mask, roll_time, take_time, zero_padding
+from tcnca.ops.ssm.api import ScanBackend, SSMBackend, SSMState, diagonal_scan, initial_ssm_state, ssm
+from tcnca.ops.ssm.naive import ssm_kernel
 from tcnca.ops.state import State
 from tcnca.ops.tcn.api import TCNBackend, tcn
 from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, receptive_field
@@ -35,6 +37,9 @@ __all__ = [
     "EMABackend",
     "EMAState",
     "LongConvState",
+    "SSMBackend",
+    "SSMState",
+    "ScanBackend",
     "State",
     "TCNBackend",
     "TCNState",
@@ -46,6 +51,7 @@ __all__ = [
     "check_tensor",
     "check_values",
     "chunked_attention",
+    "diagonal_scan",
     "dropout",
     "ema",
     "ema_kernel",
@@ -53,6 +59,7 @@ __all__ = [
     "initial_attention_state",
     "initial_ema_state",
     "initial_long_conv_state",
+    "initial_ssm_state",
     "initial_tcn_state",
     "length_mask",
     "long_conv",
@@ -63,7 +70,10 @@ __all__ = [
     "rotary_bias",
     "rotate",
     "shift_keys",
+    "ssm",
+    "ssm_kernel",
     "take_time",
     "tcn",
+    "without_autocast",
     "zero_padding",
 ]

@@ -1,0 +1,259 @@
+"""Diagonal state-space models with state in and out: the public functions, their state, and the choice of a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnca.errors import InputError, StateError
+from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.dispatch import Candidate, select_backend
+from tcnca.ops.ema.chunked import convolve_exponentials
+from tcnca.ops.long_conv import fft_convolve
+from tcnca.ops.padding import advance, align_right, take_time, zero_padding
+from tcnca.ops.ssm.naive import scan_recurrent, split_powers, ssm_kernel, ssm_recurrent, sum_exponentials
+from tcnca.ops.state import State
+
+SSMBackend = Literal["auto", "chunked", "fft", "recurrent"]
+ScanBackend = Literal["auto", "scan", "recurrent"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMState(State):
+    """What a causal state-space model remembers.
+
+    hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and imaginary
+        parts of the hidden states.
+    position: `[batch]`, tokens seen so far.
+    """
+
+    hidden: Tensor
+    position: Tensor
+
+    def _least_dtype(self, field: str) -> torch.dtype | None:
+        # They sum over a whole past.
+        return torch.float32 if field == "hidden" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SSMCall:
+    """The arguments of one call of `ssm`, or of `diagonal_scan`, which has no weight."""
+
+    x: Tensor
+    log_decay: Tensor
+    weight: Tensor | None
+    lengths: Tensor | None
+    state: SSMState | None
+    return_state: bool
+    inplace: bool
+
+
+SSM_BACKENDS = ("chunked", "fft", "recurrent")
+SSM_CANDIDATES: tuple[Candidate[SSMCall], ...] = ()
+SCAN_BACKENDS = ("scan", "recurrent")
+SCAN_CANDIDATES: tuple[Candidate[SSMCall], ...] = ()
+
+
+def initial_ssm_state(
+    batch: int, *sizes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> SSMState:
+    """Return the state before the first token, in float32 at least.
+
+    `sizes` are those of the hidden states: channels and d_state for `ssm`, states for `diagonal_scan`.
+    """
+    precise = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+    hidden = torch.zeros(batch, *sizes, 2, device=device, dtype=precise)
+    return SSMState(hidden, torch.zeros(batch, dtype=torch.long, device=device))
+
+
+def ssm(
+    x: Tensor,
+    log_decay: Tensor,
+    weight: Tensor,
+    *,
+    backend: SSMBackend = "auto",
+    lengths: Tensor | None = None,
+    state: SSMState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, SSMState | None]:
+    """Convolve every channel with a sum of complex exponentials, the kernel of a diagonal state-space model.
+
+    `h ← exp(log_decay) h + x`, `y = Re Σ_n weight h`: the kernel is `Re Σ_n weight exp(lag · log_decay)`.
+
+    `chunked` and `recurrent` are strictly causal: an output has the same bits whatever later inputs are, infinity and
+    NaN included. The error of `fft` is relative to the largest input of the row.
+
+    Args:
+        x: `[batch, time, channels]`, real.
+        log_decay, weight: `[directions, channels, d_state]`, complex. The real parts of `log_decay` should be negative.
+            One direction is causal; with two, the second looks into the future and both see the present.
+        backend: `chunked` (matrix products over blocks of time), `fft` (convolution in the frequency domain),
+            `recurrent` (token by token) or `auto` (`chunked`).
+        lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
+        state: what an earlier call returned; None is the start of the sequence. Causal only.
+        return_state: also return the state after these tokens.
+        inplace: reuse the memory of the given state, which must not be used again.
+
+    Returns:
+        `y` of `x`'s shape and dtype, and the new state or None.
+    """
+    call = SSMCall(x, log_decay, weight, lengths, state, return_state, inplace)
+    _check_ssm(call)
+    chosen = select_backend("the state-space model", backend, x.device, call, SSM_CANDIDATES, SSM_BACKENDS)
+    # Autocast would compute products in half precision.
+    with without_autocast(x.device):
+        precise = torch.promote_types(log_decay.dtype, x.dtype)
+        log_decay, weight = log_decay.to(precise), weight.to(precise)
+        rows = zero_padding(x, lengths).to(log_decay.real.dtype)
+        if state is not None and x.shape[1] == 1:
+            hidden = torch.exp(log_decay[0]) * _complex(state.hidden) + rows[:, 0].unsqueeze(-1)
+            y = (weight[0] * hidden).sum(-1).real.unsqueeze(1)
+            if lengths is not None:
+                hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, _complex(state.hidden))
+            return y.to(x.dtype), _next_state(call, hidden) if return_state else None
+        if chosen == "fft":
+            y = fft_convolve(rows, ssm_kernel(log_decay, weight, x.shape[1]))
+        else:
+            y = {"chunked": convolve_exponentials, "recurrent": ssm_recurrent}[chosen](rows, log_decay, weight)
+        if state is not None:
+            y = y + _rest_of_past(state, log_decay[0], weight[0], x.shape[1])
+        return y.to(x.dtype), _next_state(call, _last_hidden(call, rows, log_decay[0])) if return_state else None
+
+
+def diagonal_scan(
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    backend: ScanBackend = "auto",
+    reverse: bool = False,
+    lengths: Tensor | None = None,
+    state: SSMState | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, SSMState | None]:
+    """Return the hidden states `h[t] = exp(log_decay) h[t - 1] + v[t]` at all times.
+
+    All backends are strictly causal, as those of `ssm`.
+
+    Args:
+        v: `[batch, time, states]`, complex.
+        log_decay: `[states]`, complex. The real parts should be negative.
+        backend: `scan` (block by block, in parallel), `recurrent` (token by token) or `auto` (`scan`).
+        reverse: run from the last token to the first, `h[t] = exp(log_decay) h[t + 1] + v[t]`. There is no state then.
+        lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
+        state: what an earlier call returned; None is the start of the sequence.
+        return_state: also return the state after these tokens.
+        inplace: reuse the memory of the given state, which must not be used again.
+
+    Returns:
+        `h` of `v`'s shape, and the new state or None.
+    """
+    call = SSMCall(v, log_decay, None, lengths, state, return_state, inplace)
+    _check_scan(call, reverse)
+    chosen = select_backend("the diagonal scan", backend, v.device, call, SCAN_CANDIDATES, SCAN_BACKENDS)
+    with without_autocast(v.device):
+        v = zero_padding(v, lengths)
+        past = None if state is None else _complex(state.hidden)
+        if past is not None:
+            first = v[:, :1] + (torch.exp(log_decay) * past).unsqueeze(1)
+            v = first if v.shape[1] == 1 else torch.cat([first, v[:, 1:]], 1)
+        v = v.flip(1) if reverse else v
+        if v.shape[1] == 1:
+            h = v
+        elif chosen == "recurrent":
+            h = scan_recurrent(v, log_decay)
+        else:
+            log_decay = log_decay.view(1, -1, 1)
+            h = convolve_exponentials(v, log_decay, torch.ones_like(log_decay))
+        h = h.flip(1) if reverse else h
+        if not return_state:
+            return h, None
+        if lengths is None:
+            hidden = h[:, -1]
+        else:
+            hidden = take_time(h, (lengths.long() - 1).clamp(min=0).unsqueeze(1))[:, 0]
+            before = torch.zeros_like(hidden) if past is None else past
+            hidden = torch.where((lengths > 0).unsqueeze(1), hidden, before)
+        return h, _next_state(call, hidden)
+
+
+def _complex(hidden: Tensor) -> Tensor:
+    return torch.view_as_complex(hidden.contiguous())
+
+
+def _next_state(call: SSMCall, hidden: Tensor) -> SSMState:
+    x, state = call.x, call.state
+    before = torch.zeros(x.shape[0], dtype=torch.long, device=x.device) if state is None else state.position
+    position = advance(before, x.shape[1], call.lengths, call.inplace)
+    return SSMState(torch.view_as_real(hidden.resolve_conj()), position)
+
+
+def _rest_of_past(state: SSMState, log_decay: Tensor, weight: Tensor, time: int) -> Tensor:
+    """Return what the past adds to the outputs of the next `time` tokens, `[batch, time, channels]`."""
+    hidden = _complex(state.hidden) * weight * torch.exp(log_decay)
+    return sum_exponentials(hidden.transpose(0, 1), log_decay, time).permute(1, 2, 0)
+
+
+def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the hidden states after the tokens `x` (`[batch, time, channels]`), whose padding is zero."""
+    batch, time, channels = x.shape
+    coarse, fine = split_powers(log_decay, time)
+    count, block = coarse.shape[-1], fine.shape[-1]
+    # The last token first, in whole blocks.
+    latest = align_right(x, call.lengths).flip(1)
+    latest = F.pad(latest, (0, 0, 0, count * block - time)).permute(2, 0, 1)
+    blocks = torch.bmm(latest.reshape(channels, batch * count, block), torch.cat((fine.real, fine.imag), 1).mT)
+    real, imag = blocks.view(channels, batch, count, 2, -1).unbind(3)
+    hidden = (torch.complex(real, imag) * coarse.mT.unsqueeze(1)).sum(2).transpose(0, 1)
+    if call.state is None:
+        return hidden
+    steps = torch.full_like(call.state.position, time) if call.lengths is None else call.lengths
+    return hidden + torch.exp(log_decay * steps.view(-1, 1, 1)) * _complex(call.state.hidden)
+
+
+def _check_ssm(call: SSMCall) -> None:
+    """Raise an error that names what is wrong with the arguments of `ssm`."""
+    x, log_decay, weight = call.x, call.log_decay, call.weight
+    assert weight is not None
+    check_sequence("x", x)
+    if not x.is_floating_point():
+        raise InputError(f"x: expected real numbers, got {x.dtype}")
+    for name, value in (("log_decay", log_decay), ("weight", weight)):
+        _check_complex(name, value)
+        directions, channels, d_state = value.shape if value.dim() == 3 else (0, 0, 0)
+        if value.shape != log_decay.shape or directions not in (1, 2) or channels != x.shape[2] or d_state < 1:
+            raise InputError(
+                f"{name}: expected shape [directions, channels, d_state], the same for log_decay and weight, with 1 or "
+                f"2 directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
+            )
+    _check_common(call, list(log_decay.shape[1:]), log_decay.shape[0] == 2)
+
+
+def _check_scan(call: SSMCall, reverse: bool) -> None:
+    """Raise an error that names what is wrong with the arguments of `diagonal_scan`."""
+    check_sequence("v", call.x, "states")
+    for name, value in (("v", call.x), ("log_decay", call.log_decay)):
+        _check_complex(name, value)
+    if call.log_decay.shape != call.x.shape[2:]:
+        raise InputError(f"log_decay: expected shape {list(call.x.shape[2:])}, got {list(call.log_decay.shape)}")
+    if call.log_decay.dtype != call.x.dtype:
+        raise InputError(f"log_decay: expected {call.x.dtype} like v, got {call.log_decay.dtype}; convert one of them")
+    _check_common(call, list(call.log_decay.shape), reverse)
+
+
+def _check_complex(name: str, value: Tensor) -> None:
+    if value.dtype not in (torch.complex64, torch.complex128):
+        raise InputError(f"{name}: expected complex64 or complex128, got {value.dtype}; use torch.complex")
+
+
+def _check_common(call: SSMCall, sizes: list[int], future: bool) -> None:
+    check_lengths(call.lengths, call.x.shape[0], call.x.shape[1])
+    if future and (call.state is not None or call.return_state):
+        raise StateError("state: expected None if the future is seen, only causal calls have a state")
+    if call.state is not None:
+        check_state("hidden", call.state.hidden, [call.x.shape[0], *sizes, 2])

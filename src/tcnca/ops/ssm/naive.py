@@ -1,0 +1,74 @@
+"""Diagonal state-space models of whole sequences: the recurrences, oracle of all other forms, and the kernel.
+
+Decays are given by their complex logarithms. With two directions the second looks into the future, and both see the
+present.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Powers are products of coarse and fine ones, which take less memory than one for each lag and state.
+BLOCK = 64
+
+
+def ssm_recurrent(x: Tensor, log_decay: Tensor, weight: Tensor) -> Tensor:
+    """Run `h ← exp(log_decay) h + x`, `y = Re Σ_n weight h` over `x` (`[batch, time, channels]`), token by token."""
+    y = _recurrence(x, log_decay[0], weight[0])
+    if log_decay.shape[0] == 2:
+        y = y + _recurrence(x.flip(1), log_decay[1], weight[1]).flip(1)
+    return y
+
+
+def _recurrence(x: Tensor, log_decay: Tensor, weight: Tensor) -> Tensor:
+    decay = torch.exp(log_decay)
+    hidden = torch.zeros_like(decay)
+    outputs = []
+    for now in x.unbind(1):
+        hidden = decay * hidden + now.unsqueeze(-1)
+        outputs.append((weight * hidden).sum(-1).real)
+    return torch.stack(outputs, 1)
+
+
+def scan_recurrent(v: Tensor, log_decay: Tensor) -> Tensor:
+    """Return all `h ← exp(log_decay) h + v` over `v` (`[batch, time, states]`), token by token."""
+    decay = torch.exp(log_decay)
+    hidden = torch.zeros_like(decay)
+    outputs = []
+    for now in v.unbind(1):
+        hidden = decay * hidden + now
+        outputs.append(hidden)
+    return torch.stack(outputs, 1)
+
+
+def ssm_kernel(log_decay: Tensor, weight: Tensor, length: int) -> Tensor:
+    """Return the kernel `Re Σ_n weight exp(lag · log_decay)` for lags below `length`.
+
+    As `[directions, channels, length]`, of parameters `[directions, channels, d_state]`.
+    """
+    kernel = sum_exponentials(weight.flatten(0, 1).unsqueeze(1), log_decay.flatten(0, 1), length)
+    return kernel.view(*weight.shape[:2], length)
+
+
+def sum_exponentials(weight: Tensor, log_decay: Tensor, length: int) -> Tensor:
+    """Return `Re Σ_n weight exp(lag · log_decay)` for lags below `length`, as `[channels, rows, length]`.
+
+    `weight` is `[channels, rows, d_state]`, `log_decay` is `[channels, d_state]`.
+    """
+    coarse, fine = split_powers(log_decay, length)
+    coarse = weight.unsqueeze(2) * coarse.mT.unsqueeze(1)
+    # The real part of a complex product, as one real product.
+    left = torch.cat((coarse.real, coarse.imag), -1).flatten(1, 2)
+    y = torch.bmm(left, torch.cat((fine.real, -fine.imag), 1))
+    return y.view(*weight.shape[:2], -1)[..., :length]
+
+
+def split_powers(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return factors of the decay to all powers below `length`, and some more.
+
+    As `[channels, d_state, blocks]` and `[channels, d_state, BLOCK]`: a power is the product of that of the first token
+    of its block and that of its place in the block. There is always more than `length`, for graphs of any length.
+    """
+    blocks, places = (torch.arange(count, device=log_decay.device) for count in (length // BLOCK + 1, BLOCK))
+    return torch.exp(log_decay.unsqueeze(-1) * (blocks * BLOCK)), torch.exp(log_decay.unsqueeze(-1) * places)
