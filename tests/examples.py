@@ -14,7 +14,10 @@ from torch import Tensor
 from tcnca import (
     AttentionConfig,
     EMAConfig,
+    LRUConfig,
     ModelConfig,
+    S4DConfig,
+    S5Config,
     SequenceModel,
     SGConvConfig,
     TCNConfig,
@@ -84,6 +87,10 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     # Like S4's blocks; the stream of a test is longer than the kernel.
     "sgconv": small_config("ema-mlp", mixer=SGConvConfig(kernel_length=13, piece_size=3), d_ff=0),
     "no-norm": small_config("tcn-mlp", norm="none"),
+    "s4d": small_config("ema-mlp", mixer=S4DConfig(d_state=4), d_ff=0),
+    "s4d-gated": small_config("mega", mixer=S4DConfig(d_state=4, output="none")),
+    "s5": small_config("ema-mlp", mixer=S5Config(d_state=8, blocks=2), d_ff=0),
+    "lru-gated": small_config("mega", mixer=LRUConfig(d_state=3)),
     "no-feed-forward": small_config(
         "tcnca", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
     ),

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import ExportError, shorten
 from tcnca.files import atomic_path
-from tcnca.layers import EMA
+from tcnca.layers import EMA, Mixer
 from tcnca.models import SequenceModel
 from tcnca.models.inputs import TokenEmbedding, ValueEmbedding
 from tcnca.models.prediction import class_names
+from tcnca.ops import SSMState
 from tcnca.ops.dispatch import without_kernels
 from tcnca.ops.state import MAX_POSITION
 from tcnca.version import __version__
@@ -127,6 +128,13 @@ def _check(model: SequenceModel, graph: Graph, length: int | None, batch_size: i
         raise ExportError(
             f"graph: expected 'sequence' for a model that {kind}, got 'step', for which a model has to be causal"
         )
+    for module in model.modules():
+        if isinstance(module, Mixer) and issubclass(module.state_class, SSMState):
+            kind = type(module).__name__
+            raise ExportError(
+                f"mixer: expected one with real states, as of a TCN or an EMA, got {kind}: ONNX lacks the "
+                "products of complex numbers"
+            )
     size = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
     if size > _MAX_BYTES:
         raise ExportError(f"model: expected weights of less than 2 GiB, the limit of ONNX files, got {size:,} bytes")

@@ -11,7 +11,11 @@ import tcnca
 from tcnca import ConfigError, InputError, StateError
 from tests.comparison import assert_close
 
-MIXERS = pytest.mark.parametrize("mixer", [tcnca.TCN, tcnca.EMA, tcnca.SGConv], ids=["tcn", "ema", "sgconv"])
+MIXERS = pytest.mark.parametrize(
+    "mixer",
+    [tcnca.TCN, tcnca.EMA, tcnca.S4D, tcnca.S5, tcnca.LRU, tcnca.SGConv],
+    ids=["tcn", "ema", "s4d", "s5", "lru", "sgconv"],
+)
 
 
 @MIXERS
@@ -47,7 +51,7 @@ def test_state_is_returned_if_it_is_asked_for_or_given(mixer: Any) -> None:
 @MIXERS
 def test_states_of_others_are_refused(mixer: Any) -> None:
     other = tcnca.EMA(8) if mixer is tcnca.TCN else tcnca.TCN(8)
-    with pytest.raises(StateError, match=r"^state: expected a (TCN|EMA|LongConv)State, got a (TCN|EMA)State"):
+    with pytest.raises(StateError, match=r"^state: expected a (TCN|EMA|SSM|LongConv)State, got a (TCN|EMA)State"):
         mixer(8)(torch.randn(2, 3, 8), state=other.initial_state(2))
     for asked in ({"return_state": True}, {"state": mixer(8).initial_state(2)}):
         with pytest.raises(StateError, match="bidirectional"):
@@ -86,8 +90,12 @@ def test_other_dtypes_are_named(mixer: Any, dtype: torch.dtype) -> None:
     [
         *(tcnca.TCN(8), tcnca.TCN(8, output="activation"), tcnca.EMA(8), tcnca.EMA(8, output="skip")),
         *(tcnca.SGConv(8), tcnca.SGConv(8, output="activation"), tcnca.SGConv(8, output="none")),
+        *(kind(8, output=output) for kind in (tcnca.S4D, tcnca.S5, tcnca.LRU) for output in ("none", "activation")),
     ],
-    ids=["tcn", "tcn-activation", "ema", "ema-skip", "sgconv", "sgconv-activation", "sgconv-none"],
+    ids=[
+        *("tcn", "tcn-activation", "ema", "ema-skip", "sgconv", "sgconv-activation", "sgconv-none"),
+        *("s4d", "s4d-activation", "s5", "s5-activation", "lru", "lru-activation"),
+    ],
 )
 @torch.no_grad()
 def test_autocast_keeps_the_dtype_of_the_operator(layer: Any) -> None:

@@ -69,14 +69,17 @@ class Dropout(nn.Module):
 
 
 class GLUOutput(nn.Module):
-    """`GLU(W dropout(gelu(x)) + b)`: what follows the convolution of a layer in the code of S4, mixing the channels."""
+    """`GLU(W dropout(gelu(x)) + b)`: what follows the convolution of a layer in the code of S4, mixing the channels.
 
-    def __init__(self, d_model: int, dropout: float) -> None:
+    With `self_gated`, `x ⊙ σ(W dropout(gelu(x)) + b)`, as in S5.
+    """
+
+    def __init__(self, d_model: int, dropout: float, self_gated: bool = False) -> None:
         super().__init__()
         self.dropout = Dropout(dropout)
-        self.linear = Linear(d_model, (d_model, d_model))
+        self.linear = Linear(d_model, d_model if self_gated else (d_model, d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, time, d_model]` to the same shape."""
-        values, gates = self.linear.split(self.dropout(F.gelu(x)))
-        return values * torch.sigmoid(gates)
+        *values, gates = self.linear.split(self.dropout(F.gelu(x)))
+        return (values[0] if values else x) * torch.sigmoid(gates)

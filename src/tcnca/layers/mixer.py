@@ -1,4 +1,4 @@
-"""The protocol of mixers: modules that mix each channel over time, such as the TCN and the EMA.
+"""The protocol of mixers: modules that mix each channel over time, such as the TCN, the EMA and S4D.
 
 Blocks, models, summaries and optimizers use mixers through this protocol alone. To add a mixer:
 
@@ -27,7 +27,7 @@ class ParamOptions(NamedTuple):
 
     group: str
     """Name of the parameter group. The group `kernels` is also scaled by the recipe's `optimizer.kernel_lr_mult` and
-    `optimizer.kernel_wd_mult`."""
+    `optimizer.kernel_wd_mult`, the group `ssm` by `optimizer.ssm_lr_mult`."""
     lr_mult: float = 1.0
     """Factor of the learning rate."""
     wd_mult: float = 1.0

@@ -62,6 +62,7 @@ class ModelConfig(LayerConfig):
     | MEGA | EMAConfig | AttentionConfig | yes |
     | TCN-MLP | TCNConfig, residual | None | no |
     | EMA-MLP | EMAConfig | None | no |
+    | S4D, S5, LRU | S4DConfig, S5Config, LRUConfig, `d_ff=0` | None | no |
     | SGConv | SGConvConfig, `d_ff=0` | None | no |
     | CDIL-CNN | CDILConfig, `num_layers=1`, `d_ff=0`, `norm="none"`, `causal=False` | None | no |
     """

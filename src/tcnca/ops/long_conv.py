@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import autocasts, check_lengths, check_sequence, check_state
+from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.padding import advance, zero_padding
 from tcnca.ops.ring import push_ring, unroll_ring
 from tcnca.ops.state import State
@@ -77,7 +76,7 @@ def long_conv(
     _check(x, kernel, lengths, state, return_state)
     x = zero_padding(x, lengths)
     # Autocast would sum in half precision.
-    with torch.autocast(x.device.type, enabled=False) if autocasts(x.device) else contextlib.nullcontext():
+    with without_autocast(x.device):
         if state is None:
             y = fft_convolve(x, kernel[..., : x.shape[1]])
         else:

@@ -101,6 +101,9 @@ class OptimizerConfig(Config, shorthand="name"):
     """Factor of the learning rate of the kernels of TCN and SGConv."""
     kernel_wd_mult: NonNegativeFloat = 1.0
     """Factor of the weight decay of the TCN's kernels; those of SGConv have none."""
+    ssm_lr_mult: NonNegativeFloat = 1.0
+    """Factor of the learning rate of state-space parameters, besides their own: 0.1 in S4D, 0.25 in S5, 0.5 in the
+    LRU. They are not decayed."""
     nonfinite: NonFinite = "stop"
     """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the step."""
 
