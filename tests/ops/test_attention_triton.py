@@ -33,6 +33,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     dtype: torch.dtype = FULL
     strided: bool = False
+    num_heads: int = 1
 
     def valid(self, device: str) -> Tensor | None:
         return None if self.lengths is None else torch.tensor(self.lengths, device=device)
@@ -59,6 +60,7 @@ class Case:
         q, k, v, *bias = leaves
         lengths = self.valid(str(q.device))
         options: dict[str, Any] = {"chunk_size": self.chunk_size, "causal": self.causal, "activation": self.activation}
+        options["num_heads"] = self.num_heads
         out = zero_padding(run(q, k, v, bias=bias[0] if bias else None, lengths=lengths, **options), lengths)
         gradients = torch.autograd.grad(out, leaves, slope.to(out.dtype))
         names = ("to q", "to k", "to v", "to bias")
@@ -115,6 +117,7 @@ CASES = [
     Case(activation="laplace", lengths=(75, 31), chunk_size=16),
     Case(activation="relu2", chunk_size=16),
     Case(shape=(9, 1, 3, 2), chunk_size=7, beyond=6),
+    Case(shape=(2, 40, 24, 34), lengths=(31, 40), chunk_size=16, bias=False, num_heads=2),
 ]
 MORE_CASES = [
     Case(chunk_size=70, bias=False),
@@ -254,7 +257,7 @@ def test_on_a_cpu_auto_is_naive_to_the_bit_and_triton_is_refused() -> None:
     assert_close(out[:, :4], first)
     with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*expected a CUDA device.*'naive'"):
         run_triton(q, k, v, chunk_size=4)
-    with pytest.raises(InputError, match="backend: expected one of auto, naive, triton, got 'cuda'"):
+    with pytest.raises(InputError, match="backend: expected one of auto, naive, sdpa, triton, got 'cuda'"):
         chunked_attention(q, k, v, chunk_size=4, backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match=r"tcnca::chunked_attention.*CPU"):
         torch.ops.tcnca.chunked_attention.default(q, k, v, None, None, None, 4, True, "softmax", 0.0)
@@ -266,7 +269,8 @@ def reason(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     optional = {"bias": None, "lengths": None, "state": None, **options}
     settings = {"chunk_size": 4, "causal": True, "activation": "softmax", "dropout": 0.0}
     call = naive.AttentionCall(q, k, v, return_state=False, inplace=False, **(settings | optional))
-    return api.CANDIDATES[0].unsupported_reason(call)
+    (triton,) = (candidate for candidate in api.CANDIDATES if candidate.name == "triton")
+    return triton.unsupported_reason(call)
 
 
 def _fake(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:

@@ -14,7 +14,9 @@ from tcnca.ops.attention.naive import (
     offset_bias,
     rotary_bias,
     rotate,
+    rotate_heads,
     shift_keys,
+    split_heads,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values, without_autocast
 from tcnca.ops.dropout import dropout
@@ -69,7 +71,9 @@ __all__ = [
     "roll_time",
     "rotary_bias",
     "rotate",
+    "rotate_heads",
     "shift_keys",
+    "split_heads",
     "ssm",
     "ssm_kernel",
     "take_time",

@@ -1,1 +1,1 @@
-"""Chunked attention of one head, with position biases and true rotary embeddings."""
+"""Chunked attention of one or several heads, with position biases and true rotary embeddings."""

@@ -1,5 +1,7 @@
 """Chunked attention in PyTorch's own operators: whole sequences, and sequences that continue from a state.
 
+Features of queries, keys and values are those of all heads, one head after the other. Heads are apart in `attend` only.
+
 Queries see the keys of their own chunk `[0, C), [C, 2C), …` and no others. The state holds the keys and values of the
 unfinished chunk: one slot for each place in it, so that a token is written where its position says and nothing moves.
 With full attention the whole past is one chunk and the cache grows. Rows may be at different positions: each has its
@@ -35,7 +37,8 @@ class AttentionState(State):
     """Keys and values of the unfinished chunk.
 
     keys: `[batch, slots, d_key]`; slot `j` holds place `j` of the chunk. There are as many slots as the chunk has
-        tokens; for full attention at least as many as the longest row has.
+        tokens; for full attention at least as many as the longest row has. With memory there are the slots of two
+        chunks, and time `t` is in slot `t mod slots`.
     values: `[batch, slots, d_value]`.
     position: `[batch]`, tokens seen so far.
     last_key: `[batch, d_key]`, the key of the last token before it is rotated, if keys are shifted; else None.
@@ -65,10 +68,42 @@ class AttentionCall:
     state: AttentionState | None
     return_state: bool
     inplace: bool
+    num_heads: int = 1
+    memory: bool = False
+    rope_width: int = 0
+    fused: bool = False
+    """Whether `scaled_dot_product_attention` runs what it can."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Call `attend` with this call's activation and dropout."""
-        return attend(q, k, v, activation=self.activation, bias=bias, mask=mask, dropout=self.dropout)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Call `attend` for each head, with this call's activation and dropout.
+
+        `valid` (`[…, 1, keys]`) is false for keys of the padding, which is at the right. With `causal` the last query
+        sees all keys, and each one before it a key less.
+        """
+        apart = self.num_heads > 1 or self.fused
+        if apart:
+            q, k, v = (split_heads(part, self.num_heads).transpose(-2, -3) for part in (q, k, v))
+            mask, valid = (None if part is None else part.unsqueeze(-3) for part in (mask, valid))
+        if self.fused and mask is None:
+            out = fused_attend(q, k, v, valid=valid, causal=causal, dropout=self.dropout)
+        else:
+            if causal:
+                key = torch.arange(k.shape[-2], device=q.device)
+                mask = key <= key[k.shape[-2] - q.shape[-2] :].unsqueeze(1)
+            if valid is not None:
+                mask = valid if mask is None else valid & mask
+            out = attend(q, k, v, activation=self.activation, bias=bias, mask=mask, dropout=self.dropout)
+        return out.transpose(-2, -3).flatten(-2) if apart else out
 
 
 def initial_attention_state(
@@ -130,6 +165,34 @@ def attend(
     return weights.to(v.dtype) @ v
 
 
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Return `x` (`[…, features]`) as `[…, heads, features of a head]`."""
+    return x.unflatten(-1, (num_heads, -1))
+
+
+def fused_attend(q: Tensor, k: Tensor, v: Tensor, *, valid: Tensor | None, causal: bool, dropout: float) -> Tensor:
+    """Compute `attend` with the softmax by PyTorch's fused kernels, which keep no matrix of weights in memory.
+
+    Takes `[…, heads, time, features]` and the other arguments of `AttentionCall.attend`, of which `valid` has no effect
+    if causal: what is at the right of the valid keys is not seen anyway. Keys of the padding must be finite. A query
+    that sees no key gets any output.
+    """
+    queries, keys = q.shape[-2], k.shape[-2]
+    mask = None
+    if causal:
+        k, v = _move_to_keys(k, v)
+        # The kernels align the first query with the first key.
+        q = q if queries == keys else F.pad(q, (0, 0, keys - queries, 0))
+    elif valid is not None:
+        # Where no key is visible the kernels would give NaN.
+        mask = valid | ~valid.any(-1, keepdim=True)
+        mask = mask.expand(*q.shape[:-3], 1, 1, keys).flatten(0, -4)
+    lead = q.shape[:-3]
+    q, k, v = (part.flatten(0, -4) for part in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+    return out.unflatten(0, lead)[..., out.shape[-2] - queries :, :]
+
+
 def _move_to_keys(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Move infinity and NaN from the values to the keys: a mask replaces their scores, but a weight of 0 keeps NaN."""
     # 0, or NaN where a value is not finite.
@@ -149,7 +212,7 @@ def _softmax_weights(scores: Tensor, bias: Tensor | None, mask: Tensor | None) -
 
 
 def rotate(x: Tensor, positions: Tensor, width: int | None = None) -> Tensor:
-    """Rotate the pairs of `x` (`[…, time, features]`) by their positions (`[…, time]`).
+    """Rotate the pairs of `x` (`[…, time, features]`) by their positions (`[…, time]`, or what broadcasts to that).
 
     A pair is one value of each half of the first `width` features, by default of all. The others stay as they are.
     """
@@ -162,6 +225,13 @@ def rotate(x: Tensor, positions: Tensor, width: int | None = None) -> Tensor:
     sine, cosine = (each.to(x.dtype) for each in table(positions, width // 2, precise))
     first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], -1)
+
+
+def rotate_heads(x: Tensor, positions: Tensor, num_heads: int, width: int) -> Tensor:
+    """Rotate the first `width` features of each head of `x` (`[…, time, features]`); see `rotate`."""
+    if num_heads == 1:
+        return rotate(x, positions, width)
+    return rotate(split_heads(x, num_heads), positions.unsqueeze(-1), width).flatten(-2)
 
 
 def rotation_table(positions: Tensor, pairs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -267,13 +337,19 @@ def _from_start(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (F.pad(part, (0, 0, 0, missing)) for part in (q, k, v))
         if lengths is None:
             lengths = torch.full((q.shape[0],), time, device=q.device)
-    place = torch.arange(size, device=q.device)
-    mask = place <= place.unsqueeze(1) if call.causal else None
+    valid = None
     if lengths is not None:
         valid = length_mask(lengths, chunks * size).unflatten(1, (chunks, size)).unsqueeze(2)
-        mask = valid if mask is None else valid & mask
     q, k, v = (part.unflatten(1, (chunks, size)) for part in (q, k, v))
-    out = call.attend(q, k, v, None if call.bias is None else chunk_bias(call.bias, size), mask).flatten(1, 2)
+    bias = None if call.bias is None else chunk_bias(call.bias, size)
+    out = call.attend(q, k, v, bias, valid=valid, causal=call.causal).flatten(1, 2)
+    return crop(out, time)
+
+
+def crop(out: Tensor, time: int) -> Tensor:
+    """Return the first `time` tokens of `out` (`[batch, tokens, features]`)."""
+    # A program that is exported for any length must not ask whether these are all.
+    any_length = isinstance(time, torch.SymInt)
     return out.index_select(1, torch.arange(time, device=out.device)) if any_length else out[:, :time]
 
 
@@ -308,7 +384,7 @@ def continue_attention(
         else:
             slots = chunk_size - 1 + time
             slots += -slots % chunk_size if time > chunk_size else 0
-        lined_k, lined_v = _line_up(state.keys, k, fill, slots), _line_up(state.values, v, fill, slots)
+        lined_k, lined_v = line_up(state.keys, k, fill, slots), line_up(state.values, v, fill, slots)
         out = run(call, q, lined_k, lined_v, fill, end)
         keys, values = _last_chunk(lined_k, end, chunk_size), _last_chunk(lined_v, end, chunk_size)
     return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
@@ -326,7 +402,7 @@ def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:
     return cache.scatter_(1, index, new) if inplace else cache.scatter(1, index, new)
 
 
-def _line_up(cache: Tensor, new: Tensor, fill: Tensor, slots: int) -> Tensor:
+def line_up(cache: Tensor, new: Tensor, fill: Tensor, slots: int) -> Tensor:
     """Return each row's `fill` cached entries, then its new ones, `[batch, slots, channels]`; the rest is arbitrary."""
     both = torch.cat([cache, new.to(cache.dtype)], 1)
     place = torch.arange(slots, device=new.device)
@@ -370,10 +446,8 @@ def _chunk_by_chunk(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, fill: 
     assert call.chunk_size is not None
     slots = torch.arange(k.shape[1], device=q.device)
     lined_q = queries_in_slots(q, fill, k.shape[1])
-    place = torch.arange(call.chunk_size, device=q.device)
     valid = (slots < end.unsqueeze(1)).unflatten(1, (-1, call.chunk_size)).unsqueeze(2)
-    mask = valid & (place <= place.unsqueeze(1))
     bias = None if call.bias is None else chunk_bias(call.bias, call.chunk_size)
     lined = [part.unflatten(1, (-1, call.chunk_size)) for part in (lined_q, k, v)]
-    out = call.attend(lined[0], lined[1], lined[2], bias, mask).flatten(1, 2)
+    out = call.attend(lined[0], lined[1], lined[2], bias, valid=valid, causal=True).flatten(1, 2)
     return outputs_of_queries(out, fill, q.shape[1])
