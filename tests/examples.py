@@ -33,6 +33,7 @@ CHAIN = dataclasses.replace(TCN, block="chain", output="activation")
 RESIDUAL = dataclasses.replace(TCN, block="residual", output="none", norm="weight")
 EMA = EMAConfig(d_state=3)
 ATTENTION = AttentionConfig(d_key=4, d_value=6, chunk_size=4)
+HEADS = AttentionConfig(num_heads=2, d_key=8, d_value=8, chunk_size=None, position="rope")
 
 # One configuration for each model of the paper, with all blocks of the TCN among them.
 FAMILY: dict[str, dict[str, Any]] = {
@@ -83,6 +84,22 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     "chunk-1-kernel-1": small_config("tcnca", chunk_size=1, kernel_size=1),
     "attention-alone-gated": small_config("tcnca", mixer=None),
     "attention-alone-residual": small_config("tcnca-simple", mixer=None, norm="batch", prenorm=False),
+    "transformer-full": small_config("tcnca-simple", mixer=None, attention=HEADS),
+    "transformer-xl": small_config(
+        "tcnca-simple", mixer=None, attention=dataclasses.replace(HEADS, chunk_size=4, memory=True)
+    ),
+    "heads-gated": small_config(
+        "tcnca",
+        attention=AttentionConfig(
+            num_heads=2, d_key=8, d_value=6, chunk_size=4, position="rope", qk_norm=True, shift_keys=True
+        ),
+    ),
+    "memory-gated": small_config(
+        "mega",
+        attention=AttentionConfig(
+            d_key=4, d_value=6, chunk_size=3, memory=True, position="rope", qk_norm=True, shift_keys=True
+        ),
+    ),
     "feed-forward-alone": small_config("tcn-mlp", mixer=None),
     # Like S4's blocks; the stream of a test is longer than the kernel.
     "sgconv": small_config("ema-mlp", mixer=SGConvConfig(kernel_length=13, piece_size=3), d_ff=0),

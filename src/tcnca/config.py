@@ -42,6 +42,7 @@ FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "pad_token_id": ("padding_idx", "pad_id"),
     "tie_embeddings": ("tie_word_embeddings", "tie_weights", "tied_embeddings", "weight_tying"),
     "model.dropout": ("dropout_rate", "drop_rate", "dropout_p", "resid_pdrop", "hidden_dropout_prob"),
+    "num_heads": ("n_heads", "n_head", "num_attention_heads", "nhead"),
     "attention.dropout": ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
     "model.activation": ("hidden_act", "activation_function", "act_fn", "nonlinearity"),
     "kernel_size": ("filter_size", "conv_kernel", "d_conv"),
@@ -84,7 +85,6 @@ FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
 _EPOCHS = (
     "use max_steps; one epoch is the number of training examples (of a language model, bytes) divided by batch.size"
 )
-_HEADS = "attention has one head; d_key and d_value set its width"
 _LENGTHS = (
     "use data.task.max_length to cut examples, data.task.chunk_size and data.task.chunks_per_row for the rows of a "
     "language model, model.chunk_size for the attention"
@@ -92,7 +92,6 @@ _LENGTHS = (
 # Names from other libraries that stand for no key, and what to use instead.
 FOREIGN_ANSWERS: dict[str, str] = {
     **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"), _EPOCHS),
-    **dict.fromkeys(("num_heads", "n_heads", "n_head", "num_attention_heads"), _HEADS),
     **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "context_length", "block_size"), _LENGTHS),
     **dict.fromkeys(("max_seq_len", "max_position_embeddings", "n_positions"), _LENGTHS),
     **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "use the option --out DIR"),

@@ -115,13 +115,18 @@ def turned(vector: Tensor, position: int) -> Tensor:
 
 
 def attention(module: ChunkedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Chunk by chunk and query by query, for whole sequences."""
+    """Head by head, chunk by chunk and query by query, for whole sequences."""
+    heads = zip(*(part.chunk(module.config.num_heads, -1) for part in (q, k, v)), strict=True)
+    return torch.cat([_head(module, *parts) for parts in heads], -1)
+
+
+def _head(module: ChunkedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     time = q.shape[1]
     chunk = module.chunk_size or time
     out = torch.zeros_like(v)
     for row in range(q.shape[0]):
         for m in range(time):
-            start = m // chunk * chunk
+            start = max(m // chunk - module.config.memory, 0) * chunk
             end = m + 1 if module.causal else min(start + chunk, time)
             weights = _weights(module, q[row], k[row], m, range(start, end))
             out[row, m] = weights @ v[row, start:end]

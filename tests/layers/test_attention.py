@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tcnca import AttentionConfig
-from tcnca.errors import StateError
-from tcnca.layers import ChunkedAttention
+from tcnca.errors import ConfigError, StateError
+from tcnca.layers import ChunkedAttention, LayerConfig
 from tcnca.layers.attention import QK_EPS, Position
 from tcnca.layers.norm import rms_norm
 from tcnca.models import SequenceModel, preset
@@ -58,6 +58,68 @@ def test_rope_can_rotate_some_of_the_features() -> None:
         # Features that are not rotated see no positions.
         q[..., :2] = 0.0
         assert_close(module(q, k, v), _attention(position="none")(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("causal", "fields"),
+    [
+        *((causal, {"chunk_size": size}) for causal in (True, False) for size in (5, None)),
+        (True, {"activation": "laplace"}),
+        (False, {"position": "none"}),
+        (True, {"rope_fraction": 0.5}),
+        (True, {"memory": True}),
+        (True, {"memory": True, "rope_fraction": 0.5}),
+        (True, {"memory": True, "num_heads": 1, "position": "none"}),
+        (True, {"memory": True, "activation": "relu2"}),
+    ],
+)
+def test_heads_and_memory_equal_the_formula(causal: bool, fields: dict[str, Any]) -> None:
+    module = _attention(causal, **{"num_heads": 2, "d_key": 8, "d_value": 8, "position": "rope", **fields})
+    q, k, v = (torch.randn(2, 13, 8, dtype=torch.float64) for _ in range(3))
+    with torch.no_grad():
+        assert_close(module(q, k, v), formulas.attention(module, q, k, v))
+
+
+def test_each_head_has_its_norm_scale_and_shifted_keys() -> None:
+    options: dict[str, Any] = {"position": "rope", "qk_norm": True, "shift_keys": True, "d_value": 4}
+    module = _attention(num_heads=2, **options | {"d_key": 8, "d_value": 8})
+    q, k, v = (torch.randn(2, 13, 8, dtype=torch.float64) for _ in range(3))
+    assert module.qk_scale is not None
+    expected = []
+    for head, parts in enumerate(zip(*(part.chunk(2, -1) for part in (q, k, v)), strict=True)):
+        alone = _attention(**options)
+        assert alone.qk_scale is not None
+        with torch.no_grad():
+            alone.qk_scale.copy_(module.qk_scale[head : head + 1])
+        expected.append(alone(*parts))
+    with torch.no_grad():
+        assert_close(module(q, k, v), torch.cat(expected, -1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_heads": 3}, "num_heads: expected a divisor of d_key, the width of all heads, 4, got 3"),
+        ({"num_heads": 2, "position": "none"}, "num_heads: expected a divisor of d_value, .*, 3, got 2"),
+        ({"num_heads": 2, "d_value": 4}, "position: expected 'rope' or 'none' with several heads, got 'simple'"),
+        (
+            {"num_heads": 4, "d_value": 4, "position": "rope"},
+            "d_key: expected an even number for each of 4 heads for position 'rope', which rotates pairs, got 1",
+        ),
+        ({"memory": True}, "position: expected 'rope' or 'none' with memory, got 'simple'"),
+        ({"memory": True, "position": "rope", "chunk_size": None}, "memory: expected False without chunks, got True"),
+    ],
+)
+def test_configurations_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        AttentionConfig(**{"d_key": 4, "d_value": 3, "chunk_size": 5, **fields})
+
+
+def test_memory_is_causal() -> None:
+    config = AttentionConfig(d_key=4, d_value=3, memory=True, position="rope")
+    for build in (lambda: ChunkedAttention(config, causal=False), lambda: LayerConfig(attention=config, causal=False)):
+        with pytest.raises(ConfigError, match=r"^memory: expected False for bidirectional attention, got True"):
+            build()
 
 
 @pytest.mark.parametrize("position", ["none", "rope"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tcnca.layers import AttentionConfig, GatedBlock, Layer, LayerConfig, ResidualBlock
 from tests.comparison import assert_close
-from tests.examples import ATTENTION, EMA, TCN, pairwise
+from tests.examples import ATTENTION, EMA, HEADS, TCN, pairwise
 from tests.layers import formulas
 
 WIDTH = 8
@@ -105,7 +105,7 @@ def test_gated_block_equals_the_formula(mixer: Any, causal: bool, prenorm: bool,
 
 @pytest.mark.parametrize(
     ("mixer", "causal", "prenorm", "attention"),
-    pairwise(MIXERS, [True, False], [True, False], [ATTENTION, None]),
+    pairwise(MIXERS, [True, False], [True, False], [ATTENTION, HEADS, None]),
 )
 def test_residual_block_equals_the_formula(
     mixer: Any, causal: bool, prenorm: bool, attention: AttentionConfig | None
@@ -113,6 +113,13 @@ def test_residual_block_equals_the_formula(
     changes = {"mixer": mixer, "causal": causal, "prenorm": prenorm, "attention": attention, "gated": False}
     module, x = _residual(**changes), _x()
     assert_close(_run(module, x), residual_formula(module, _config(**changes), x))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gated_block_has_several_heads(causal: bool) -> None:
+    changes: dict[str, Any] = {"attention": dataclasses.replace(HEADS, d_value=6, chunk_size=4), "causal": causal}
+    module, x = _gated(**changes), _x()
+    assert_close(_run(module, x), gated_formula(module, _config(**changes), x))
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "residual"])

@@ -85,6 +85,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(fields_of(ModelConfig)))
     if fields["attention"] is None:
         fields["gated"] = False
+    elif fields["attention"].memory:
+        fields["causal"] = True
     if isinstance(fields["head"], LanguageModelHeadConfig):
         fields |= {"causal": True, "input": TokenInputConfig()}
     return ModelConfig(**fields)

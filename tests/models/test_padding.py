@@ -30,7 +30,9 @@ PACKED = [5, 0, 9, 4, 1, 13, 0]
 
 EVERY = ClassifierHeadConfig(num_classes=3, pooling="none", hidden=5)
 CASES: dict[str, ModelConfig] = VARIANTS | {
-    f"{name}-bidirectional": config.override(causal=False, head=EVERY) for name, config in VARIANTS.items()
+    f"{name}-bidirectional": config.override(causal=False, head=EVERY)
+    for name, config in VARIANTS.items()
+    if not (config.attention and config.attention.memory)
 }
 CASES["cdil"] = small_config("tcn-mlp", mixer=CDILConfig(depth=3), causal=False, head=EVERY, norm="none")
 

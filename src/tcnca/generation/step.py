@@ -77,6 +77,8 @@ def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
         return "dtype: expected the same for all weights"
     if attention is not None and (attention.chunk_size is None or attention.activation != "softmax"):
         return "attention: expected the softmax in chunks"
+    if attention is not None and (attention.num_heads > 1 or attention.memory):
+        return "attention: expected one head without memory"
     for layer in model.layers:
         assert isinstance(layer, Layer)
         mixer = layer.block.mixer

@@ -19,8 +19,9 @@ from tcnca.ops import (
     initial_attention_state,
     required_max_length,
     rotary_bias,
-    rotate,
+    rotate_heads,
     shift_keys,
+    split_heads,
 )
 from tcnca.ops.checks import check_state
 
@@ -30,25 +31,30 @@ QK_EPS = 1e-10
 
 
 class AttentionConfig(Config, kind="chunked"):
-    """Attention of one head inside chunks."""
+    """Attention inside chunks."""
 
+    num_heads: Width = 1
+    """Heads, each with an equal part of `d_key` and `d_value`. Several need `rope` or no positions."""
     d_key: Width = 64
-    """Width of queries and keys (the paper's z)."""
+    """Width of queries and keys of all heads (the paper's z)."""
     d_value: Width = 128
-    """Width of values (the paper's v)."""
+    """Width of values of all heads (the paper's v)."""
     chunk_size: TokenCount | None = 128
     """Tokens in a chunk (the paper's C); None for attention over the whole sequence."""
+    memory: bool = False
+    """Whether a chunk also sees the keys and values of the chunk before it, as in Transformer-XL. No gradient flows
+    into them. Causal only; needs `rope` or no positions."""
     activation: AttentionActivation = "softmax"
     """Function that turns scores into weights."""
     position: Position = "simple"
     """`simple`: a learned bias for each offset. `rotary`: MEGA's rotary bias. `rope`: true rotary embeddings
     on queries and keys. `none`."""
     rope_fraction: Fraction = 1.0
-    """Fraction of the features that `rope` rotates. The others compare tokens wherever they are."""
+    """Fraction of the features of each head that `rope` rotates. The others compare tokens wherever they are."""
     max_length: TokenCount | None = None
     """Tokens that a `simple` bias covers; by default those of a chunk. Required without chunks."""
     qk_norm: bool = False
-    """Whether to normalize queries and keys to a mean square of 1, with a learned scale of the scores."""
+    """Whether to normalize queries and keys of each head to a mean square of 1, with a learned scale of its scores."""
     shift_keys: bool = False
     """Whether each token has the key of the token before it: a query that matches finds what came next."""
     dropout: Probability = 0.0
@@ -56,13 +62,28 @@ class AttentionConfig(Config, kind="chunked"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.position in ("rotary", "rope") and self.d_key % 2:
+        for name in ("d_key", "d_value"):
+            width = getattr(self, name)
+            if width % self.num_heads:
+                raise ConfigError(
+                    f"num_heads: expected a divisor of {name}, the width of all heads, {width}, got {self.num_heads}"
+                )
+        if (self.num_heads > 1 or self.memory) and self.position in ("simple", "rotary"):
+            parts = "memory" if self.memory else "several heads"
             raise ConfigError(
-                f"d_key: expected an even number for position {self.position!r}, which rotates pairs, got {self.d_key}"
+                f"position: expected 'rope' or 'none' with {parts}, got {self.position!r}, a bias of one head and chunk"
+            )
+        if self.memory and self.chunk_size is None:
+            raise ConfigError("memory: expected False without chunks, got True; set chunk_size")
+        head = self.d_key // self.num_heads
+        if self.position in ("rotary", "rope") and head % 2:
+            each = "" if self.num_heads == 1 else f" for each of {self.num_heads} heads"
+            raise ConfigError(
+                f"d_key: expected an even number{each} for position {self.position!r}, which rotates pairs, got {head}"
             )
         if self.position == "rope" and not self.rope_width:
             raise ConfigError(
-                f"rope_fraction: expected a pair of the {self.d_key} features or more, such as {2 / self.d_key:.2g}, "
+                f"rope_fraction: expected a pair of the {head} features or more, such as {2 / head:.2g}, "
                 f"got {self.rope_fraction}; position='none' rotates none"
             )
         if self.position == "simple" and (self.chunk_size or 0) > self.reach:
@@ -72,10 +93,15 @@ class AttentionConfig(Config, kind="chunked"):
                 f"have no limit"
             )
 
+    def check_causal(self, causal: bool) -> None:
+        """Raise a ConfigError if a layer cannot be bidirectional."""
+        if self.memory and not causal:
+            raise ConfigError("memory: expected False for bidirectional attention, got True")
+
     @property
     def rope_width(self) -> int:
-        """Features that are rotated."""
-        return 2 * round(self.rope_fraction * self.d_key / 2) if self.position == "rope" else 0
+        """Features of each head that are rotated."""
+        return 2 * round(self.rope_fraction * self.d_key / self.num_heads / 2) if self.position == "rope" else 0
 
     @property
     def reach(self) -> int:
@@ -87,7 +113,7 @@ class AttentionConfig(Config, kind="chunked"):
 
 
 class ChunkedAttention(nn.Module):
-    """Attention of one head inside chunks, for given queries, keys and values.
+    """Attention inside chunks, for given queries, keys and values.
 
     Instead of a configuration, its fields can be passed: `ChunkedAttention(d_key=32, d_value=64)`.
     """
@@ -95,13 +121,14 @@ class ChunkedAttention(nn.Module):
     def __init__(self, config: AttentionConfig | None = None, causal: bool = True, **fields: Any) -> None:
         super().__init__()
         self.config = config = AttentionConfig.of(config, fields)
+        config.check_causal(causal)
         self.causal = causal
         if config.position == "simple":
             self.bias = nn.Parameter(torch.empty(2 * config.reach - 1))
         elif config.position == "rotary":
             self.alpha = nn.Parameter(torch.empty(config.d_key))
             self.beta = nn.Parameter(torch.empty(config.d_key))
-        self.qk_scale = nn.Parameter(torch.empty(1)) if config.qk_norm else None
+        self.qk_scale = nn.Parameter(torch.empty(config.num_heads)) if config.qk_norm else None
         self.reset_parameters()
 
     @property
@@ -144,24 +171,27 @@ class ChunkedAttention(nn.Module):
         """
         return_state = state is not None if return_state is None else return_state
         if self.qk_scale is not None:
-            q, k = rms_norm(q, self.qk_scale, QK_EPS), rms_norm(k, None, QK_EPS)
+            q, k = self._normalize(q, self.qk_scale), self._normalize(k, None)
         last_key: Tensor | None = None
         if self.config.shift_keys:
             if state is not None:
                 check_state("last_key", state.last_key, [k.shape[0], k.shape[2]])
             k, last_key = shift_keys(k, None if state is None else state.last_key, lengths)
-        if self.config.position == "rope":
+        if self.config.position == "rope" and not self.config.memory:
             positions = torch.arange(q.shape[1], device=q.device)
             if state is not None:
                 positions = state.position.unsqueeze(1) + positions
             # Only differences inside a chunk matter, and small angles are more precise.
             positions = positions if self.chunk_size is None else positions % self.chunk_size
-            q, k = (rotate(x, positions, self.config.rope_width) for x in (q, k))
+            q, k = (rotate_heads(x, positions, self.config.num_heads, self.config.rope_width) for x in (q, k))
         y, new = chunked_attention(
             q,
             k,
             v,
             chunk_size=self.chunk_size,
+            num_heads=self.config.num_heads,
+            memory=self.config.memory,
+            rope_width=self.config.rope_width if self.config.memory else 0,
             causal=self.causal,
             activation=self.config.activation,
             bias=self._bias(q.shape[1], lengths, state, return_state),
@@ -179,25 +209,36 @@ class ChunkedAttention(nn.Module):
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """Return the state before the first token."""
         c = self.config
-        state = initial_attention_state(batch, c.d_key, c.d_value, c.chunk_size, device, dtype)
+        slots = 2 * c.chunk_size if c.memory and c.chunk_size is not None else c.chunk_size
+        state = initial_attention_state(batch, c.d_key, c.d_value, slots, device, dtype)
         return dataclasses.replace(state, last_key=state.keys.new_zeros(batch, c.d_key)) if c.shift_keys else state
 
     def macs(self, length: int) -> int:
         """Return the multiply-accumulate operations for one token of a sequence of `length`, on average."""
         chunk = min(self.chunk_size or length, length)
         keys = (chunk + 1) // 2 if self.causal else chunk
+        # All tokens but those of the first chunk see the one before.
+        keys += (length - chunk) * chunk // length if self.config.memory else 0
         return keys * (self.config.d_key + self.config.d_value)
 
     @property
     def signature(self) -> str:
         """What two attentions must share for one to continue from a state of the other."""
         c = self.config
-        options = "".join(f", {name}" for name in ("qk_norm", "shift_keys") if getattr(c, name))
-        options += f", rope_width={c.rope_width}" if 0 < c.rope_width < c.d_key else ""
+        options = "".join(f", {name}" for name in ("qk_norm", "shift_keys", "memory") if getattr(c, name))
+        options += f", num_heads={c.num_heads}" if c.num_heads > 1 else ""
+        options += f", rope_width={c.rope_width}" if 0 < c.rope_width < c.d_key // c.num_heads else ""
         return (
             f"ChunkedAttention(chunk_size={c.chunk_size}, d_key={c.d_key}, d_value={c.d_value}, "
             f"activation={c.activation}, position={c.position}{options})"
         )
+
+    def _normalize(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Normalize the features of each head; `scale` is `[num_heads]`."""
+        if self.config.num_heads == 1:
+            return rms_norm(x, scale, QK_EPS)
+        heads = split_heads(x, self.config.num_heads)
+        return rms_norm(heads, None if scale is None else scale.unsqueeze(-1), QK_EPS).flatten(-2)
 
     def _bias(
         self, time: int, lengths: Tensor | None, state: AttentionState | None, return_state: bool

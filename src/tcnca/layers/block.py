@@ -64,6 +64,8 @@ class LayerConfig(Config):
         super().__post_init__()
         if self.gated and self.attention is None:
             raise ConfigError("gated: expected False without attention, got True; MEGA's gates need attention")
+        if self.attention is not None:
+            self.attention.check_causal(self.causal)
 
 
 class GatedBlock(nn.Module):
