@@ -18,7 +18,7 @@ from tests.models.gradients import assert_gradients_close, gradients
 
 TIME = 10
 LENGTHS = torch.tensor([6, 10])
-MODELS = {name: VARIANTS[name] for name in (*FAMILY, "half-rope", "rotary-relu2-scale-post")}
+MODELS = {name: VARIANTS[name] for name in (*FAMILY, "half-rope", "rotary-relu2-scale-post", "transformer-full")}
 CLASSIFIER = ClassifierHeadConfig(num_classes=3, hidden=4)
 
 

@@ -65,6 +65,39 @@ def test_structure_equals_the_table(family: str, task: str) -> None:
     assert (model.head.pooling, model.head.activation) == ("mean", "gelu")
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    {
+        # Layers, d_model, heads, d_key and d_value, d_ff, dropout.
+        "transformer-enwik8": (12, 512, 8, 512, 2048, 0.1),
+        "transformer-xl-enwik8": (12, 512, 8, 512, 2048, 0.1),
+        "transformer-listops": (6, 512, 8, 512, 2048, 0.1),
+        "transformer-text": (4, 256, 4, 256, 1024, 0.1),
+        "transformer-retrieval": (4, 128, 4, 128, 512, 0.1),
+        "transformer-image": (1, 32, 1, 32, 64, 0.3),
+        "transformer-pathfinder": (1, 128, 4, 64, 128, 0.2),
+        "transformer-pathx": (1, 32, 2, 16, 32, 0.1),
+    }.items(),
+)
+def test_transformers_have_the_published_sizes(name: str, sizes: tuple[Any, ...]) -> None:
+    model = preset(name).model
+    attention = model.attention
+    assert attention is not None
+    assert attention.d_value == attention.d_key
+    assert sizes == (
+        *(model.num_layers, model.d_model, attention.num_heads, attention.d_key, model.d_ff),
+        model.dropout,
+    )
+    language, xl = name.endswith("enwik8"), "-xl-" in name
+    assert (attention.position, attention.memory, attention.chunk_size) == ("rope", xl, 512 if xl else None)
+    assert (model.mixer, model.gated, model.norm, model.prenorm, model.causal) == (None, False, "layer", True, language)
+    other = preset(name.replace("transformer-xl", "mega").replace("transformer", "mega")).model
+    assert model.input == other.input
+    assert type(model.head) is type(other.head)
+    if not language:
+        assert (model.head.hidden, model.head.dropout) == (model.d_ff, model.dropout)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("length", RECALL_LENGTHS)
 @pytest.mark.parametrize("family", ["tcnca-simple", "mega"])
 def test_associative_recall(family: str, length: int) -> None:
@@ -102,6 +135,9 @@ def test_number_of_parameters_on_enwik8_is_the_published_one() -> None:
     assert parameters("mega-enwik8") == 39_137_792
     assert parameters("tcnca-enwik8") == pytest.approx(39_137_792, rel=0.01)
     assert parameters("tcnca-linear-enwik8") == pytest.approx(39_137_792, rel=0.01)
+    # Four matrices of d², two of d · d_ff, their biases and two norms in each of twelve layers.
+    layer = 4 * 512**2 + 2 * 512 * 2048 + 5 * 512 + 2048 + 4 * 512
+    assert parameters("transformer-enwik8") == parameters("transformer-xl-enwik8") == 12 * layer + 208 * 512 + 2 * 512
 
 
 @pytest.mark.parametrize("name", presets())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,8 +28,9 @@ CHUNKS = st.none() | st.integers(1, 7)
 FEW = settings(max_examples=20)
 
 
-def head_by_head(q: Tensor, k: Tensor, v: Tensor, chunk_size: int | None, causal: bool, activation: str) -> Tensor:
-    """One row of `[time, features]`: for each head and query, the sum over the keys that it sees."""
+def head_by_head(parts: Sequence[Tensor], chunk_size: int | None, causal: bool, activation: str) -> Tensor:
+    """One row, `[time, features]`: for each head and query, the sum over the keys that it sees."""
+    q, k, v = parts
     out = torch.zeros_like(v)
     d_key, d_value = q.shape[1] // HEADS, v.shape[1] // HEADS
     for head in range(HEADS):
@@ -77,7 +79,7 @@ def test_equals_each_head_alone(
     out = made.operator(*made.inputs, lengths=valid)[0].detach()
     for row, length in enumerate(lengths or [time] * BATCH):
         parts = [part.detach()[row, :length] for part in made.inputs]
-        expected = head_by_head(*parts, chunk_size, causal, activation)  # type: ignore[arg-type]
+        expected = head_by_head(parts, chunk_size, causal, activation)
         assert_close(out[row, :length], expected)
 
 
@@ -184,7 +186,7 @@ def test_auto_takes_the_fused_attention_for_several_heads_only() -> None:
         {"num_heads": 1, "memory": True},
     ):
         with mock.patch.object(F, "scaled_dot_product_attention", side_effect=fused) as spy:
-            chunked_attention(q, k, v, chunk_size=3, **options)  # type: ignore[arg-type]
+            chunked_attention(q, k, v, chunk_size=3, **options)
         used.append(spy.called)
     assert used == [True, False, False, False, True, True]
 

@@ -42,7 +42,7 @@ def models(
         return
     console = Console(emoji=False, highlight=False)
     shown = {entry.family for entry in chosen}
-    typer.echo("\n".join(f"  {name:<13} {about}" for name, about in FAMILIES.items() if name in shown))
+    typer.echo("\n".join(f"  {name:<14} {about}" for name, about in FAMILIES.items() if name in shown))
     console.print(models_table(rows))
 
 

@@ -1,7 +1,7 @@
 """One layer of a model: a mixer over time, attention inside chunks, a feed-forward net.
 
 `GatedBlock` combines mixer and attention with gates, as in MEGA and TCNCA; `ResidualBlock` with residual connections,
-as in TCNCA-simple, and without attention as in TCN-MLP and EMA-MLP.
+as in TCNCA-simple, without attention as in TCN-MLP and EMA-MLP, and without a mixer as in the Transformer.
 """
 
 from __future__ import annotations

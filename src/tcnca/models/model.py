@@ -65,6 +65,8 @@ class ModelConfig(LayerConfig):
     | S4D, S5, LRU | S4DConfig, S5Config, LRUConfig, `d_ff=0` | None | no |
     | SGConv | SGConvConfig, `d_ff=0` | None | no |
     | CDIL-CNN | CDILConfig, `num_layers=1`, `d_ff=0`, `norm="none"`, `causal=False` | None | no |
+    | Transformer | None | AttentionConfig, several heads, no chunks | no |
+    | Transformer-XL | None | AttentionConfig, several heads, memory | no |
     """
 
     num_layers: LayerCount = 4
@@ -126,7 +128,7 @@ class Summary:
 
 
 class SequenceModel(nn.Module):
-    """A model of the family: TCNCA, TCNCA-simple, MEGA, TCN-MLP, EMA-MLP, depending on its configuration.
+    """A model of the family: TCNCA, TCNCA-simple, MEGA, TCN-MLP, EMA-MLP, Transformer, depending on its configuration.
 
     Args:
         config: the structure.

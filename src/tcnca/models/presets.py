@@ -1,5 +1,10 @@
 """Named models: every experiment of the paper, with the sizes that it took over from MEGA, and our own family.
 
+Transformers have the sizes that they were published with: those of Transformer-XL's 12-layer model on EnWik8 (37.9 M
+parameters; rotations have none, where Transformer-XL's own positions have 3 M), and those of the Long-Range Arena's
+code (google-research/long-range-arena), of which those for pictures are small. Norms come first, positions are
+rotations, and classifiers pool by the mean, as in our other models.
+
 Presets describe models only; recipes (`tcnca recipes`) say how to train them.
 """
 
@@ -45,7 +50,7 @@ class _Task:
     title: str
     length: int
     model: ModelConfig
-    families: tuple[str, ...] = ("tcnca", "tcnca-linear", "mega", "tcn-mlp")
+    families: tuple[str, ...] = ("tcnca", "tcnca-linear", "mega", "tcn-mlp", "transformer")
 
 
 def _arena(
@@ -120,7 +125,7 @@ _TASKS: dict[str, _Task] = {
         8192,  # rows of at most four chunks
         _ENWIK8,
         # The paper has an EMA-MLP for EnWik8 alone.
-        ("tcnca", "tcnca-linear", "mega", "tcn-mlp", "ema-mlp"),
+        ("tcnca", "tcnca-linear", "mega", "tcn-mlp", "ema-mlp", "transformer", "transformer-xl"),
     ),
     # Ten digits, four operators with their opening bracket, the closing bracket, and one unused token.
     "listops": _arena("ListOps", 2002, 6, 80, 64, "layer", 10, vocab_size=16),
@@ -133,10 +138,53 @@ _TASKS: dict[str, _Task] = {
     "pathx": _arena("Path-X, 128×128", 16_384, 4, 64, 32, "sync_batch", chunk_size=4096, truncation=4096),
     **{f"recall-{length}": _recall(length) for length in (64, 1024, 4096, 8192)},
 }
+# Layers, d_model, heads, d_key and d_value, d_ff, dropout.
+_TRANSFORMERS = {
+    "enwik8": (12, 512, 8, 512, 2048, 0.1),
+    "listops": (6, 512, 8, 512, 2048, 0.1),
+    "text": (4, 256, 4, 256, 1024, 0.1),
+    "retrieval": (4, 128, 4, 128, 512, 0.1),
+    "image": (1, 32, 1, 32, 64, 0.3),
+    "pathfinder": (1, 128, 4, 64, 128, 0.2),
+    "pathx": (1, 32, 2, 16, 32, 0.1),
+}
+_SEGMENT = 512
+"""Tokens of a segment of Transformer-XL, and of its memory."""
 _PRESETS = {f"{family}-{task}": (family, task) for task, row in _TASKS.items() for family in row.families}
 
 
-def _model(family: str, task: _Task) -> ModelConfig:
+def _transformer(name: str, memory: bool) -> ModelConfig:
+    num_layers, d_model, num_heads, width, d_ff, dropout = _TRANSFORMERS[name]
+    model, language = _TASKS[name].model, name == "enwik8"
+    head = model.head if language else dataclasses.replace(model.head, hidden=d_ff, dropout=dropout)  # type: ignore[call-arg]
+    return dataclasses.replace(
+        model,
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=d_ff,
+        mixer=None,
+        attention=AttentionConfig(
+            num_heads=num_heads,
+            d_key=width,
+            d_value=width,
+            chunk_size=_SEGMENT if memory else None,
+            memory=memory,
+            position="rope",
+        ),
+        gated=False,
+        activation="relu" if language else "gelu",
+        norm="layer",
+        prenorm=True,
+        dropout=dropout,
+        head=head,
+        final_norm_affine=True,
+    )
+
+
+def _model(family: str, name: str) -> ModelConfig:
+    if family.startswith("transformer"):
+        return _transformer(name, memory=family == "transformer-xl")
+    task = _TASKS[name]
     model = task.model
     if family.startswith("tcn"):
         block = {} if family == "tcnca-linear" else _RESIDUAL
@@ -161,7 +209,7 @@ def preset(name: str, **changes: Any) -> Preset:
     check_choice("preset", name, _PRESETS)
     family, task = _PRESETS[name]
     row = _TASKS[task]
-    model = _model(family, row).override(changes)
+    model = _model(family, task).override(changes)
     return Preset(name=name, family=family, task=row.title, length=row.length, model=model)
 
 
