@@ -113,6 +113,9 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     ),
 }
 
+# Memory is causal.
+BIDIRECTIONAL = [name for name, config in VARIANTS.items() if not (config.attention and config.attention.memory)]
+
 
 def small_model(
     config: ModelConfig | str = "tcnca", dtype: torch.dtype = torch.float64, **changes: Any

@@ -11,7 +11,7 @@ from tcnca.generation import generate, stream
 from tcnca.generation.dispatch import MIN_GRAPH_TOKENS, GraphedStep, ModelStep, has_fixed_state, make_step
 from tcnca.generation.fused import FusedStep
 from tests.comparison import assert_close
-from tests.examples import FAMILY, VOCABULARY, small_model
+from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_model
 
 
 def test_what_has_no_fixed_state_is_not_captured() -> None:
@@ -37,9 +37,9 @@ def test_each_model_gets_its_fastest_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", sorted(set(FAMILY) - {"mega-full"}))
+@pytest.mark.parametrize("family", sorted({*FAMILY, "transformer-xl"} - {"mega-full"}))
 def test_captured_step_equals_the_model(family: str) -> None:
-    model = small_model(family).cuda()
+    model = small_model(VARIANTS[family]).cuda()
     tokens = torch.randint(VOCABULARY, (3, 60), device="cuda")
     lengths = torch.tensor([7, 3, 1], device="cuda")
     with torch.no_grad():

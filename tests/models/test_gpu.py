@@ -11,20 +11,21 @@ import torch
 import tcnca
 from tcnca import AttentionConfig, ClassifierHeadConfig, EMAConfig, TCNConfig, ValueInputConfig
 from tests.comparison import assert_close
-from tests.examples import FAMILY, VOCABULARY, small_model
+from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_model
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float64, torch.float32]
+MODELS = [*FAMILY, "transformer-full", "transformer-xl"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", MODELS)
 def test_logits_and_gradients_are_those_of_the_cpu(family: str, dtype: torch.dtype) -> None:
     tokens = torch.randint(VOCABULARY, (3, 37))
     lengths = torch.tensor([37, 20, 1])
     results = []
-    model = small_model(family, dtype=dtype)
+    model = small_model(VARIANTS[family], dtype=dtype)
     for device in ("cpu", "cuda"):
         copy = tcnca.build(model.config).to(device, dtype).eval()
         copy.load_state_dict(model.state_dict())
@@ -42,9 +43,9 @@ def test_logits_and_gradients_are_those_of_the_cpu(family: str, dtype: torch.dty
         assert float((other.cpu() - grad).norm()) <= scale * (1e-11 if dtype == torch.float64 else 1e-4), name
 
 
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("family", MODELS)
 def test_streaming_equals_one_call(family: str) -> None:
-    model = small_model(family).cuda()
+    model = small_model(VARIANTS[family]).cuda()
     tokens = torch.randint(VOCABULARY, (3, 41), device="cuda")
     with torch.no_grad():
         whole = model(tokens).logits

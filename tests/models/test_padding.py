@@ -20,7 +20,7 @@ from tcnca import (
     ValueInputConfig,
 )
 from tests.comparison import assert_close
-from tests.examples import FAMILY, VARIANTS, VOCABULARY, pairwise, small_config, small_model
+from tests.examples import BIDIRECTIONAL, FAMILY, VARIANTS, VOCABULARY, pairwise, small_config, small_model
 from tests.models.gradients import assert_gradients_close, gradients
 
 TIME = 14
@@ -30,9 +30,7 @@ PACKED = [5, 0, 9, 4, 1, 13, 0]
 
 EVERY = ClassifierHeadConfig(num_classes=3, pooling="none", hidden=5)
 CASES: dict[str, ModelConfig] = VARIANTS | {
-    f"{name}-bidirectional": config.override(causal=False, head=EVERY)
-    for name, config in VARIANTS.items()
-    if not (config.attention and config.attention.memory)
+    f"{name}-bidirectional": VARIANTS[name].override(causal=False, head=EVERY) for name in BIDIRECTIONAL
 }
 CASES["cdil"] = small_config("tcn-mlp", mixer=CDILConfig(depth=3), causal=False, head=EVERY, norm="none")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tcnca import InputError, ModelConfig, SequenceModel, StateError, generate, load, save
 from tcnca.generation.dispatch import ModelStep, make_step
+from tcnca.generation.prompts import piece_length
 from tests.comparison import assert_close, relative_error
 from tests.examples import VARIANTS, VOCABULARY, small_config, small_model
 from tests.models.gradients import assert_gradients_close, gradients
@@ -150,3 +151,8 @@ def test_cost_counts_the_memory() -> None:
     # Two layers; of 16 tokens, 12 see a chunk of 4 more; keys and values are 8 wide.
     assert memory.macs_per_token(16) - plain.macs_per_token(16) == 2 * 3 * (8 + 8)
     assert memory.macs_per_token(3) == plain.macs_per_token(3)
+
+
+def test_prompts_are_read_in_shorter_pieces_by_several_heads() -> None:
+    one = small_model("mega-full", position="rope", d_key=8, d_value=8)
+    assert piece_length(small_model(VARIANTS["transformer-full"]), 2) == piece_length(one, 2) // 2

@@ -24,6 +24,8 @@ def piece_length(model: SequenceModel, batch: int) -> int:
     attention, device = model.config.attention, model.embedding.weight.device
     chunk = 1 if attention is None else attention.chunk_size or 1
     tokens = PREFILL_TOKENS * (GPU_FACTOR if device.type == "cuda" else 1)
+    if attention is not None and attention.chunk_size is None:
+        tokens //= attention.num_heads  # after a state, full attention has the weights of all heads in memory
     # A large vocabulary makes the logits the largest tensor.
     tokens = tokens * PREFILL_WIDTH // max(model.config.d_model, len(model.embedding.weight), PREFILL_WIDTH)
     return max(tokens // batch // chunk, 1) * chunk

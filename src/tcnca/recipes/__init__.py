@@ -21,7 +21,7 @@ FAMILIES: dict[str, str] = {
     "mega": "MEGA (baseline, Ma et al.): EMA in place of the TCN",
     "tcn-mlp": "TCN-MLP (paper): the TCN and the MLP, without attention",
     "ema-mlp": "EMA-MLP (paper): the EMA and the MLP, without attention",
-    "transformer": "Transformer (baseline, Vaswani et al.): attention over the whole sequence in several heads, and MLP",
+    "transformer": "Transformer (baseline, Vaswani et al.): attention of several heads over the whole sequence",
     "transformer-xl": "Transformer-XL (baseline, Dai et al.): attention in chunks, each of which sees the one before",
 }
 """What each family of models is, and whether it is the paper's or ours."""

@@ -60,20 +60,37 @@ def _rotate(call: AttentionCall, x: Tensor, positions: Tensor) -> Tensor:
 def _from_start(call: AttentionCall, chunk_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend in sequences from their start. Padding at the right needs no mask, since no earlier token sees it."""
     time = q.shape[1]
-    size = min(chunk_size, time)
+    # A program that is exported for any length must not ask how many chunks there are.
+    any_length = isinstance(time, torch.SymInt)
+    size = chunk_size if any_length else min(chunk_size, time)
     chunks = (time + size - 1) // size
     parts = (F.pad(part, (0, 0, 0, chunks * size - time)) for part in (q, k, v))
     q, k, v = (part.unflatten(1, (chunks, size)) for part in parts)
+    run = _fused_chunks if call.fused and not any_length else _chunks
+    return crop(run(call, q, k, v).flatten(1, 2), time)
+
+
+def _chunks(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from each chunk (`[batch, chunks, size, features]`) to the one before, zeros for the first, and itself."""
+    chunks, size = q.shape[1:3]
+    before = (F.pad(part, (0, 0, 0, 0, 1, 0))[:, :-1].detach() for part in (k, v))
+    k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+    place, chunk = torch.arange(2 * size, device=q.device), torch.arange(chunks, device=q.device)
+    mask = (place <= place[size:].unsqueeze(1)) & ((chunk.view(-1, 1, 1) > 0) | (place >= size))
+    return call.attend(_rotate(call, q, place[size:]), _rotate(call, k, place), v, mask=mask)
+
+
+def _fused_chunks(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `_chunks` without a mask: the first chunk by itself."""
+    size = q.shape[2]
     place = torch.arange(2 * size, device=q.device)
-    first, second = place[:size], place[size:]
-    out = call.attend(_rotate(call, q[:, :1], first), _rotate(call, k[:, :1], first), v[:, :1], causal=True)
-    # A program that is exported for any length must not ask how many chunks there are.
-    if isinstance(time, torch.SymInt) or chunks > 1:
-        # `[batch, chunks - 1, 2 · size, features]`: each chunk but the first, after the one before it.
-        k, v = (torch.cat([part[:, :-1].detach(), part[:, 1:]], 2) for part in (k, v))
-        rest = call.attend(_rotate(call, q[:, 1:], second), _rotate(call, k, place), v, causal=True)
-        out = torch.cat([out, rest], 1)
-    return crop(out.flatten(1, 2), time)
+    own = place[:size]
+    out = call.attend(_rotate(call, q[:, :1], own), _rotate(call, k[:, :1], own), v[:, :1], causal=True)
+    if q.shape[1] == 1:
+        return out
+    k, v = (torch.cat([part[:, :-1].detach(), part[:, 1:]], 2) for part in (k, v))
+    rest = call.attend(_rotate(call, q[:, 1:], place[size:]), _rotate(call, k, place), v, causal=True)
+    return torch.cat([out, rest], 1)
 
 
 def _chunk_by_chunk(

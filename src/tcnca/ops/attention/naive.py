@@ -180,7 +180,8 @@ def fused_attend(q: Tensor, k: Tensor, v: Tensor, *, valid: Tensor | None, causa
     queries, keys = q.shape[-2], k.shape[-2]
     mask = None
     if causal:
-        k, v = _move_to_keys(k, v)
+        # On a GPU infinity and NaN may reach earlier tokens, as in the other kernels.
+        k, v = _move_to_keys(k, v) if q.device.type == "cpu" else (k, v)
         # The kernels align the first query with the first key.
         q = q if queries == keys else F.pad(q, (0, 0, keys - queries, 0))
     elif valid is not None:
