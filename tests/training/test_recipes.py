@@ -160,7 +160,7 @@ def test_errors_of_changes(change: str, message: str) -> None:
         ("num_layers=deep", r"^model\.num_layers: expected an integer in \[1, 1024\], got 'deep'"),
         ("model.chunk_size=0", r"^model\.attention\.chunk_size: expected an integer >= 1 or None, got 0"),
         ("model=tcnca-enwik", r"^model\.preset: did you mean tcnca-enwik8\?"),
-        ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema, got a mixer of kind tcn"),
+        ("d_state=3", r"^model\.mixer\.d_state: expected mixer\.kind=ema or .*s4d.*, got a mixer of kind tcn"),
         ("data.task.sise=3", r"^data\.task\.sise: "),
         ("data.custom.txt=a", r"^data\.custom\.txt: did you mean text\?"),
     ],
