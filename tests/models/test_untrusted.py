@@ -19,14 +19,19 @@ from torch import Tensor
 
 import tcnca
 from tcnca import (
+    CDILConfig,
     CheckpointError,
     ClassifierHeadConfig,
     ConfigError,
+    LRUConfig,
     ModelConfig,
     ModelState,
     PairHeadConfig,
     RegressionHeadConfig,
+    S4DConfig,
+    S5Config,
     SequenceModel,
+    SGConvConfig,
     StateError,
     TCNConfig,
     ValueInputConfig,
@@ -51,6 +56,11 @@ MODELS: dict[str, ModelConfig] = {
     "pair": small_config("tcnca-simple", head=PairHeadConfig(), input=ValueInputConfig(features=2), causal=False),
     "series": small_config("tcnca-simple", init="series", position="rotary"),
     "no parts": small_config("tcn-mlp", mixer=None, d_ff=0),
+    "s4d": small_config("ema-mlp", mixer=S4DConfig(d_state=4)),
+    "s5": small_config("ema-mlp", mixer=S5Config(d_state=8)),
+    "lru": small_config("ema-mlp", mixer=LRUConfig(d_state=4)),
+    "sgconv": small_config("ema-mlp", mixer=SGConvConfig(kernel_length=32, piece_size=4)),
+    "cdil": small_config("ema-mlp", mixer=CDILConfig(depth=2), causal=False, head=ClassifierHeadConfig()),
 }
 
 
@@ -80,7 +90,7 @@ def tokens(batch: int = 1, time: int = 5) -> Tensor:
 def test_the_models_have_every_integer_field() -> None:
     found = {path for config in MODELS.values() for path in integer_fields(config)}
     assert {"num_layers", "d_ff", "mixer.depth", "mixer.truncation", "input.features", "head.hidden_layers"} <= found
-    assert len(found) == 20, sorted(found)
+    assert len(found) == 24, sorted(found)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -102,7 +102,7 @@ def _checkpoint(run: Path, best: bool) -> Path:
         return run
     if not (run / CHECKPOINTS).is_dir():
         name = pretrained.NAME if run == pretrained.FOLDER else run
-        raise CheckpointError(f"{name}: has one model and no checkpoints to choose from; leave out --best")
+        raise CheckpointError(f"{name}: has no best checkpoint, only a model; leave out --best")
     found = CheckpointManager(run / CHECKPOINTS, 1, DistContext()).best()
     if found is None:
         raise CheckpointError(f"{run}: has no best checkpoint, it was not validated; leave out --best")
