@@ -49,6 +49,29 @@ def test_state_is_returned_if_it_is_asked_for_or_given(mixer: Any) -> None:
 
 
 @MIXERS
+@pytest.mark.parametrize("time", [1, 50])
+@torch.no_grad()
+def test_a_state_has_memory_of_its_own(mixer: Any, time: int) -> None:
+    """A view into what was computed would keep a whole sequence in memory, or change with it."""
+    layer, x = mixer(8), torch.randn(2, time, 8)
+    y, state = layer(x, return_state=True)
+    tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
+    copies = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    y.zero_()
+    x.zero_()
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+@MIXERS
+@torch.no_grad()
+def test_batches_can_be_empty(mixer: Any) -> None:
+    assert mixer(8)(torch.randn(0, 5, 8)).shape == (0, 5, 8)
+
+
+@MIXERS
 def test_states_of_others_are_refused(mixer: Any) -> None:
     other = tcnca.EMA(8) if mixer is tcnca.TCN else tcnca.TCN(8)
     with pytest.raises(StateError, match=r"^state: expected a (TCN|EMA|SSM|LongConv)State, got a (TCN|EMA)State"):

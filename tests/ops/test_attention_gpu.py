@@ -236,3 +236,13 @@ def test_a_first_call_may_be_captured() -> None:
     torch.cuda.synchronize()
     for name, value in expected.items():
         assert torch.equal(captured[name], value), name
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_heads_of_more_rows_than_a_grid_has_blocks(causal: bool) -> None:
+    q, k, v = torch.randn(3, 40_000, 8, 16, device="cuda", dtype=BRAIN).unbind(0)
+    lengths = torch.randint(1, 9, (40_000,), device="cuda")
+    options: dict[str, Any] = {"chunk_size": 4, "causal": causal, "num_heads": 2, "lengths": lengths}
+    fused, _ = chunked_attention(q, k, v, backend="sdpa", **options)
+    expected, _ = chunked_attention(q.float(), k.float(), v.float(), backend="naive", **options)
+    assert_close(fused.float(), expected, dtype=BRAIN)

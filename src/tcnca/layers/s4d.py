@@ -13,6 +13,9 @@ from tcnca.errors import ConfigError
 from tcnca.layers.ssm import SSM, SSMConfig, StepSize, as_complex, check_range, draw_log_dt, precise
 from tcnca.ops import SSMBackend, SSMState, ssm, zero_padding
 
+MIN_DAMPING = 1e-4
+"""Keeps A away from zero, by which is divided."""
+
 
 class S4DConfig(SSMConfig, kind="s4d"):
     """S4D with the initialization S4D-Lin.
@@ -79,7 +82,8 @@ class S4D(SSM):
     ) -> tuple[Tensor, SSMState | None]:
         """Implement `forward` with `tcnca.ops.ssm`."""
         x = zero_padding(x, lengths)
-        a = torch.complex(-torch.exp(precise(self.log_damping)), precise(self.frequency))
+        damping = torch.exp(precise(self.log_damping)).clamp(min=MIN_DAMPING)
+        a = torch.complex(-damping, precise(self.frequency))
         log_decay = a * torch.exp(precise(self.log_dt)).unsqueeze(-1)
         weight = 2.0 * as_complex(self.c) * (torch.expm1(log_decay) / a)
         y, new = ssm(

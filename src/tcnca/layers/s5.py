@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class S5(DiagonalSSM):
         return log_decay, torch.expm1(log_decay) / eigenvalues
 
 
+@functools.lru_cache(8)
 def hippo_eigenvectors(size: int) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues with positive imaginary part and the eigenvectors of HiPPO-LegS' normal part.
 

@@ -138,7 +138,8 @@ _TASKS: dict[str, _Task] = {
     "pathx": _arena("Path-X, 128×128", 16_384, 4, 64, 32, "sync_batch", chunk_size=4096, truncation=4096),
     **{f"recall-{length}": _recall(length) for length in (64, 1024, 4096, 8192)},
 }
-# Layers, d_model, heads, d_key and d_value, d_ff, dropout.
+# Layers, d_model, heads, d_key and d_value, d_ff, dropout. Published models also drop weights of the attention; set
+# `attention.dropout` for that.
 _TRANSFORMERS = {
     "enwik8": (12, 512, 8, 512, 2048, 0.1),
     "listops": (6, 512, 8, 512, 2048, 0.1),

@@ -15,6 +15,9 @@ from tcnca.ops.padding import advance, zero_padding
 from tcnca.ops.ring import push_ring, unroll_ring
 from tcnca.ops.state import State
 
+_FEW_TOKENS = 8
+"""Up to so many tokens after a state are summed directly, which is faster than a transform of all taps."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LongConvState(State):
@@ -54,12 +57,12 @@ def long_conv(
     """Convolve every channel of `x` with its own kernel, `y[t] = Σ_l kernel[l] · x[t - l]`.
 
     The cost of a whole sequence is that of Fourier transforms, `time · log(time)` for each channel. An explicit kernel
-    has no short state: the state holds `taps - 1` inputs. A single token reads all of them, `taps` products for each
-    channel, and a call with `time` tokens transforms `taps + time` of them: pass as many tokens at once as possible.
+    has no short state: the state holds `taps - 1` inputs. A token reads all of them, `taps` products for each channel,
+    and a call with many tokens transforms `taps + time` of them: pass as many tokens at once as possible.
 
     Computed in float32 or better, with an error relative to the largest input of a row: in float32, an input of 1e6
     changes all outputs of its channel, earlier ones too, by about 0.1 times the sum of the kernel, and one NaN makes
-    them all NaN. Single tokens with a state are summed directly, without this error.
+    them all NaN. A few tokens with a state are summed directly, without this error.
 
     Args:
         x: `[batch, time, channels]`.
@@ -82,8 +85,7 @@ def long_conv(
         else:
             past = unroll_ring(state.window, state.position)
             inputs = torch.cat([past, x], 1)
-            y = _last_output(inputs, kernel) if x.shape[1] == 1 else fft_convolve(inputs, kernel)[:, past.shape[1] :]
-            y = y.to(x.dtype)
+            y = _next_outputs(inputs, kernel, x.shape[1]).to(x.dtype)
     if not return_state:
         return y, None
     if state is None:
@@ -92,13 +94,18 @@ def long_conv(
     return y, LongConvState(window, advance(state.position, x.shape[1], lengths, inplace))
 
 
-def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
+def fft_convolve(x: Tensor, kernel: Tensor, *, wraps: bool = False) -> Tensor:
     """Convolve `x` (`[batch, time, channels]`) with `kernel` (`[directions, channels, taps]`) in the frequency domain.
 
-    Both directions see the present: they overlap at lag 0.
+    Both directions see the present: they overlap at lag 0. With `wraps`, the first `taps - 1` outputs see the end of
+    `x` and are of no use, and the transform is half as long.
     """
     time, taps = x.shape[1], kernel.shape[-1]
-    size = max(2 * time, time + taps)
+    size = time if wraps else max(2 * time, time + taps)
+    if not torch.compiler.is_compiling():  # one graph serves all lengths
+        if not x.numel():
+            return x
+        size = _fast_size(size)
     # Half precision loses too much in a transform of this length.
     precise = torch.promote_types(x.dtype, torch.float32)
     two_sided = F.pad(kernel[0].to(precise), (0, size - taps))
@@ -112,10 +119,26 @@ def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum, n=size)[..., :time].transpose(1, 2).to(x.dtype)
 
 
-def _last_output(inputs: Tensor, kernel: Tensor) -> Tensor:
-    """Return the output at the last of as many inputs as a causal kernel has taps, `[batch, 1, channels]`."""
+def _fast_size(size: int) -> int:
+    """Return the next size that has no prime factor above 5: transforms of others take up to three times as long."""
+    while True:
+        rest = size
+        for factor in (2, 3, 5):
+            while rest % factor == 0:
+                rest //= factor
+        if rest == 1:
+            return size
+        size += 1
+
+
+def _next_outputs(inputs: Tensor, kernel: Tensor, time: int) -> Tensor:
+    """Return the outputs at the last `time` of the inputs, before which there are `taps - 1` others."""
+    if time > _FEW_TOKENS:
+        return fft_convolve(inputs, kernel, wraps=True)[:, inputs.shape[1] - time :]
     precise = torch.promote_types(inputs.dtype, torch.float32)
-    return torch.einsum("btc,ct->bc", inputs.to(precise), kernel[0].flip(-1).to(precise)).unsqueeze(1)
+    inputs, taps = inputs.to(precise), kernel[0].flip(-1).to(precise)
+    count = taps.shape[1]
+    return torch.stack([torch.einsum("btc,ct->bc", inputs[:, at : at + count], taps) for at in range(time)], 1)
 
 
 def _check(x: Tensor, kernel: Tensor, lengths: Tensor | None, state: LongConvState | None, return_state: bool) -> None:

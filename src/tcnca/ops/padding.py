@@ -28,6 +28,8 @@ def roll_time(x: Tensor, shift: int, lengths: Tensor | None) -> Tensor:
 
     What leaves the valid part at one end enters it at the other. Padding has copies of valid tokens.
     """
+    if shift == 0:
+        return x
     if lengths is None:
         return x.roll(shift, 1)
     source = torch.arange(x.shape[1], device=x.device) - shift

@@ -13,6 +13,7 @@ A position bias is a vector of `2 · max_length - 1` values: index `key - query 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import ClassVar, Literal, get_args
@@ -30,6 +31,8 @@ from tcnca.ops.state import State
 AttentionActivation = Literal["softmax", "relu2", "laplace"]
 ATTENTION_ACTIVATIONS: tuple[str, ...] = get_args(AttentionActivation)
 ROTARY_BASE = 10000.0
+_MAX_GRID = 65_535
+"""Rows times heads of one call of PyTorch's fused attention on a GPU, whose grids have no more blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,13 @@ def fused_attend(q: Tensor, k: Tensor, v: Tensor, *, valid: Tensor | None, causa
         mask = mask.expand(*q.shape[:-3], 1, 1, keys).flatten(0, -4)
     lead = q.shape[:-3]
     q, k, v = (part.flatten(0, -4) for part in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+    run = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout, is_causal=causal)
+    rows = _MAX_GRID // q.shape[1]
+    if q.device.type != "cuda" or len(q) <= rows:
+        out = run(q, k, v, mask)
+    else:
+        parts = [slice(begin, begin + rows) for begin in range(0, len(q), rows)]
+        out = torch.cat([run(q[part], k[part], v[part], None if mask is None else mask[part]) for part in parts])
     return out.unflatten(0, lead)[..., out.shape[-2] - queries :, :]
 
 

@@ -164,7 +164,7 @@ def diagonal_scan(
             v = first if v.shape[1] == 1 else torch.cat([first, v[:, 1:]], 1)
         v = v.flip(1) if reverse else v
         if v.shape[1] == 1:
-            h = v
+            h = v.clone()
         elif chosen == "recurrent":
             h = scan_recurrent(v, log_decay)
         else:
@@ -174,7 +174,7 @@ def diagonal_scan(
         if not return_state:
             return h, None
         if lengths is None:
-            hidden = h[:, -1]
+            hidden = h[:, -1].clone()  # a view would keep all of `h` in memory
         else:
             hidden = take_time(h, (lengths.long() - 1).clamp(min=0).unsqueeze(1))[:, 0]
             before = torch.zeros_like(hidden) if past is None else past
