@@ -98,6 +98,62 @@ def test_transformers_have_the_published_sizes(name: str, sizes: tuple[Any, ...]
         assert (model.head.hidden, model.head.dropout) == (model.d_ff, model.dropout)  # type: ignore[attr-defined]
 
 
+# Layers, d_model, d_state, dropout, and the blocks of S5 or the convolutions of CDIL-CNN.
+ATTENTION_FREE = {
+    "s4d-listops": (6, 256, 4, 0.0, None),
+    "s4d-text": (6, 256, 4, 0.0, None),
+    "s4d-retrieval": (6, 256, 4, 0.0, None),
+    "s4d-image": (6, 512, 64, 0.1, None),
+    "s4d-pathfinder": (6, 256, 64, 0.0, None),
+    "s4d-pathx": (6, 256, 64, 0.0, None),
+    "s5-listops": (8, 128, 16, 0.0, 8),
+    "s5-text": (6, 256, 192, 0.1, 12),
+    "s5-retrieval": (6, 128, 256, 0.0, 16),
+    "s5-image": (6, 512, 384, 0.1, 3),
+    "s5-pathfinder": (6, 192, 256, 0.05, 8),
+    "s5-pathx": (6, 128, 256, 0.0, 16),
+    "cdil-text": (1, 64, None, 0.0, 11),
+    "cdil-retrieval": (1, 64, None, 0.0, 11),
+    "cdil-image": (1, 64, None, 0.0, 9),
+    "cdil-pathfinder": (1, 64, None, 0.0, 9),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in presets() if name.startswith(("s4d", "s5", "lru", "sgconv", "cdil"))]
+)
+def test_models_without_attention_have_the_published_sizes(name: str) -> None:
+    family, task = name.split("-")
+    # The sizes of SGConv and the LRU are our choice: those of S4 and S5.
+    *sizes, blocks = ATTENTION_FREE[name.replace("sgconv", "s4d").replace("lru", "s5")]
+    found = preset(name)
+    model, mixer = found.model, found.model.mixer
+    assert mixer is not None
+    prenorm = not (family in ("s4d", "sgconv") and task in ("listops", "image"))
+    d_state = None if family == "sgconv" else sizes[2]
+    assert [model.num_layers, model.d_model, getattr(mixer, "d_state", None), model.dropout] == [
+        *(sizes[0], sizes[1], d_state, sizes[3])
+    ]
+    assert (model.d_ff, model.attention, model.gated, model.causal, model.prenorm) == (0, None, False, False, prenorm)
+    assert (found.family, model.norm) == (family, "none" if family == "cdil" else "batch")
+    assert getattr(mixer, "output", None) == {"s5": "gate", "cdil": None}.get(family, "glu")
+    assert getattr(mixer, "dropout", 0.0) == model.dropout
+    assert getattr(mixer, "dt_min", None) == ({"pathx": 1e-4}.get(task, 1e-3) if family in ("s4d", "s5") else None)
+    assert getattr(mixer, "depth" if family == "cdil" else "blocks", blocks) == blocks
+    assert getattr(mixer, "kernel_length", found.length) == found.length
+    other = preset(f"mega-{task}").model
+    assert (model.input, type(model.head)) == (other.input, type(other.head))
+    assert model.head.num_classes == other.head.num_classes  # type: ignore[attr-defined]
+    assert model.head.hidden == (model.d_model if task == "retrieval" else None)  # type: ignore[attr-defined]
+
+
+def test_models_without_attention_are_those_of_the_papers_table() -> None:
+    tasks = {"listops", "text", "retrieval", "image", "pathfinder", "pathx"}
+    for family in ("s4d", "s5", "lru", "sgconv", "cdil"):
+        quoted = tasks - {"listops", "pathx"} if family == "cdil" else tasks
+        assert {name for name in presets() if name.startswith(f"{family}-")} == {f"{family}-{task}" for task in quoted}
+
+
 @pytest.mark.parametrize("length", RECALL_LENGTHS)
 @pytest.mark.parametrize("family", ["tcnca-simple", "mega"])
 def test_associative_recall(family: str, length: int) -> None:

@@ -5,17 +5,31 @@ parameters; rotations have none, where Transformer-XL's own positions have 3 M),
 code (google-research/long-range-arena), of which those for pictures are small. Norms come first, positions are
 rotations, and classifiers pool by the mean, as in our other models.
 
+S4D, S5 and CDIL-CNN have the sizes of their papers and code. SGConv has S4's sizes, whose code base it shares, and the
+LRU has S5's: our choice, as is where its decays start. All pool by the mean, without a hidden layer but for pairs.
+
 Presets describe models only; recipes (`tcnca recipes`) say how to train them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError
-from tcnca.layers import AttentionConfig, EMAConfig, TCNConfig
+from tcnca.layers import (
+    AttentionConfig,
+    CDILConfig,
+    EMAConfig,
+    LRUConfig,
+    MixerConfig,
+    S4DConfig,
+    S5Config,
+    SGConvConfig,
+    TCNConfig,
+)
 from tcnca.layers.norm import NormKind
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig, PairHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
@@ -151,7 +165,33 @@ _TRANSFORMERS = {
 }
 _SEGMENT = 512
 """Tokens of a segment of Transformer-XL, and of its memory."""
-_PRESETS = {f"{family}-{task}": (family, task) for task, row in _TASKS.items() for family in row.families}
+# d_model, d_state, dropout and pre-norm of S4, whose models have six layers.
+_S4 = {
+    "listops": (256, 4, 0.0, False),
+    "text": (256, 4, 0.0, True),
+    "retrieval": (256, 4, 0.0, True),
+    "image": (512, 64, 0.1, False),
+    "pathfinder": (256, 64, 0.0, True),
+    "pathx": (256, 64, 0.0, True),
+}
+# Layers, d_model, d_state, blocks and dropout of S5.
+_S5 = {
+    "listops": (8, 128, 16, 8, 0.0),
+    "text": (6, 256, 192, 12, 0.1),
+    "retrieval": (6, 128, 256, 16, 0.0),
+    "image": (6, 512, 384, 3, 0.1),
+    "pathfinder": (6, 192, 256, 8, 0.05),
+    "pathx": (6, 128, 256, 16, 0.0),
+}
+# Convolutions of CDIL-CNN, of 64 channels. The paper has no results of it on the other tasks.
+_CDIL = {"text": 11, "retrieval": 11, "image": 9, "pathfinder": 9}
+_ATTENTION_FREE: dict[str, dict[str, Any]] = {"s4d": _S4, "s5": _S5, "lru": _S5, "sgconv": _S4, "cdil": _CDIL}
+"""Families of mixers in residual blocks without a feed-forward net, and the sizes on each of their tasks."""
+_PRESETS = {
+    f"{family}-{task}": (family, task)
+    for task, row in _TASKS.items()
+    for family in (*row.families, *(family for family, sizes in _ATTENTION_FREE.items() if task in sizes))
+}
 
 
 def _transformer(name: str, memory: bool) -> ModelConfig:
@@ -182,9 +222,49 @@ def _transformer(name: str, memory: bool) -> ModelConfig:
     )
 
 
+def _attention_free(family: str, name: str) -> ModelConfig:
+    task = _TASKS[name]
+    mixer: MixerConfig
+    num_layers, d_model, dropout, prenorm = 1, 64, 0.0, True
+    # Some states begin slower where sequences are long: published for S4 and S5.
+    slow = name == "pathx"
+    dt_min = 1e-4 if slow else 1e-3
+    if family == "cdil":
+        mixer = CDILConfig(depth=_CDIL[name])
+    elif family in ("s5", "lru"):
+        num_layers, d_model, d_state, blocks, dropout = _S5[name]
+        mixer = S5Config(d_state=d_state, blocks=blocks, dropout=dropout, dt_min=dt_min)
+        if family == "lru":
+            r_min, r_max = (0.999, 0.9999) if slow else (0.9, 0.999)
+            mixer = LRUConfig(d_state=d_state, dropout=dropout, r_min=r_min, r_max=r_max, max_phase=math.pi / 10)
+    else:
+        num_layers, (d_model, d_state, dropout, prenorm) = 6, _S4[name]
+        mixer = S4DConfig(d_state=d_state, dropout=dropout, dt_min=dt_min)
+        if family == "sgconv":
+            mixer = SGConvConfig(kernel_length=task.length, dropout=dropout)
+    head: dict[str, Any] = {"hidden": None, "dropout": 0.0}
+    if isinstance(task.model.head, PairHeadConfig):
+        head |= {"combination": "features", "hidden": d_model}
+    return dataclasses.replace(
+        task.model,
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=0,
+        mixer=mixer,
+        attention=None,
+        gated=False,
+        norm="none" if family == "cdil" else "batch",
+        prenorm=prenorm,
+        dropout=dropout,
+        head=dataclasses.replace(task.model.head, **head),
+    )
+
+
 def _model(family: str, name: str) -> ModelConfig:
     if family.startswith("transformer"):
         return _transformer(name, memory=family == "transformer-xl")
+    if family in _ATTENTION_FREE:
+        return _attention_free(family, name)
     task = _TASKS[name]
     model = task.model
     if family.startswith("tcn"):

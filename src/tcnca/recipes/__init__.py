@@ -23,6 +23,11 @@ FAMILIES: dict[str, str] = {
     "ema-mlp": "EMA-MLP (paper): the EMA and the MLP, without attention",
     "transformer": "Transformer (baseline, Vaswani et al.): attention of several heads over the whole sequence",
     "transformer-xl": "Transformer-XL (baseline, Dai et al.): attention in chunks, each of which sees the one before",
+    "s4d": "S4D (baseline, Gu et al.): a diagonal state-space model for each channel, without attention",
+    "s5": "S5 (baseline, Smith et al.): one diagonal state-space model for all channels, without attention",
+    "lru": "LRU (baseline, Orvieto et al.): linear recurrence with complex decays, without attention",
+    "sgconv": "SGConv (baseline, Li et al.): a long convolution for each channel, without attention",
+    "cdil": "CDIL-CNN (baseline, Cheng et al.): circular dilated convolutions that mix channels",
 }
 """What each family of models is, and whether it is the paper's or ours."""
 
