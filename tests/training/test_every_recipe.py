@@ -26,6 +26,12 @@ TRAINED = {
     "retrieval-tcnca-linear",
     "pathx-tcn-mlp",
     "recall-64-20-tcnca-simple",
+    "listops-s4d",
+    "listops-s5",
+    "listops-lru",
+    "listops-sgconv",
+    "retrieval-cdil",
+    "retrieval-transformer",
     "lm",
     "forecast",
     "regress",
@@ -114,6 +120,14 @@ def test_enwik8_is_read_as_published(name: str) -> None:
     """Training rows are as long as several chunks of the attention; evaluation has longer chunks and carries state."""
     wanted = load_recipe(name)
     attention, options = wanted.model_config().attention, wanted.data.task
+    if "transformer" in name:
+        xl = name.endswith("xl")
+        assert attention is not None
+        assert (options["chunk_size"], attention.chunk_size) == (512, 512 if xl else None)
+        assert wanted.batch.size == 22 * 512
+        assert options["chunks_per_row"] == [11 if xl else 1]
+        assert (options["eval_length"], options["carry_state"]) == ((12_288, True) if xl else (512, False))
+        return
     assert attention is None or attention.chunk_size == options["chunk_size"]
     if name.endswith(("small", "short")):
         return

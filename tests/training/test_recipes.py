@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
-from tcnca import presets
+from tcnca import SequenceModel, presets
 from tcnca.cli import app
 from tcnca.errors import ConfigError
+from tcnca.layers import Mixer
 from tcnca.recipes import builtin, descriptions, read_recipe
 from tcnca.training import Recipe, ScheduleConfig, load_recipe, scheduled_lr
 
@@ -51,14 +53,60 @@ EXPERIMENTS = {
         for family in ("tcnca-simple", "mega")
     },
 }
+# Batch size, learning rate, that of the state-space parameters or kernels, weight decay, epochs. SGConv has S4's and
+# the LRU has S5's: our choice.
+S4 = {
+    "listops": (32, 0.01, 0.001, 0.05, 40),
+    "text": (16, 0.01, 0.001, 0.05, 32),
+    "retrieval": (64, 0.01, 0.001, 0.05, 20),
+    "image": (50, 0.01, 0.001, 0.05, 200),
+    "pathfinder": (64, 0.004, 0.001, 0.05, 200),
+    "pathx": (16, 0.001, 0.001, 0.05, 50),
+}
+S4_WARMUP = {
+    "listops": 12_000,
+    "text": 5_000,
+    "retrieval": 5_000,
+    "image": 18_000,
+    "pathfinder": 50_000,
+    "pathx": 50_000,
+}
+S5 = {
+    "listops": (50, 0.003, 0.001, 0.04, 40),
+    "text": (50, 0.004, 0.001, 0.07, 35),
+    "retrieval": (32, 0.002, 0.001, 0.05, 20),
+    "image": (50, 0.0045, 0.001, 0.07, 250),
+    "pathfinder": (64, 0.0045, 0.0009, 0.03, 200),
+    "pathx": (32, 0.0018, 0.0006, 0.06, 75),
+}
+LRU: dict[str, tuple[Any, ...]] = {task: (size, lr, 0.5 * lr, *more) for task, (size, lr, _, *more) in S5.items()}
+CDIL = {task: (TABLE[task][0], 0.001, 0.001, 0.0, 100) for task in ("text", "retrieval", "image", "pathfinder")}
+EXAMPLES = {
+    "listops": 96_000,
+    "text": 25_000,
+    "retrieval": 147_086,
+    "image": 45_000,
+    "pathfinder": 160_000,
+    "pathx": 160_000,
+}
+BASELINES: dict[str, tuple[Any, ...]] = {
+    f"{task}-{family}": row
+    for family, rows in (("s4d", S4), ("s5", S5), ("lru", LRU), ("sgconv", S4), ("cdil", CDIL))
+    for task, row in rows.items()
+}
+TRANSFORMERS = [*(f"{task}-transformer" for task in (*EXAMPLES, "enwik8")), "enwik8-transformer-xl"]
 OWN = ["lm", "classify", "retrieve", "regress", "forecast"]
 
 
 def test_every_preset_has_a_recipe() -> None:
-    # Transformers have presets only.
-    assert set(EXPERIMENTS.values()) == {name for name in presets() if not name.startswith("transformer")}
+    baselines = {
+        f"{family}-{task}" for task, _, family in (name.partition("-") for name in (*BASELINES, *TRANSFORMERS))
+    }
+    assert {*EXPERIMENTS.values(), *baselines} == set(presets())
     assert set(builtin()) == {
         *EXPERIMENTS,
+        *BASELINES,
+        *TRANSFORMERS,
         *OWN,
         *("recall-small", "enwik8-small", "listops-small", "enwik8-short", "image-short"),
         "enwik8-embedded",
@@ -86,6 +134,42 @@ def test_numbers_are_the_published_ones(name: str) -> None:
         changes["attention"] = {"chunk_size": 65 if name.startswith("recall-64-") else 129}
         changes |= {"input": {"vocab_size": 20}} if "-20-" in name else {}
     assert {key: value for key, value in recipe.model.items() if key != "preset"} == changes
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_numbers_of_baselines_are_the_published_ones(name: str) -> None:
+    recipe, (task, _, family) = load_recipe(name), name.partition("-")
+    size, lr, slow_lr, weight_decay, epochs = BASELINES[name]
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    assert (recipe.batch.size, optimizer.lr, optimizer.weight_decay) == (size, lr, weight_decay)
+    per_epoch = -(-EXAMPLES[task] // size)
+    warmup = S4_WARMUP[task] if family in ("s4d", "sgconv") else per_epoch
+    assert (schedule.max_steps, schedule.warmup_steps) == (epochs * per_epoch, warmup)
+    assert (schedule.kind, schedule.warmup_power) == ("linear" if family == "cdil" else "cosine", 1)
+    # Each mixer has a factor of its own, and the recipe another.
+    with torch.device("meta"):
+        model = SequenceModel(recipe.model_config().override(num_layers=1))
+    (mixer,) = (module for module in model.modules() if isinstance(module, Mixer))
+    own = {options.group: options.lr_mult for options in mixer.param_options().values()}
+    mult = {"ssm": optimizer.ssm_lr_mult, "kernels": optimizer.kernel_lr_mult}
+    found = [lr * own[group] * mult[group] for group in mult if group in own] or [lr]
+    assert found == [pytest.approx(slow_lr, rel=1e-4)]
+    assert recipe.model == {"preset": f"{family}-{task}"}
+    assert recipe.data == load_recipe(f"{task}-mega").data
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_are_trained_on_the_same_data(name: str) -> None:
+    recipe, (task, _, family) = load_recipe(name), name.partition("-")
+    assert recipe.model == {"preset": f"{family}-{task}"}
+    assert recipe.data.source == task
+    if task == "enwik8":
+        optimizer, schedule = recipe.optimizer, recipe.schedule
+        assert (optimizer.lr, optimizer.weight_decay, optimizer.max_grad_norm) == (2.5e-4, 0.0, 0.25)
+        assert (schedule.max_steps, schedule.warmup_steps, schedule.kind) == (400_000, 0, "cosine")
+    else:
+        same = load_recipe(f"{task}-tcnca").override([f"lr={recipe.optimizer.lr}", f"model={family}-{task}"])
+        assert recipe == dataclasses.replace(same, about=recipe.about)
 
 
 @pytest.mark.parametrize("name", builtin())
