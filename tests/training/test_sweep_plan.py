@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from tcnca import SequenceModel
 from tcnca.cli import app
 from tcnca.errors import ConfigError
+from tcnca.layers import LRUConfig, S4DConfig, S5Config, SGConvConfig
 from tcnca.recipes import builtin
 from tcnca.training import load_recipe
 from tcnca.training.sweeps.plan import Sweep, folder_name, load_variants, parse_grid, plan
 from tests.training.tiny import write_every_set
 
 PAPER = ["recall-64-10-tcnca-simple", "lr=1e-5,1e-4,1e-3,1e-2,1e-1", "dropout=0,0.1"]
+MIXERS = {"s4d": S4DConfig, "s5": S5Config, "lru": LRUConfig, "sgconv": SGConvConfig}
 FILE = """
 about: One line.
 recipe: recall-64-10-mega
@@ -175,6 +179,28 @@ def test_variants_of_the_library_fit_their_recipe(name: str, sets: Path, tmp_pat
     assert variants.about
     sweep = plan(variants.recipe, [f"data.folder={sets}", "seed=0,1"], tmp_path, variants=variants)
     assert len(sweep.points) == 2 * len(variants.changes)
+
+
+@pytest.mark.parametrize("name", ["arena", "image-arena"])
+def test_members_of_an_arena_build(name: str, sets: Path, tmp_path: Path) -> None:
+    variants = load_variants(name)
+    baselines = {"s4d", "s5", "lru", "sgconv", "transformer"}
+    assert {"tcnca", "tcnca-linear", "mega", *baselines} < set(variants.changes)
+    for point in plan(variants.recipe, [f"data.folder={sets}"], tmp_path, variants=variants).points:
+        config, member = point.recipe.model_config(), point.values["variant"]
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in SequenceModel(config).parameters())
+        if name == "arena":
+            assert parameters == pytest.approx(19_632_896, rel=0.04), member
+            assert config.num_layers == 6
+        if member in baselines - {"transformer"} or member.endswith("-gated"):
+            kind, _, gated = member.partition("-")
+            assert type(config.mixer) is MIXERS[kind]
+            assert (config.gated, config.attention is None) == (bool(gated), not gated)
+        if member.startswith("transformer"):
+            assert config.attention is not None
+            assert config.attention.memory == (config.attention.chunk_size is not None) == member.endswith("xl")
+            assert config.mixer is None
 
 
 def test_dry_run_prints_the_commands_of_variants(tmp_path: Path) -> None:
