@@ -96,7 +96,7 @@ def write() -> None:
     PAGE.write_text(text, encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(pretrained.FOLDER / LOG, folder)
-        curves = draw_curves(Path(folder), "enwik8-embedded", higher_is_better=False)
+        curves = draw_curves(Path(folder), "enwik8-pretrained", higher_is_better=False)
         assert curves is not None
         shutil.copy(curves, FIGURE)
 

@@ -163,7 +163,7 @@ def test_commands_are_accepted() -> None:
                     recipe.override(each).validate()
         elif name == "eval":
             # A run directory has the name of its recipe; without one, it is that of the pretrained model.
-            trained = load_recipe(Path(found.get("run") or "enwik8-embedded").name)
+            trained = load_recipe(Path(found.get("run") or "enwik8-pretrained").name)
             wanted = trained.override(changes)
             assert dataclasses.replace(trained, data=wanted.data, eval=wanted.eval) == wanted
         elif recipe_name := found.get("recipe") or found.get("name"):

@@ -136,7 +136,7 @@ def test_enwik8_is_read_as_published(name: str) -> None:
     if name.startswith("enwik8-fast"):
         assert (options["eval_length"], wanted.eval.chunk_size) == (16_384, 8192)
         return
-    if name == "enwik8-embedded":  # what is loaded is what is trained and evaluated
+    if name == "enwik8-pretrained":  # what is loaded is what is trained and evaluated
         assert wanted.eval.chunk_size == options["chunk_size"] == 2048
         return
     assert options["eval_length"] == 12_288

@@ -109,7 +109,7 @@ def test_every_preset_has_a_recipe() -> None:
         *TRANSFORMERS,
         *OWN,
         *("recall-small", "enwik8-small", "listops-small", "enwik8-short", "image-short"),
-        "enwik8-embedded",
+        "enwik8-pretrained",
         *("enwik8-fast-tcnca", "enwik8-fast-tcnca-linear", "enwik8-fast-mega"),
     }
     groups = descriptions()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tcnca.config import Fraction, Range
 from tcnca.layers.ssm import DiagonalSSM, DiagonalSSMConfig, check_range, precise
 
-SMALLEST = 1e-6
+MIN_SHARE = 1e-6
 """Least initial square of a decay, and least initial share of `max_phase`: their logarithms are parameters."""
 
 
@@ -58,10 +58,10 @@ class LRU(DiagonalSSM):
         if self.b.is_meta:
             return
         c = self.config
-        radius, phase = torch.rand(2, self.states, dtype=torch.float64)
-        square = (radius * (c.r_max**2 - c.r_min**2) + c.r_min**2).clamp(SMALLEST, 1.0 - SMALLEST)
+        radius, phase = torch.rand(2, self.states, dtype=torch.float64, device="cpu")
+        square = (radius * (c.r_max**2 - c.r_min**2) + c.r_min**2).clamp(MIN_SHARE, 1.0 - MIN_SHARE)
         self.nu.copy_(torch.log(-0.5 * torch.log(square)))
-        self.theta.copy_(torch.log(c.max_phase * phase.clamp(min=SMALLEST)))
+        self.theta.copy_(torch.log(c.max_phase * phase.clamp(min=MIN_SHARE)))
         self.gamma.copy_(0.5 * torch.log1p(-square))
         nn.init.normal_(self.b, std=(2 * self.d_model) ** -0.5)
         nn.init.normal_(self.c, std=self.states**-0.5)

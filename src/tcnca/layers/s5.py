@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -77,9 +76,10 @@ class S5(DiagonalSSM):
         self.real.copy_(eigenvalues.real.repeat(blocks))
         self.imag.copy_(eigenvalues.imag.repeat(blocks))
         draw_log_dt(self.log_dt, self.config.dt_min, self.config.dt_max)
-        b = torch.randn(blocks, states // blocks, self.d_model, dtype=torch.float64) * states**-0.5
+        b = torch.randn(blocks, states // blocks, self.d_model, dtype=torch.float64, device="cpu") * states**-0.5
         self.b.copy_(torch.view_as_real((vectors.mH @ b.to(vectors.dtype)).flatten(0, 1)))
-        parts = torch.randn(*self.c.shape[:2], blocks, states // blocks, 2, dtype=torch.float64) * states**-0.5
+        shape = (*self.c.shape[:2], blocks, states // blocks, 2)
+        parts = torch.randn(shape, dtype=torch.float64, device="cpu") * states**-0.5
         self.c.copy_(torch.view_as_real((torch.view_as_complex(parts) @ vectors).flatten(2, 3)))
         nn.init.normal_(self.d)
 
@@ -90,13 +90,13 @@ class S5(DiagonalSSM):
         return log_decay, torch.expm1(log_decay) / eigenvalues
 
 
-@functools.lru_cache(8)
 def hippo_eigenvectors(size: int) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues with positive imaginary part and the eigenvectors of HiPPO-LegS' normal part.
 
     As `[size / 2]` and `[size, size / 2]`, in complex128. The other half are their conjugates.
     """
-    n = torch.arange(size, dtype=torch.float64)
+    # On the CPU whatever the default device: not all of them have float64.
+    n = torch.arange(size, dtype=torch.float64, device="cpu")
     root = torch.sqrt(2 * n + 1)
     a = -torch.outer(root, root).tril(-1) - torch.diag(n + 1)
     p = torch.sqrt(n + 0.5)
