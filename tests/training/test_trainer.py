@@ -150,6 +150,27 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(checkpointing: bool, m
         torch.testing.assert_close(copied(x, return_state=False), plain(x, return_state=False))
 
 
+def test_kernels_are_compiled_in_the_background_without_changing_the_run(tmp_path: Path) -> None:
+    """A copy of a layer runs forward and backward, with shapes of the first batch."""
+    seen: list[tuple[bool, torch.Size]] = []
+
+    def record(layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inputs[0].register_hook(lambda grad: seen.append((layer.training, grad.shape)))
+
+    def preload(one: TinyTrainer) -> None:
+        if one.state.step == 0:
+            one.model.layers[0].register_forward_pre_hook(record)
+            one._preload_kernels(one._load_batches(0)[0]).join()
+
+    one = TinyTrainer(tmp_path / "preloaded", recipe("model.dropout=0.1", "max_steps=3"))
+    one.before_step = preload
+    one.fit()
+    assert seen == [(False, torch.Size([*one._load_batches(0)[0].inputs.shape, one.model.config.d_model]))]
+    plain = fit(tmp_path / "plain", "model.dropout=0.1", "max_steps=3")
+    assert_same(weights(one.model), weights(plain.model))
+
+
 def test_compiled_code_is_kept_for_later_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setattr(distributed, "_start_compiler", lambda: None)

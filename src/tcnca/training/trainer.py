@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import shutil
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +155,8 @@ class Trainer:
         earlier, first_step = state.seconds, state.step
         with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool:
             upcoming = pool.submit(self._load_batches, state.step)
+            if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
+                self._preload_kernels(upcoming.result()[0])
             while True:
                 # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
                 now = time.monotonic()
@@ -261,6 +265,28 @@ class Trainer:
                 batch = batch.pad_to_bucket()
             batches.append(batch.pin_memory() if on_gpu else batch)
         return batches
+
+    def _preload_kernels(self, batch: Batch) -> threading.Thread:
+        """Compile the library's own kernels in the background, while PyTorch compiles a layer.
+
+        The thread runs a copy of the first layer, without dropout: random numbers belong to the first step.
+        """
+        device, layer = self.dist.device, copy.deepcopy(self.model.layers[0]).eval()
+        lengths = None if batch.lengths is None else batch.lengths.to(device)
+        x = torch.zeros(*batch.inputs.shape[:2], self.model.config.d_model, device=device, requires_grad=True)
+
+        def run() -> None:
+            # The training step reports what is wrong with a kernel, or that there is too little memory.
+            with contextlib.suppress(Exception):
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                with autocast(device, self.recipe.runtime.precision):
+                    y, _ = layer(x, lengths=lengths, state=None, return_state=False, inplace=False)
+                    y.sum().backward()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
 
     def _progress(self) -> float:
         """Return the share of the run that is done: of its steps, or of its time budget."""
