@@ -19,7 +19,8 @@ LAYERS = (
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "inference", "report", "search"),
+    ("bench", "export", "inference", "search"),
+    ("report",),
     ("cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]

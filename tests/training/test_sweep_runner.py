@@ -100,7 +100,7 @@ def test_jobs_limits_the_runs_at_a_time(
     assert {call["OMP_NUM_THREADS"] for call in found} == {"3"}
     first = next(call for call in found if "num_layers=1" in call["arguments"])
     place = str(sweep.folder / "num_layers=1")
-    expected = ["-m", "tcnca", "train", "recall-small", "num_layers=1", "--out", place, "--device", "cpu"]
+    expected = ["-m", "tcnca", "train", "recall-small", "num_layers=1", "--device", "cpu", "--out", place]
     assert first["arguments"] == expected
 
 

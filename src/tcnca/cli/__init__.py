@@ -27,6 +27,8 @@ COMMANDS = {
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
     "eval": ("tcnca.cli.train:eval_", "Evaluate a trained model on a split."),
     "compare": ("tcnca.cli.train:compare", "Compare runs: scores, cost, curves, and the time to a score."),
+    "reproduce": ("tcnca.cli.reproduce:reproduce", "Run the experiments behind the tables of the paper."),
+    "report": ("tcnca.cli.reproduce:report", "Show our results beside the paper's, as a page with figures."),
     "predict": ("tcnca.cli.predict:predict", "Predict classes, values or forecasts with a trained model."),
     "generate": ("tcnca.cli.generate:generate", "Continue a prompt with a language model."),
     "score": ("tcnca.cli.score:score", "Measure the bits per byte of a text, and find its most surprising places."),

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -23,7 +25,7 @@ from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
 from tcnca.training.signals import catch_signals
-from tcnca.training.sweeps.plan import Point, Sweep
+from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
 
@@ -37,23 +39,58 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
     Returns:
         The name of the signal that stopped the sweep, if one did.
     """
-    columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     check_no_links(sweep.folder)
-    with disk_errors(sweep.folder), file_lock(sweep.folder / LOCK), catch_signals() as caught, progress:
+    with disk_errors(sweep.folder), file_lock(sweep.folder / LOCK):
         rows = {row.point.folder: row for row in read_rows(sweep)}
-        waiting = [row.point for row in rows.values() if row.state != "done"]
+        waiting = {row.point.folder: sweep.train_command(row.point) for row in rows.values() if row.state != "done"}
         done = f", {len(rows) - len(waiting)} already done" if len(waiting) < len(rows) else ""
         console.print(f"{plural(len(rows), 'run')} in {sweep.folder}{done}")
-        bar = progress.add_task("", total=len(rows), completed=len(rows) - len(waiting))
-        free, running, handled = _environments(sweep), list[_Job](), 0
+
+        def finish(folder: Path) -> str:
+            row = rows[folder] = read_row(rows[folder].point)
+            write_tables(sweep, list(rows.values()))
+            scores = [f"{split} {sweep.metric} {format_score(score)}" for split, score in row.scores.items()]
+            reason = f": {row.error} (see {folder / LOG})" if row.error else ""
+            return f"{', '.join([row.state, *scores])}{reason}"
+
+        return run_jobs(waiting, finish, console, jobs=sweep.jobs, device=sweep.device)
+
+
+def run_jobs(
+    commands: Mapping[Path, Sequence[str]],
+    finish: Callable[[Path], str],
+    console: Console,
+    *,
+    jobs: int = 1,
+    device: str | None = None,
+) -> str:
+    """Train runs, each in its own process, which logs to `sweep.log` in the directory of the run.
+
+    Args:
+        commands: arguments of `tcnca` by run directory, without `--out` and `--resume`. A directory that holds a run is
+            resumed.
+        finish: is called with the directory when a run has ended, and returns what to print.
+        console: where to print.
+        jobs: runs at a time.
+        device: `cpu` or `cuda`; None for GPUs if there are any.
+
+    Returns:
+        The name of the signal that stopped the runs, if one did.
+    """
+    columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with catch_signals() as caught, progress:
+        waiting = list(commands)
+        bar = progress.add_task("", total=len(waiting))
+        free, running, handled = _environments(jobs, device), list[_Job](), 0
         try:
             while waiting or running:
                 while waiting and free and not caught:
-                    job = _Job(sweep, waiting.pop(0), free.pop(0))
+                    folder = waiting.pop(0)
+                    job = _Job(folder, commands[folder], free.pop(0))
                     running.append(job)
-                    progress.update(bar, description=f"running {', '.join(each.point.folder.name for each in running)}")
-                    console.print(f"{job.point.folder.name}: {'resumes' if job.resumed else 'starts'}")
+                    progress.update(bar, description=f"running {', '.join(each.folder.name for each in running)}")
+                    console.print(f"{folder.name}: {'resumes' if job.resumed else 'starts'}")
                 if (arrived := len(caught)) > handled:
                     waiting.clear()
                     console.print(f"{caught[handled]}: runs save and end; another signal ends them at once")
@@ -66,11 +103,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
                     running.remove(job)
                     free.append(job.environment)
                     job.close(asked=bool(caught))
-                    row = rows[job.point.folder] = read_row(job.point)
-                    write_tables(sweep, list(rows.values()))
-                    scores = [f"{split} {sweep.metric} {format_score(score)}" for split, score in row.scores.items()]
-                    reason = f": {row.error} (see {row.point.folder / LOG})" if row.error else ""
-                    console.print(f"{row.point.folder.name}: {', '.join([row.state, *scores])}{reason}")
+                    console.print(f"{job.folder.name}: {finish(job.folder)}")
                     progress.advance(bar)
         except KeyboardInterrupt:
             for job in running:
@@ -86,12 +119,12 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
 class _Job:
     """The process of a run."""
 
-    def __init__(self, sweep: Sweep, point: Point, environment: dict[str, str]) -> None:
-        self.point, self.environment = point, environment
-        self.resumed = (point.folder / RECIPE).exists()
-        point.folder.mkdir(exist_ok=True)
-        arguments = sweep.train_command(point, "--out", str(point.folder), *(["--resume"] if self.resumed else []))
-        self._log: BinaryIO = (point.folder / LOG).open("ab")
+    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
+        self.resumed = (folder / RECIPE).exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = [*command, "--out", str(folder), *(["--resume"] if self.resumed else [])]
+        self._log: BinaryIO = (folder / LOG).open("ab")
         self._log.write(f"$ {shlex.join(['tcnca', *arguments])}\n".encode())
         self._log.flush()
         self._start = self._log.tell()
@@ -117,18 +150,17 @@ class _Job:
         if status < 0:
             memory = "; it may have run out of memory" if -status == signal.SIGKILL else ""
             return f"ended by {signal.Signals(-status).name}{memory}"
-        printed = read_end(self.point.folder / LOG, self._start).split("\n")
+        printed = read_end(self.folder / LOG, self._start).split("\n")
         lines = [line.strip() for line in printed if line.strip()] or [f"ended with status {status}"]
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
         return (errors or lines)[-1]
 
 
-def _environments(sweep: Sweep) -> list[dict[str, str]]:
+def _environments(jobs: int, device: str | None) -> list[dict[str, str]]:
     """Return the environment variables of each job, which give it its share of the machine."""
-    jobs = range(sweep.jobs)
-    if sweep.device != "cpu" and torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         devices = visible.split(",")
-        return [{"CUDA_VISIBLE_DEVICES": devices[job % len(devices)]} for job in jobs]
-    share = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // sweep.jobs))
-    return [{"OMP_NUM_THREADS": share} for _ in jobs]
+        return [{"CUDA_VISIBLE_DEVICES": devices[job % len(devices)]} for job in range(jobs)]
+    share = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // jobs))
+    return [{"OMP_NUM_THREADS": share} for _ in range(jobs)]

@@ -1,0 +1,386 @@
+"""The report: all tables with the paper's values and ours, as Markdown and as one page of HTML, with figures."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from tcnca.bench.report import Ratio, Report, format_sizes, read_json
+from tcnca.errors import ConfigError
+from tcnca.files import atomic_write
+from tcnca.report.results import RunResult, read_results, results_of, speed_paths
+from tcnca.report.tables import SPEED, TABLES, Cell, Table
+from tcnca.training.report import GRAY, STYLE, duration, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HTML, MARKDOWN, FIGURES = "report.html", "report.md", "figures"
+BEGIN, END = "<!-- tcnca report: begin -->", "<!-- tcnca report: end -->"
+"""Lines of a README between which the summary is written."""
+_NONE = "–"
+_NO_CELL = Cell(row="", column="")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 3rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .35rem .8rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #999; }
+small, .none { color: #666; } .none { font-size: .85em; } td b { font-size: 1.05em; }
+figure { margin: 1.5rem 0; } figure svg { max-width: 100%; height: auto; }
+code { background: #f4f4f4; padding: .1em .3em; } details table { font-size: .85em; } .wide { overflow-x: auto; }
+"""
+
+
+class Value(NamedTuple):
+    """What a cell of the report shows."""
+
+    paper: float | None
+    ours: float | None
+    """Mean over seeds."""
+    spread: float | None
+    """Standard deviation over seeds, if there are several."""
+    seeds: int
+    cost: str
+    """What a run was given: time or steps, and the hardware."""
+    runnable: bool
+
+
+def cell_value(table: Table, cell: Cell, results: Sequence[RunResult]) -> Value:
+    """Return what the report shows of a cell."""
+    found = [each for each in results_of(results, table, cell) if "test" in each.scores]
+    scores = [table.scale * each.scores["test"] for each in found]
+    return Value(
+        paper=cell.paper,
+        ours=statistics.fmean(scores) if scores else None,
+        spread=statistics.stdev(scores) if len(scores) > 1 else None,
+        seeds=len(scores),
+        cost=f"{found[0].cost}, {_hardware(found[0].hardware)}" if found else "",
+        runnable=bool(cell.recipe),
+    )
+
+
+def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
+    """Write `report.html` and `report.md` from the results in a folder. Returns both paths."""
+    results = read_results(folder)
+    speed = [read_json(path) for path in speed_paths(folder)]
+    sources = {id(report): path for report, path in zip(speed, speed_paths(folder), strict=True)}
+    (out / FIGURES).mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for table in TABLES.values():
+        picture = draw_table(table, results)
+        if picture is not None:
+            pictures[table.name] = picture
+            atomic_write(out / FIGURES / f"{table.name}.svg", picture)
+    atomic_write(out / MARKDOWN, _markdown(results, speed, sources, pictures, folder, out))
+    atomic_write(out / HTML, _html(results, speed, sources, pictures, folder, out))
+    return out / HTML, out / MARKDOWN
+
+
+def summary(results: Sequence[RunResult]) -> str:
+    """Return one table in Markdown of the paper's models: a line for each task, the paper's values and ours."""
+    families = {"TCNCA": ("TCNCA", "TCNCA-simple"), "TCNCA-linear": ("TCNCA-linear",), "MEGA": ("MEGA", "MEGA-chunk")}
+    body = []
+    for table in TABLES.values():
+        for column in table.columns:
+            values = {}
+            for family, rows in families.items():
+                cells = [cell for cell in table.cells if cell.column == column and cell.row in rows]
+                values[family] = (
+                    cell_value(table, cells[0], results) if cells else Value(None, None, None, 0, "", False)
+                )
+            if table.name == "attention" or not any(value.runnable for value in values.values()):
+                continue
+            papers = [_number(table, values[family].paper) for family in ("TCNCA", "MEGA")]
+            ours = [_ours(table, value, "not run") for value in values.values()]
+            costs = dict.fromkeys(value.cost for value in values.values() if value.cost)
+            body.append([f"{table.title}, {column}", *papers, *ours, "; ".join(costs) or _NONE])
+    titles = ["task", "TCNCA (paper)", "MEGA (paper)", *families, "how ours was trained"]
+    return markdown_table(titles, body)
+
+
+def fill_summary(path: Path, folder: Path) -> bool:
+    """Write the summary between the marks of a README. Returns whether that changed it."""
+    before = path.read_text(encoding="utf-8")
+    start, begin, rest = before.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{path}: expected the lines {BEGIN} and {END}, between which the table is written")
+    text = f"{start}{BEGIN}\n\n{summary(read_results(folder))}\n\n{END}{after}"
+    if text != before:
+        atomic_write(path, text)
+    return text != before
+
+
+# Texts of numbers
+
+
+def _number(table: Table, value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.1f}" if table.higher_is_better else f"{value:.4f}".rstrip("0")
+
+
+def _ours(table: Table, value: Value, missing: str) -> str:
+    if value.ours is None:
+        return missing if value.runnable else _NONE
+    digits = 1 if table.higher_is_better else 4
+    spread = "" if value.spread is None else f" ± {value.spread:.{digits}f}"
+    return f"{value.ours:.{digits}f}{spread}"
+
+
+def _hardware(hardware: dict[str, str | int | float]) -> str:
+    name, count = str(hardware.get("name", "")), hardware.get("count", 1)
+    return f"{count} × {name}" if isinstance(count, int) and count > 1 else name
+
+
+def _relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path, out)).as_posix()
+
+
+def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]:
+    """Yield a line for each result of a table, also of those that its cells do not show."""
+    for each in results:
+        if each.table == table.name:
+            shown = [_number(table, table.scale * score) for score in each.scores.values()]
+            more = [f"{name} {_number(table, table.scale * score)}" for name, score in each.evaluations.items()]
+            yield [
+                each.row,
+                each.column,
+                str(each.seed),
+                " / ".join(shown) + (f" ({', '.join(more)})" if more else ""),
+                f"{each.steps:,}",
+                f"{each.tokens:,}",
+                duration(each.seconds),
+                _NONE if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
+                f"{each.parameters:,}",
+                _NONE if each.memory_gib is None else f"{each.memory_gib:.1f}",
+                _hardware(each.hardware),
+                (each.commit or _NONE)[:12],
+                each.command,
+            ]
+
+
+_RUN_TITLES = [
+    "model",
+    "column",
+    "seed",
+    "validation / test",
+    "steps",
+    "tokens",
+    "time",
+    "tokens/s",
+    "parameters",
+    "GiB",
+    "hardware",
+    "commit",
+    "command",
+]
+
+
+def _speed_rows(report: Report) -> list[list[str]]:
+    ratios: list[Ratio] = [ratio for ratio in report.ratios if ratio.paper is not None]
+    return [
+        [ratio.title, format_sizes(ratio.sizes), ratio.phase, ratio.mode, f"{ratio.paper:g}×", f"{ratio.value:.2f}×"]
+        for ratio in ratios
+    ]
+
+
+_SPEED_TITLES = ["what", "sizes", "phase", "mode", "paper (V100)", "ours"]
+_SPEED_ABOUT = (
+    "Ratios of run times; above 1 the first of the two is faster. `graph` replays a CUDA graph, `eager` is as called."
+)
+
+
+def _intro(results: Sequence[RunResult]) -> str:
+    cells = [(table, cell) for table in TABLES.values() for cell in table.cells if cell.recipe]
+    done = sum(bool(results_of(results, table, cell)) for table, cell in cells)
+    return (
+        f"The tables of the TCNCA paper (Terzić et al., 2023) beside what this library measures: {done} of "
+        f"{len(cells)} cells were run. Each shows our score on test, the paper's value, and what our run was given. "
+        "A cell that was not run says so. Scores that are worse than the paper's are shown like the others."
+    )
+
+
+# Markdown
+
+
+def _markdown(
+    results: Sequence[RunResult],
+    speed: Sequence[Report],
+    sources: dict[int, Path],
+    pictures: dict[str, str],
+    folder: Path,
+    out: Path,
+) -> str:
+    parts = ["# The paper's results and ours", _intro(results)]
+    for table in TABLES.values():
+        parts += [
+            f"## {table.title}",
+            f"{table.source} of the paper. {table.about} Ours (the paper's; what ours was given).",
+        ]
+        body = []
+        for row in table.rows:
+            cells = {cell.column: cell for cell in table.cells if cell.row == row}
+            body.append([row, *(_markdown_cell(table, cells[name], results) for name in table.columns)])
+        parts.append(markdown_table(["", *table.columns], body))
+        if table.name in pictures:
+            parts.append(f"![{table.title}: ours and the paper's]({FIGURES}/{table.name}.svg)")
+        if runs := list(_all_runs(table, results)):
+            parts += ["All runs:", markdown_table(_RUN_TITLES, [[*line[:-1], f"`{line[-1]}`"] for line in runs])]
+    parts += ["## Speed", _SPEED_ABOUT if speed else "Not measured yet: `tcnca reproduce speed`."]
+    for report in speed:
+        path = _relative(sources[id(report)], out)
+        parts += [f"`{report.command}`, {_hardware(report.hardware)}, [all numbers]({path}):"]
+        parts += [markdown_table(_SPEED_TITLES, _speed_rows(report))]
+    parts += [
+        f"Results: {_relative(folder, out)}. Repeat a table with `tcnca reproduce NAME`: {', '.join(TABLES)}, speed."
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_cell(table: Table, cell: Cell, results: Sequence[RunResult]) -> str:
+    value = cell_value(table, cell, results)
+    notes = [_number(table, value.paper)] if value.paper is not None else []
+    notes += [value.cost] if value.cost else []
+    ours = _ours(table, value, "not run")
+    return f"{ours} ({'; '.join(notes)})" if notes else ours
+
+
+# HTML
+
+
+def _html(
+    results: Sequence[RunResult],
+    speed: Sequence[Report],
+    sources: dict[int, Path],
+    pictures: dict[str, str],
+    folder: Path,
+    out: Path,
+) -> str:
+    parts = [f"<h1>The paper's results and ours</h1><p>{html.escape(_intro(results))}</p>"]
+    for table in TABLES.values():
+        about = f"{table.source} of the paper. {table.about}"
+        parts.append(f"<h2 id='{table.name}'>{html.escape(table.title)}</h2><p>{_code(about)}</p>")
+        body = []
+        for row in table.rows:
+            cells = {cell.column: cell for cell in table.cells if cell.row == row}
+            body.append([html.escape(row), *(_html_cell(table, cells[name], results) for name in table.columns)])
+        parts.append(_html_table(["", *table.columns], body))
+        if table.name in pictures:
+            parts.append(f"<figure>{pictures[table.name][pictures[table.name].index('<svg') :]}</figure>")
+        if runs := list(_all_runs(table, results)):
+            lines = [
+                [html.escape(text) for text in line[:-1]] + [f"<code>{html.escape(line[-1])}</code>"] for line in runs
+            ]
+            inner = _html_table(_RUN_TITLES, lines)
+            parts.append(f"<details><summary>All {len(runs)} runs</summary><div class='wide'>{inner}</div></details>")
+    text = _SPEED_ABOUT if speed else "Not measured yet: `tcnca reproduce speed`."
+    parts.append(f"<h2 id='speed'>Speed</h2><p>{_code(text)}</p>")
+    for report in speed:
+        path = html.escape(_relative(sources[id(report)], out))
+        command, machine = html.escape(report.command), html.escape(_hardware(report.hardware))
+        parts.append(f"<p><code>{command}</code>, {machine}, <a href='{path}'>all numbers</a></p>")
+        parts.append(_html_table(_SPEED_TITLES, [[html.escape(text) for text in line] for line in _speed_rows(report)]))
+    names = ", ".join([*TABLES, SPEED])
+    parts.append(f"<p>Repeat a table with <code>tcnca reproduce NAME</code>: {html.escape(names)}.</p>")
+    head = f"<meta charset='utf-8'><title>TCNCA: the paper's results and ours</title><style>{_STYLE}</style>"
+    meta = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+    return f"<!doctype html>\n<html lang='en'><head>{head}{meta}</head><body>\n{chr(10).join(parts)}\n</body></html>\n"
+
+
+def _code(text: str) -> str:
+    """Return HTML of a text in which code is between backquotes."""
+    parts = html.escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
+
+
+def _html_cell(table: Table, cell: Cell, results: Sequence[RunResult]) -> str:
+    value = cell_value(table, cell, results)
+    notes = [f"paper {_number(table, value.paper)}"] if value.paper is not None else []
+    notes += [html.escape(value.cost)] if value.cost else []
+    missing = "<span class='none'>not run</span>"
+    ours = f"<b>{_ours(table, value, '')}</b>" if value.ours is not None else missing if value.runnable else _NONE
+    return f"{ours}<br><small>{'<br>'.join(notes)}</small>"
+
+
+def _html_table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in line)}</tr>\n" for line in body)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
+
+
+# Figures
+
+
+def draw_table(table: Table, results: Sequence[RunResult]) -> str | None:
+    """Draw ours and the paper's values, and the validations of our runs, as SVG; None if nothing was run."""
+    values = {cell: cell_value(table, cell, results) for cell in table.cells}
+    if all(value.ours is None for value in values.values()):
+        return None
+    # Slow to import, and needed only here.
+    import matplotlib.style
+
+    style = {**STYLE, "svg.hashsalt": table.name, "svg.fonttype": "none"}
+    with matplotlib.style.context(["default", style]):
+        file = io.StringIO()
+        _figure(table, values, results).savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _figure(table: Table, values: dict[Cell, Value], results: Sequence[RunResult]) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    colors = {row: f"C{index % 10}" for index, row in enumerate(table.rows)}
+    drawn = [
+        row for row in table.rows if any(cell.row == row and value.ours is not None for cell, value in values.items())
+    ]
+    columns = [
+        name for name in table.columns if any(c.column == name and v.ours is not None for c, v in values.items())
+    ]
+    figure = Figure(figsize=(9.6, 6.2), layout="constrained")
+    grid = figure.add_gridspec(2, len(columns))
+    top = figure.add_subplot(grid[0, :])
+    width = 0.8 / max(len(drawn), 1)
+    for cell, value in values.items():
+        if cell.row in drawn and cell.column in columns:
+            x = columns.index(cell.column) + width * (drawn.index(cell.row) - (len(drawn) - 1) / 2)
+            if value.paper is not None:
+                top.plot([x], [value.paper], "o", markersize=8, markerfacecolor="none", color=colors[cell.row])
+            if value.ours is not None:
+                top.errorbar([x], [value.ours], [value.spread or 0.0], fmt="o", markersize=5, color=colors[cell.row])
+    top.set_xticks(range(len(columns)), columns)
+    top.set_ylabel("accuracy, %" if table.higher_is_better else table.metric, color=GRAY)
+    top.grid(axis="y", alpha=0.25)
+    for index, column in enumerate(columns):
+        axes = figure.add_subplot(grid[1, index])
+        lows = []
+        for row in drawn:
+            cell = next(cell for cell in table.cells if (cell.row, cell.column) == (row, column))
+            for result in results_of(results, table, cell):
+                points = [
+                    (time / 60, table.scale * score) for _, time, score in result.curve if time is not None and score
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=colors[row], marker="o", markersize=1.5, linewidth=1)
+                    lows += [score for _, score in points[len(points) // 4 :]]
+        if lows and not table.higher_is_better:
+            margin = 0.05 * (max(lows) - min(lows)) or 0.01
+            axes.set_ylim(min(lows) - margin, max(lows) + margin)
+        axes.set_title(f"validation, {column}", loc="left", fontsize=9)
+        axes.set_xlabel("minutes", color=GRAY)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+    handles = [Line2D([], [], marker="o", linestyle="", color=colors[row], label=row) for row in drawn]
+    handles += [
+        Line2D([], [], marker="o", linestyle="", color=GRAY, label="ours"),
+        Line2D([], [], marker="o", linestyle="", color=GRAY, markerfacecolor="none", markersize=8, label="paper"),
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    return figure
