@@ -25,6 +25,7 @@ from tcnca.ops import cache, driver
 from tcnca.ops.dispatch import HINT, INTERPRETED
 
 TYPE_NAMES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
