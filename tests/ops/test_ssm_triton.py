@@ -82,16 +82,9 @@ def test_time_is_cut_into_as_many_segments_as_fit(
 
 # What follows runs in the interpreter.
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETED:
         return
-    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
-    for name in ("HALF_CONFIG", "FULL_CONFIG"):
-        monkeypatch.setattr(plan, name, getattr(plan, name)._replace(block=16, rows=16))
-    sizes = {"MIN_TOKENS": 16, "TIMES": 16, "CHANNELS": 4, "SEGMENTS": 2, "LANES": 4}
-    scan = {"TILE": 4, "MIN_SEGMENT": 4, "GROUP": 4, "GRADIENT_GROUP": 2}
-    for name, value in (sizes | scan).items():
-        monkeypatch.setattr(plan, name, value)
     builder: Any = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
     multiply = builder.create_dot
     # The interpreter multiplies the bits of bfloat16 as integers.
@@ -107,6 +100,21 @@ def _widened(handle: Any) -> Any:
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return type(handle)((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make programs so small that few numbers have several blocks, segments and tiles."""
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    for name in ("HALF_CONFIG", "FULL_CONFIG"):
+        monkeypatch.setattr(plan, name, getattr(plan, name)._replace(block=16, rows=16))
+    sizes = {"MIN_TOKENS": 16, "CHANNELS": 4, "SEGMENTS": 2, "LANES": 4}
+    scan = {"TILE": 4, "MIN_SEGMENT": 4, "GROUP": 4, "GRADIENT_GROUP": 2}
+    for name, value in (sizes | scan).items():
+        monkeypatch.setattr(plan, name, value)
+
+
+in_small_programs = pytest.mark.usefixtures("small")
 
 
 # As small as the interpreter is slow, yet with more than one segment, block and tile, and multiples of none.
@@ -129,6 +137,7 @@ MORE_CASES = [
 
 
 @interpreted
+@in_small_programs
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
@@ -137,6 +146,24 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_of_the_usual_size_are_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    # The interpreter scans number by number.
+    monkeypatch.setattr(plan, "SEGMENTS", 2)
+    monkeypatch.setattr(plan, "LANES", 2)
+    # Nine blocks of 32 tokens, or five of 64.
+    assert_right(Case("ssm", 2, 270, 1, 2, dtype=dtype), "cpu")
+
+
+@interpreted
+@pytest.mark.slow
+def test_scans_of_the_usual_size_are_right() -> None:
+    assert_right(Case("scan", 2, 270, 33, state=True), "cpu")
+
+
+@interpreted
+@in_small_programs
 def test_pieces_equal_one_call() -> None:
     x, *parameters = some_ssm("cpu", 2, 40, 1, 2)
     v, log_decay = some_scan("cpu", 2, 40, 2)
@@ -162,6 +189,7 @@ def _pairs(value: Tensor) -> Tensor:
 
 
 @interpreted
+@in_small_programs
 def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
     x, *parameters = some_ssm("cpu", 2, 20, 2, 2, 2)
     v, log_decay = some_scan("cpu", 2, 9, 2)
@@ -182,6 +210,7 @@ def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
 
 
 @interpreted
+@in_small_programs
 def test_no_rows() -> None:
     x, *parameters = (part.requires_grad_() for part in some_ssm("cpu", 0, 5, 2, 2))
     v, log_decay = (part.requires_grad_() for part in some_scan("cpu", 0, 5, 2))
@@ -193,6 +222,7 @@ def test_no_rows() -> None:
 
 
 @interpreted
+@in_small_programs
 def test_second_derivatives_are_refused() -> None:
     x, *parameters = (part.requires_grad_() for part in some_ssm("cpu", 1, 5, 1, 2))
     v, log_decay = (part.requires_grad_() for part in some_scan("cpu", 1, 5, 2))
@@ -204,6 +234,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @interpreted
+@in_small_programs
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
 def test_opcheck(streams: bool) -> None:
@@ -217,6 +248,7 @@ def test_opcheck(streams: bool) -> None:
 
 
 @interpreted
+@in_small_programs
 @pytest.mark.slow
 def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     api: Any = importlib.import_module("tcnca.ops.ssm.api")

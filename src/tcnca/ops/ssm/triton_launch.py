@@ -34,8 +34,8 @@ HALF_CONFIG = Config(64, 64, 4, 4, 4, 16, 3)
 FULL_CONFIG = Config(32, 64, 4, 8, 4, 16, 3)
 # Programs of `ssm` for each multiprocessor, and the fewest tokens of a segment.
 PROGRAMS, MIN_TOKENS = 4, 256
-# A tile that is transposed.
-TIMES, CHANNELS = 64, 64
+# Channels of a tile that is transposed, of one block of time.
+CHANNELS = 64
 # Segments and hidden states that a program joins at once.
 SEGMENTS, LANES = 64, 16
 # States of a program of `diagonal_scan`, programs for each multiprocessor, tokens of a segment, and those of them that
@@ -123,9 +123,8 @@ def ssm_plan(
     y_rows = rows if directions == 1 else FULL
     launch = functools.partial(Launch, device=device, stride_divisor=8 if channels % 8 == 0 else 1)
     walk = functools.partial(launch, num_stages=config.stages)
-    places = segments * tokens // TIMES
-    numbers = (time * channels, channels, batch, time, channels, places, of_channels)
-    tile = {"FLIP": gradient, "EVEN": channels % CHANNELS == 0, "TIMES": TIMES, "CHANNELS": CHANNELS}
+    numbers = (time * channels, channels, batch, time, channels, segments * length, of_channels)
+    tile = {"FLIP": gradient, "EVEN": channels % CHANNELS == 0, "TIMES": config.block, "CHANNELS": CHANNELS}
     constants = walk_constants(states, rows)
     return SSMPlan(
         (directions * channels, batch, segments, tokens),
@@ -134,7 +133,7 @@ def ssm_plan(
         y_rows,
         launch(
             kernels.to_rows,
-            (of_channels * places * batch * directions, 1),
+            (of_channels * segments * length * batch * directions, 1),
             (dtype, rows, torch.int64 if lengths else FULL),
             numbers,
             # The gradient of padded outputs counts.
@@ -160,7 +159,7 @@ def ssm_plan(
         ),
         launch(
             kernels.from_rows,
-            (of_channels * places * batch, 1),
+            (of_channels * segments * length * batch, 1),
             (y_rows, dtype, torch.int64 if lengths else FULL),
             numbers,
             {"LENGTHS": lengths and gradient, "DIRECTIONS": directions, **tile},
