@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -103,15 +104,24 @@ def _widened(handle: Any) -> Any:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make programs so small that few numbers have several blocks, segments and tiles."""
     plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
     for name in ("HALF_CONFIG", "FULL_CONFIG"):
         monkeypatch.setattr(plan, name, getattr(plan, name)._replace(block=16, rows=16))
-    sizes = {"MIN_TOKENS": 16, "CHANNELS": 4, "SEGMENTS": 2, "LANES": 4}
+    sizes = {"MIN_TOKENS": 16, "CHANNELS": 4, "SSM_CARRY": (2, 4), "SCAN_CARRY": (2, 4)}
     scan = {"TILE": 4, "MIN_SEGMENT": 4, "GROUP": 4, "GRADIENT_GROUP": 2}
     for name, value in (sizes | scan).items():
         monkeypatch.setattr(plan, name, value)
+    _forget_plans()
+    yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    for cached in (plan.ssm_plan, plan.weights_launches, plan.scan_plan):
+        cached.cache_clear()
 
 
 in_small_programs = pytest.mark.usefixtures("small")
@@ -150,15 +160,15 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 def test_programs_of_the_usual_size_are_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
     # The interpreter scans number by number.
-    monkeypatch.setattr(plan, "SEGMENTS", 2)
-    monkeypatch.setattr(plan, "LANES", 2)
+    monkeypatch.setattr(plan, "SSM_CARRY", (2, 2))
     # Nine blocks of 32 tokens, or five of 64.
     assert_right(Case("ssm", 2, 270, 1, 2, dtype=dtype), "cpu")
 
 
 @interpreted
 @pytest.mark.slow
-def test_scans_of_the_usual_size_are_right() -> None:
+def test_scans_of_the_usual_size_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("tcnca.ops.ssm.triton_launch"), "SCAN_CARRY", (2, 16))
     assert_right(Case("scan", 2, 270, 33, state=True), "cpu")
 
 

@@ -109,6 +109,11 @@ def _number_type(name: str, number: int | float) -> str:
     return "fp32" if isinstance(number, float) else "i64" if "by_" in name else "i32"
 
 
+def multiprocessors(device: int | None) -> int:
+    """Return the number of multiprocessors of a CUDA device, or 1 in the interpreter for None."""
+    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def aligned(x: Tensor) -> Tensor:
     """Return `x`, or a copy, contiguous and starting at a multiple of `ALIGNMENT`."""
     x = x.contiguous()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnca.ops.launcher import Launch, aligned
+from tcnca.ops.launcher import Launch, aligned, multiprocessors
 from tcnca.ops.ssm import triton_kernels as kernels
 
 
@@ -36,8 +36,8 @@ FULL_CONFIG = Config(32, 64, 4, 8, 4, 16, 3)
 PROGRAMS, MIN_TOKENS = 4, 256
 # Channels of a tile that is transposed, of one block of time.
 CHANNELS = 64
-# Segments and hidden states that a program joins at once.
-SEGMENTS, LANES = 64, 16
+# Segments and hidden states that a program joins at once: `ssm` has many rows, `diagonal_scan` many segments.
+SSM_CARRY, SCAN_CARRY = (16, 32), (64, 16)
 # States of a program of `diagonal_scan`, programs for each multiprocessor, tokens of a segment, and those of them that
 # are loaded together.
 TILE = 32
@@ -62,7 +62,7 @@ class Tables(NamedTuple):
 
 
 class SSMPlan(NamedTuple):
-    """The launches of calls of `ssm` of one size; `x` and its gradient have `half` precision or not in rows."""
+    """The launches of calls of `ssm` of one size, forward or in reversed time, and the dtypes of rows."""
 
     shape: tuple[int, int, int, int]
     """Of rows: directions · channels, batch, segments, tokens of a segment."""
@@ -74,11 +74,6 @@ class SSMPlan(NamedTuple):
     carry: Launch
     outputs: Launch
     from_rows: Launch
-
-
-def multiprocessors(device: int | None) -> int:
-    """Return the number of multiprocessors of a device; 1 in the interpreter."""
-    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def config_of(rows: torch.dtype) -> Config:
@@ -148,7 +143,7 @@ def ssm_plan(
             constants,
             num_warps=config.ends_warps,
         ),
-        carry_launch(directions * channels, batch, segments, states, initial, backwards=False, device=device),
+        carry_launch(SSM_CARRY, directions * channels, batch, segments, states, initial, False, device),
         walk(
             kernels.outputs,
             (programs, 1),
@@ -205,23 +200,23 @@ def weights_launches(
 
 
 def carry_launch(
+    tile: tuple[int, int],
     channels: int,
     batch: int,
     segments: int,
     states: int,
     initial: torch.dtype | None,
-    *,
     backwards: bool,
     device: int | None,
 ) -> Launch:
-    """Prepare the kernel that joins segments."""
-    blocks = -(-states // LANES)
+    """Prepare the kernel that joins segments, with `tile` of segments and states at once."""
+    blocks = -(-states // tile[1])
     return Launch(
         kernels.carry,
         (blocks * batch * channels, 1),
         (EXACT, FULL, FULL, initial or FULL, FULL),
         (batch, channels, segments, states, blocks, int(backwards)),
-        {"INITIAL": initial is not None, "SEGMENTS": SEGMENTS, "LANES": LANES},
+        {"INITIAL": initial is not None, "SEGMENTS": tile[0], "LANES": tile[1]},
         device=device,
         num_warps=4,
         stride_divisor=1,
@@ -253,11 +248,17 @@ def parts(values: Tensor) -> Tensor:
 
 
 def _walk(
-    stream: int, plan: SSMPlan, tables: Tables, x: Tensor, initial: Tensor | None, lengths: Tensor | None
+    stream: int,
+    plan: SSMPlan,
+    tables: Tables,
+    x: Tensor,
+    initial: Tensor | None,
+    lengths: Tensor | None,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `x` in rows, what its segments start from, and the last hidden states, `[batch, channels, states, 2]`.
+    """Return `x` in rows, what its segments start from and, if `last`, the last hidden states.
 
-    With two directions there is no state, and the last result has no meaning.
+    These are `[batch, channels, states, 2]`, of one direction; without `last`, they are not defined.
     """
     channels, batch, segments, tokens = plan.shape
     states = tables.exact.shape[2]
@@ -265,7 +266,8 @@ def _walk(
     found, starts = (x.new_empty((channels, batch, segments, 2, states), dtype=FULL) for _ in range(2))
     total = x.new_empty((batch, channels, states, 2), dtype=FULL)
     plan.to_rows(stream, x, rows, tables.step if lengths is None else lengths)
-    plan.ends(stream, rows, tables.powers, tables.step, found)
+    if segments > 1 or last:
+        plan.ends(stream, rows, tables.powers, tables.step, found)
     plan.carry(stream, tables.segment, found, starts, tables.step if initial is None else initial, total)
     return rows, starts, total
 
@@ -318,7 +320,7 @@ def run_ssm_backward(
     forward = _plan(x, log_decay, initial, lengths, gradient=False)
     reverse = _plan(x, log_decay, initial, lengths, gradient=True)
     tables = make_tables(log_decay, weight, forward)
-    g_rows, pulls, total = _walk(stream, reverse, tables, g, None, lengths)
+    g_rows, pulls, total = _walk(stream, reverse, tables, g, None, lengths, initial is not None)
     _outputs(stream, reverse, tables, g_rows, pulls, to_x, lengths)
     rows, starts, _ = _walk(stream, forward, tables, x, initial, lengths)
     found = _parameter_gradients(stream, forward, tables, rows, g_rows, starts, pulls)
@@ -401,7 +403,7 @@ def scan_plan(
             stride_divisor=1,
         )
 
-    carry = carry_launch(1, batch, segments, states, initial, backwards=backwards, device=device)
+    carry = carry_launch(SCAN_CARRY, 1, batch, segments, states, initial, backwards, device)
     return ScanPlan(segments, length, launch(False), carry, launch(True))
 
 
