@@ -221,6 +221,17 @@ def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
 
 @interpreted
 @in_small_programs
+def test_conjugate_views() -> None:
+    x, log_decay, weight = some_ssm("cpu", 1, 5, 1, 2)
+    v, other = some_scan("cpu", 1, 5, 2)
+    found = ssm(x, log_decay.conj(), weight.conj(), backend="triton")[0]
+    assert torch.equal(found, ssm(x, log_decay.conj_physical(), weight.conj_physical(), backend="triton")[0])
+    h = diagonal_scan(v.conj(), other.conj(), backend="triton")[0]
+    assert torch.equal(h, diagonal_scan(v.conj_physical(), other.conj_physical(), backend="triton")[0])
+
+
+@interpreted
+@in_small_programs
 def test_no_rows() -> None:
     x, *parameters = (part.requires_grad_() for part in some_ssm("cpu", 0, 5, 2, 2))
     v, log_decay = (part.requires_grad_() for part in some_scan("cpu", 0, 5, 2))

@@ -258,7 +258,7 @@ def _walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `x` in rows, what its segments start from and, if `last`, the last hidden states.
 
-    These are `[batch, channels, states, 2]`, of one direction; without `last`, they are not defined.
+    These are `[batch, channels, states, 2]`, of one direction; without `last`, they have no meaning.
     """
     channels, batch, segments, tokens = plan.shape
     states = tables.exact.shape[2]
@@ -268,6 +268,8 @@ def _walk(
     plan.to_rows(stream, x, rows, tables.step if lengths is None else lengths)
     if segments > 1 or last:
         plan.ends(stream, rows, tables.powers, tables.step, found)
+    else:
+        found.zero_()
     plan.carry(stream, tables.segment, found, starts, tables.step if initial is None else initial, total)
     return rows, starts, total
 

@@ -25,7 +25,7 @@ def fused_ssm(x: Tensor, log_decay: Tensor, weight: Tensor, initial: Tensor | No
         initial: the hidden states before the first token, `[batch, channels, d_state, 2]`, or None.
         lengths: `[batch]` or None.
     """
-    y: Tensor = _SSM(x, torch.view_as_real(log_decay), torch.view_as_real(weight), initial, lengths)
+    y: Tensor = _SSM(x, _as_pairs(log_decay), _as_pairs(weight), initial, lengths)
     return y
 
 
@@ -39,8 +39,11 @@ def fused_scan(v: Tensor, log_decay: Tensor, initial: Tensor | None, lengths: Te
         lengths: `[batch]` or None.
         reverse: run from the last token to the first.
     """
-    v, log_decay = torch.view_as_real(v.resolve_conj()), torch.view_as_real(log_decay.resolve_conj())
-    return torch.view_as_complex(_SCAN(v, log_decay, initial, lengths, reverse))
+    return torch.view_as_complex(_SCAN(_as_pairs(v), _as_pairs(log_decay), initial, lengths, reverse))
+
+
+def _as_pairs(value: Tensor) -> Tensor:
+    return torch.view_as_real(value.resolve_conj())
 
 
 def _int64(lengths: Tensor | None) -> Tensor | None:
@@ -97,19 +100,15 @@ def _run_scan_backward(
 
     if h.numel() == 0:
         return tuple(map(torch.zeros_like, _fake_scan_backward(g, h, log_decay, initial)))
-    conjugate = log_decay * log_decay.new_tensor([1.0, -1.0])
-    to_v, total, found = run_scan(stream, g, conjugate, None, _int64(lengths), not reverse, h)
-    decay = torch.exp(torch.view_as_complex(conjugate.double()))
+    conjugate = torch.view_as_complex(log_decay.double().contiguous()).conj_physical()
+    to_v, total, found = run_scan(stream, g, torch.view_as_real(conjugate), None, _int64(lengths), not reverse, h)
+    decay = torch.exp(conjugate)
     sums = torch.view_as_complex(found.sum((0, 1), dtype=torch.float64).mT.contiguous())
     if initial is None:
-        return to_v, _pairs(decay * sums, log_decay), _or_empty(None, h)
+        return to_v, _as_pairs(decay * sums).to(log_decay.dtype), _or_empty(None, h)
     first = torch.view_as_complex(total.double())
     sums = sums + (first * torch.view_as_complex(initial.double().contiguous()).conj()).sum(0)
-    return to_v, _pairs(decay * sums, log_decay), _pairs(decay * first, initial)
-
-
-def _pairs(value: Tensor, like: Tensor) -> Tensor:
-    return torch.view_as_real(value).to(like.dtype)
+    return to_v, _as_pairs(decay * sums).to(log_decay.dtype), _as_pairs(decay * first).to(initial.dtype)
 
 
 def _or_empty(value: Tensor | None, like: Tensor) -> Tensor:
