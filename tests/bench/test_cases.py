@@ -22,6 +22,7 @@ def test_every_candidate_exists() -> None:
     names = {suite: {case.name for it, case in CASES if it == suite} for suite in SUITES}
     both = {"tcn", "naive-tcn", "conv", "fft-ema", "fft-ema-cached", "scan-ema"}
     others = {"copy", "fft-ema-16", "scan-ema-16", "attention", "fft-ema-published-bi"}
+    others |= {"ssm", "fft-ssm", "diagonal-scan"}
     assert names["ops"] == both | {f"{name}-bi" for name in both} | others
     for suite in ("layer", "model", "lra"):
         assert names[suite] == {"tcnca", "tcnca-linear", "mega-fft", "mega-scan"}
@@ -31,7 +32,7 @@ def test_every_candidate_exists() -> None:
     keys = [(suite, case.name, tuple(case.sizes.items())) for suite, case in CASES]
     assert len(set(keys)) == len(keys)
     # On a CPU this is what the library chooses.
-    names["ops"].add("attention-naive")
+    names["ops"] |= {"attention-naive", "diagonal-scan-pytorch"}
     for suite, title, slow, fast, _ in COMPARISONS:
         assert {slow.removesuffix("-compiled"), fast.removesuffix("-compiled")} <= names[suite], title
 

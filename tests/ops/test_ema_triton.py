@@ -88,7 +88,7 @@ def test_time_is_cut_into_as_many_segments_as_fit(
 ) -> None:
     pytest.importorskip("triton")
     plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
-    monkeypatch.setattr(plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     signature = plan.Signature(shape, 1, 16, torch.bfloat16, (torch.float32,) * 4, None, False, False, 0)
     cut = plan.cut(signature)
     assert (cut.length, cut.segments) == (length, segments)

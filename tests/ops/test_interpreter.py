@@ -11,7 +11,9 @@ import pytest
 
 from tests.ops.interpreter import not_interpreted, unsupported_reason
 
-FILES = [str(Path(__file__).with_name(f"test_{name}_triton.py")) for name in ("ema", "attention", "steps", "sampling")]
+FILES = [
+    str(Path(__file__).with_name(f"test_{name}_triton.py")) for name in ("ema", "ssm", "attention", "steps", "sampling")
+]
 
 
 @not_interpreted

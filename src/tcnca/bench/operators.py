@@ -1,4 +1,4 @@
-"""`tcnca bench ops`: TCN against EMA over the sequence length, as in the paper's Figure 2, and chunked attention.
+"""`tcnca bench ops`: TCN against EMA over the sequence length, as in the paper's Figure 2, and other operators.
 
 TCN and EMA are reduced to what the paper compares, without residual connections, non-linearities and norms: a chain of
 dilated convolutions against a sum of decaying exponentials. Every candidate has a float64 oracle with another
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tcnca.bench.case import TOLERANCE, BenchCase, Settings, Workload
 from tcnca.bench.timing import Cost
-from tcnca.layers import EMA, AttentionConfig, EMAConfig, TCNConfig
+from tcnca.layers import EMA, AttentionConfig, EMAConfig, S4DConfig, TCNConfig
 from tcnca.models import preset
-from tcnca.ops import attend, chunked_attention, ema, ema_kernel, offset_bias, tcn
+from tcnca.ops import attend, chunked_attention, diagonal_scan, ema, ema_kernel, offset_bias, ssm, tcn
 
 GPU_LENGTHS = (512, 2048, 8192, 16_384, 32_768, 65_536, 131_072)
 CPU_LENGTHS = (1024, 8192, 32_768)
@@ -33,6 +33,9 @@ _CHECK_LENGTH_OF_SCAN = 2048
 _ATTENTION_MODELS = {"enwik8": (8, 8192), "text": (32, 4096), "pathx": (16, 16384)}
 _CPU_ATTENTION_SIZE, _CPU_CHUNK_SIZE = (1, 2048), 512
 _CHECK_CHUNKS = 2
+# Lengths, batch sizes, channels and complex states at which state-space models are measured.
+_SSM_SIZES, _CPU_SSM_SIZES = ((8192, 131_072), (8,), 512, 32), ((2048,), (1,), 16, 8)
+_CHECK_LENGTH_OF_SSM = 8192
 
 Function = Callable[..., Tensor]
 
@@ -58,7 +61,7 @@ class OperatorSize(NamedTuple):
 
 
 def ops_cases(settings: Settings) -> list[BenchCase]:
-    """Return every operator at every size, and the attention of some models."""
+    """Return every operator at every size, state-space models, and the attention of some models."""
     found: list[BenchCase] = []
     for batch in settings.batches or (GPU_BATCHES if settings.on_gpu else CPU_BATCHES):
         for length in settings.lengths or (GPU_LENGTHS if settings.on_gpu else CPU_LENGTHS):
@@ -68,7 +71,7 @@ def ops_cases(settings: Settings) -> list[BenchCase]:
             for causal in (True, False):
                 found += [*_tcn_cases(size, causal), *_ema_cases(size, causal)]
             found += _ema_cases(size, True, 16)
-    return [*found, *_attention_cases(settings)]
+    return [*found, *_ssm_cases(settings), *_attention_cases(settings)]
 
 
 def function_case(
@@ -258,6 +261,88 @@ def published_bidirectional(x: Tensor, *parameters: Tensor) -> Tensor:
     size = 2 * (2 * time - 1)
     spectrum = torch.fft.rfft(rows, n=size) * torch.fft.rfft(kernel, n=size)
     return torch.fft.irfft(spectrum, n=size)[..., 2 * time - 2 : 3 * time - 2].mT.to(x.dtype)
+
+
+def _ssm_cases(settings: Settings) -> Iterator[BenchCase]:
+    """Yield S4D's operator and the recurrence of S5 and the LRU, each by the library's backend and by another one."""
+    lengths, batches, channels, d_state = _SSM_SIZES if settings.on_gpu else _CPU_SSM_SIZES
+    for batch in settings.batches or batches:
+        for length in settings.lengths or lengths:
+            sizes = {"batch": batch, "length": length, "channels": channels, "d_state": d_state}
+            fast, scan = ("triton", "triton") if settings.on_gpu else ("chunked", "scan")
+            yield _ssm_case(settings, sizes, "ssm", "state-space model", fast, "fft")
+            yield _ssm_case(settings, sizes, "fft-ssm", "state-space model by FFT", "fft", "chunked")
+            yield _scan_case(settings, sizes, "diagonal-scan", "diagonal scan", scan)
+            # On a CPU that is what the library chooses.
+            if settings.on_gpu:
+                yield _scan_case(settings, sizes, "diagonal-scan-pytorch", "diagonal scan, PyTorch", "scan")
+
+
+def _ssm_parameters(settings: Settings, channels: int, d_state: int) -> list[Tensor]:
+    """Return logarithms of decays and weights of a new S4D, `[1, channels, d_state, 2]`."""
+    module = S4DConfig(d_state=2 * d_state).build(channels).to(settings.device)
+    a = torch.complex(-module.log_damping.detach().exp(), module.frequency.detach())
+    log_decay = a * module.log_dt.detach().exp().unsqueeze(-1)
+    weight = 2.0 * torch.view_as_complex(module.c.detach()) * torch.expm1(log_decay) / a
+    return [torch.view_as_real(log_decay.unsqueeze(0)), torch.view_as_real(weight)]
+
+
+def _ssm_case(
+    settings: Settings, sizes: Mapping[str, Any], name: str, label: str, backend: Any, oracle: Any
+) -> BenchCase:
+    batch, length, channels, d_state = sizes.values()
+
+    def inputs(checking: bool) -> list[Tensor]:
+        rows, time = (min(batch, _CHECK_BATCH), min(length, _CHECK_LENGTH_OF_SSM)) if checking else (batch, length)
+        x = torch.randn(rows, time, channels, dtype=settings.dtype, device=settings.device)
+        return [x, *_ssm_parameters(settings, channels, d_state)]
+
+    def run(x: Tensor, log_decay: Tensor, weight: Tensor, backend: Any = backend) -> Tensor:
+        return ssm(x, torch.view_as_complex(log_decay), torch.view_as_complex(weight), backend=backend)[0]
+
+    elements = batch * length * channels
+    # A complex product and the real part of one, for each state and token.
+    nbytes, flops = elements * settings.dtype.itemsize, 2 * 6 * d_state * elements
+    return function_case(
+        dtype=settings.dtype,
+        inputs=inputs,
+        run=run,
+        oracle=functools.partial(run, backend=oracle),
+        name=name,
+        label=label,
+        sizes=sizes,
+        tokens=batch * length,
+        cost={"forward": Cost(2 * nbytes, flops), "backward": Cost(3 * nbytes, 2 * flops)},
+    )
+
+
+def _scan_case(settings: Settings, sizes: Mapping[str, Any], name: str, label: str, backend: Any) -> BenchCase:
+    """Build a case with as many states as channels, in complex64 whatever the dtype of the others."""
+    batch, length, states, _ = sizes.values()
+
+    def inputs(checking: bool) -> list[Tensor]:
+        rows, time = (min(batch, _CHECK_BATCH), min(length, _CHECK_LENGTH_OF_SSM)) if checking else (batch, length)
+        log_decay, _ = _ssm_parameters(settings, states, 2)
+        # The second state of each channel of an S4D, as the first does not turn.
+        return [torch.randn(rows, time, states, 2, device=settings.device), log_decay[0, :, 1].contiguous()]
+
+    def run(v: Tensor, log_decay: Tensor, backend: Any = backend) -> Tensor:
+        h, _ = diagonal_scan(torch.view_as_complex(v), torch.view_as_complex(log_decay), backend=backend)
+        return torch.view_as_real(h)
+
+    elements = batch * length * states
+    nbytes, flops = 8 * elements, 2 * 4 * elements
+    return function_case(
+        dtype=torch.float32,
+        inputs=inputs,
+        run=run,
+        oracle=functools.partial(run, backend="recurrent" if backend == "scan" else "scan"),
+        name=name,
+        label=label,
+        sizes=sizes,
+        tokens=batch * length,
+        cost={"forward": Cost(2 * nbytes, flops), "backward": Cost(3 * nbytes, 2 * flops)},
+    )
 
 
 def _attention_cases(settings: Settings) -> Iterator[BenchCase]:

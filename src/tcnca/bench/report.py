@@ -193,6 +193,8 @@ def _comparisons() -> Iterator[Comparison]:
         slow, fast = f"fft-ema{suffix}", f"fft-ema-cached{suffix}"
         yield Comparison("ops", f"{_CACHED}, {direction}", slow, fast, ("forward",))
     yield Comparison("ops", "scan-EMA over FFT-EMA, causal, N=16", "fft-ema-16", "scan-ema-16")
+    yield Comparison("ops", "state-space model over FFT", "fft-ssm", "ssm")
+    yield Comparison("ops", "diagonal scan over PyTorch", "diagonal-scan-pytorch", "diagonal-scan")
     yield Comparison("ops", "chunked attention over naive", "attention-naive", "attention")
     ours, baselines = {"tcnca": "TCNCA", "tcnca-linear": "TCNCA-linear"}, {"mega-fft": "FFT", "mega-scan": "scan"}
     for (fast, label), (slow, algorithm) in itertools.product(ours.items(), baselines.items()):

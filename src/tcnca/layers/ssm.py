@@ -105,7 +105,8 @@ class DiagonalSSMConfig(SSMConfig):
     """What the configurations of S5 and the LRU share."""
 
     backend: ScanBackend = "auto"
-    """Implementation: `scan` (in parallel) or `recurrent` (token by token); `auto` uses `scan`."""
+    """Implementation: `scan` (in parallel), `recurrent` (token by token) or `triton`; `auto` uses `triton` on a GPU,
+    else `scan`."""
 
 
 class DiagonalSSM(SSM):

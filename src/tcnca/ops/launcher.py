@@ -25,6 +25,7 @@ from tcnca.ops import cache, driver
 from tcnca.ops.dispatch import HINT, INTERPRETED
 
 TYPE_NAMES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -106,6 +107,11 @@ class Launch:
 
 def _number_type(name: str, number: int | float) -> str:
     return "fp32" if isinstance(number, float) else "i64" if "by_" in name else "i32"
+
+
+def multiprocessors(device: int | None) -> int:
+    """Return the number of multiprocessors of a CUDA device, or 1 in the interpreter for None."""
+    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def aligned(x: Tensor) -> Tensor:

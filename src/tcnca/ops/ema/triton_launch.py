@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops.ema import triton_kernels as kernels
-from tcnca.ops.launcher import Launch
+from tcnca.ops.launcher import Launch, multiprocessors
 
 TILE = 32  # channels of a program
 # Programs of one warp for each multiprocessor. More of them hide the latency of memory, but each reads its start.
@@ -260,15 +260,11 @@ def cut(signature: Signature) -> Cut:
     """Cut time into segments, about as many as can run at once."""
     rows, time, channels = signature.shape
     tiles = -(-channels // TILE)
-    most = max(PROGRAMS * _multiprocessors(signature.device) // (rows * tiles), 1)
+    most = max(PROGRAMS * multiprocessors(signature.device) // (rows * tiles), 1)
     length = min(max(-(-time // (STEPS * most)) * STEPS, MIN_SEGMENT), MAX_SEGMENT)
     states = 1 << (signature.hidden - 1).bit_length()
     # One segment more than are full: the last may be empty, and starts from the final state.
     return Cut(length, time // length + 1, tiles, states, -(-states // MAX_STATES))
-
-
-def _multiprocessors(device: int | None) -> int:
-    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class _Builder:

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
-from tcnca.ops.dispatch import Candidate, select_backend
+from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, take_time, zero_padding
 from tcnca.ops.ssm.naive import scan_recurrent, split_powers, ssm_kernel, ssm_recurrent, sum_exponentials
+from tcnca.ops.ssm.triton_op import fused_scan, fused_ssm
 from tcnca.ops.state import State
 
-SSMBackend = Literal["auto", "chunked", "fft", "recurrent"]
-ScanBackend = Literal["auto", "scan", "recurrent"]
+SSMBackend = Literal["auto", "chunked", "fft", "recurrent", "triton"]
+ScanBackend = Literal["auto", "scan", "recurrent", "triton"]
+TRITON_MAX_STATES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +54,29 @@ class SSMCall:
     inplace: bool
 
 
+def _scan_unsupported(call: SSMCall) -> str | None:
+    if not call.x.is_cuda and not INTERPRETED:
+        return f"{'v' if call.weight is None else 'x'}: expected a CUDA tensor, got one on {call.x.device}"
+    parts = [part.real for part in (call.x, call.log_decay, call.weight) if part is not None]
+    hidden = () if call.state is None else (call.state.hidden,)
+    return tensors_reason([*parts, *hidden], call.lengths) or transform_reason()
+
+
+def _ssm_unsupported(call: SSMCall) -> str | None:
+    d_state = call.log_decay.shape[2]
+    if d_state > TRITON_MAX_STATES:
+        return f"d_state: expected at most {TRITON_MAX_STATES}, got {d_state}"
+    return _scan_unsupported(call)
+
+
+def _triton_should_use(call: SSMCall) -> bool:
+    return call.x.is_cuda
+
+
 SSM_BACKENDS = ("chunked", "fft", "recurrent")
-SSM_CANDIDATES: tuple[Candidate[SSMCall], ...] = ()
+SSM_CANDIDATES = (Candidate("triton", "triton", _ssm_unsupported, _triton_should_use),)
 SCAN_BACKENDS = ("scan", "recurrent")
-SCAN_CANDIDATES: tuple[Candidate[SSMCall], ...] = ()
+SCAN_CANDIDATES = (Candidate("triton", "triton", _scan_unsupported, _triton_should_use),)
 
 
 def initial_ssm_state(
@@ -86,14 +107,15 @@ def ssm(
     `h ← exp(log_decay) h + x`, `y = Re Σ_n weight h`: the kernel is `Re Σ_n weight exp(lag · log_decay)`.
 
     `chunked` and `recurrent` are strictly causal: an output has the same bits whatever later inputs are, infinity and
-    NaN included. The error of `fft` is relative to the largest input of the row.
+    NaN included; `triton` for finite inputs. The error of `fft` is relative to the largest input of the row.
 
     Args:
         x: `[batch, time, channels]`, real.
         log_decay, weight: `[directions, channels, d_state]`, complex. The real parts of `log_decay` should be negative.
             One direction is causal; with two, the second looks into the future and both see the present.
         backend: `chunked` (matrix products over blocks of time), `fft` (convolution in the frequency domain),
-            `recurrent` (token by token) or `auto` (`chunked`).
+            `recurrent` (token by token), `triton` (fused matrix products for NVIDIA GPUs: no float64, up to 64 states,
+            first derivatives only) or `auto` (`triton` where it can run, else `chunked`). See `tcnca.ops.dispatch`.
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
@@ -116,11 +138,13 @@ def ssm(
             if lengths is not None:
                 hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, _complex(state.hidden))
             return y.to(x.dtype), _next_state(call, hidden) if return_state else None
-        if chosen == "fft":
+        if chosen == "triton":
+            y = fused_ssm(x, log_decay, weight, None if state is None else state.hidden, lengths)
+        elif chosen == "fft":
             y = fft_convolve(rows, ssm_kernel(log_decay, weight, x.shape[1]))
         else:
             y = {"chunked": convolve_exponentials, "recurrent": ssm_recurrent}[chosen](rows, log_decay, weight)
-        if state is not None:
+        if state is not None and chosen != "triton":
             y = y + _rest_of_past(state, log_decay[0], weight[0], x.shape[1])
         return y.to(x.dtype), _next_state(call, _last_hidden(call, rows, log_decay[0])) if return_state else None
 
@@ -143,7 +167,8 @@ def diagonal_scan(
     Args:
         v: `[batch, time, states]`, complex.
         log_decay: `[states]`, complex. The real parts should be negative.
-        backend: `scan` (block by block, in parallel), `recurrent` (token by token) or `auto` (`scan`).
+        backend: `scan` (block by block, in parallel), `recurrent` (token by token), `triton` (fused kernels for NVIDIA
+            GPUs: no complex128, first derivatives only) or `auto` (`triton` where it can run, else `scan`).
         reverse: run from the last token to the first, `h[t] = exp(log_decay) h[t + 1] + v[t]`. There is no state then.
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
         state: what an earlier call returned; None is the start of the sequence.
@@ -157,20 +182,11 @@ def diagonal_scan(
     _check_scan(call, reverse)
     chosen = select_backend("the diagonal scan", backend, v.device, call, SCAN_CANDIDATES, SCAN_BACKENDS)
     with without_autocast(v.device):
-        v = zero_padding(v, lengths)
         past = None if state is None else _complex(state.hidden)
-        if past is not None:
-            first = v[:, :1] + (torch.exp(log_decay) * past).unsqueeze(1)
-            v = first if v.shape[1] == 1 else torch.cat([first, v[:, 1:]], 1)
-        v = v.flip(1) if reverse else v
-        if v.shape[1] == 1:
-            h = v.clone()
-        elif chosen == "recurrent":
-            h = scan_recurrent(v, log_decay)
+        if chosen == "triton" and v.shape[1] > 1:
+            h = fused_scan(v, log_decay, None if state is None else state.hidden, lengths, reverse)
         else:
-            log_decay = log_decay.view(1, -1, 1)
-            h = convolve_exponentials(v, log_decay, torch.ones_like(log_decay))
-        h = h.flip(1) if reverse else h
+            h = _scan_pytorch(zero_padding(v, lengths), log_decay, past, chosen, reverse)
         if not return_state:
             return h, None
         if lengths is None:
@@ -180,6 +196,22 @@ def diagonal_scan(
             before = torch.zeros_like(hidden) if past is None else past
             hidden = torch.where((lengths > 0).unsqueeze(1), hidden, before)
         return h, _next_state(call, hidden)
+
+
+def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: str, reverse: bool) -> Tensor:
+    """Return the hidden states of `v`, whose padding is zero, after the hidden states `past`."""
+    if past is not None:
+        first = v[:, :1] + (torch.exp(log_decay) * past).unsqueeze(1)
+        v = first if v.shape[1] == 1 else torch.cat([first, v[:, 1:]], 1)
+    if v.shape[1] == 1:
+        return v.clone()
+    v = v.flip(1) if reverse else v
+    if backend == "recurrent":
+        h = scan_recurrent(v, log_decay)
+    else:
+        log_decay = log_decay.view(1, -1, 1)
+        h = convolve_exponentials(v, log_decay, torch.ones_like(log_decay))
+    return h.flip(1) if reverse else h
 
 
 def _complex(hidden: Tensor) -> Tensor:
@@ -202,7 +234,9 @@ def _rest_of_past(state: SSMState, log_decay: Tensor, weight: Tensor, time: int)
 def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
     """Return the hidden states after the tokens `x` (`[batch, time, channels]`), whose padding is zero."""
     batch, time, channels = x.shape
-    coarse, fine = split_powers(log_decay, time)
+    # Phases of thousands of tokens are exact in float64 only.
+    exact = log_decay.to(torch.complex128)
+    coarse, fine = (part.to(log_decay.dtype) for part in split_powers(exact, time))
     count, block = coarse.shape[-1], fine.shape[-1]
     # The last token first, in whole blocks.
     latest = align_right(x, call.lengths).flip(1)
@@ -213,7 +247,7 @@ def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
     if call.state is None:
         return hidden
     steps = torch.full_like(call.state.position, time) if call.lengths is None else call.lengths
-    return hidden + torch.exp(log_decay * steps.view(-1, 1, 1)) * _complex(call.state.hidden)
+    return hidden + torch.exp(exact * steps.view(-1, 1, 1)).to(hidden.dtype) * _complex(call.state.hidden)
 
 
 def _check_ssm(call: SSMCall) -> None:
