@@ -105,8 +105,7 @@ class DiagonalSSMConfig(SSMConfig):
     """What the configurations of S5 and the LRU share."""
 
     backend: ScanBackend = "auto"
-    """Implementation: `scan` (in parallel), `recurrent` (token by token) or `triton`; `auto` uses `triton` on a GPU,
-    else `scan`."""
+    """Implementation: `scan` (in parallel), `recurrent` (token by token), or `triton` on a GPU; `auto` uses `scan`."""
 
 
 class DiagonalSSM(SSM):
