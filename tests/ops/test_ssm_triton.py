@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import KernelError
 from tcnca.ops import SSMState, diagonal_scan, dispatch, ssm
@@ -240,6 +241,20 @@ def test_no_rows() -> None:
     assert (y.shape, h.shape) == (x.shape, v.shape)
     for gradient in torch.autograd.grad(y.sum() + h.real.sum(), [x, *parameters, v, log_decay]):
         assert not gradient.any()
+
+
+@interpreted
+@in_small_programs
+def test_gradients_are_the_same_under_activation_checkpointing() -> None:
+    given = [part.requires_grad_() for part in some_ssm("cpu", 1, 5, 1, 2)]
+    scanned = [part.requires_grad_() for part in some_scan("cpu", 1, 5, 2)]
+    for run, leaves in ((ssm, given), (diagonal_scan, scanned)):
+        call: Any = partial(run, *leaves, backend="triton")
+        y, again = call()[0], checkpoint(lambda call=call: call()[0], use_reentrant=False)
+        for found, expected in zip(
+            *(torch.autograd.grad(each.abs().sum(), leaves) for each in (again, y)), strict=True
+        ):
+            assert torch.equal(found, expected)
 
 
 @interpreted

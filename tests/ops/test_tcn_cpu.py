@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
@@ -98,6 +99,14 @@ def test_gradcheck(causal: bool, lengths: tuple[int, ...] | None) -> None:
     case = Case(shape=(2, 7, 2), kernel_size=3, factor=2, convolutions=2, bias=True, dtype=torch.float64)
     case = dataclasses.replace(case, causal=causal, lengths=lengths)
     assert torch.autograd.gradcheck(lambda *leaves: case.call([*leaves], "cpu")[0], case.leaves())
+
+
+def test_gradients_are_the_same_under_activation_checkpointing() -> None:
+    case = Case(bias=True, lengths=(100, 41))
+    leaves = case.leaves()
+    y, again = case.call(leaves, "cpu")[0], checkpoint(lambda: case.call(leaves, "cpu")[0], use_reentrant=False)
+    for found, expected in zip(*(torch.autograd.grad(each.sum(), leaves) for each in (again, y)), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_gradients_have_gradients() -> None:

@@ -16,7 +16,15 @@ from tcnca.cli import reproduce as command
 from tcnca.errors import ConfigError, DataError
 from tcnca.report import page, results, runs, tables
 from tcnca.report.page import BEGIN, END, fill_summary, summary, write_report
-from tcnca.report.results import RunResult, read_results, read_run_result, result_path, results_of, write_result
+from tcnca.report.results import (
+    RunResult,
+    cell_recipe,
+    read_results,
+    read_run_result,
+    result_path,
+    results_of,
+    write_result,
+)
 from tcnca.report.runs import select_runs
 from tcnca.report.tables import TABLES, Cell, Table
 from tcnca.training import load_recipe
@@ -53,6 +61,7 @@ def run_result(table: Table, cell: Cell, score: float, **changes: object) -> Run
         column=cell.column,
         recipe=cell.recipe,
         changes=list(cell.changes),
+        settings=cell_recipe(cell, int(changes.get("seed", 0)), "cpu").to_dict(),  # type: ignore[call-overload]
         seed=0,
         budget=None,
         command="tcnca train <recipe>",
@@ -65,9 +74,9 @@ def run_result(table: Table, cell: Cell, score: float, **changes: object) -> Run
         memory_gib=None,
         parameters=100,
         curve=[[6, 1.5, score / 2], [12, 3.0, score]],
-        hardware={"device": "cpu", "name": "A <CPU>", "cores": 2},
+        hardware=[{"device": "cpu", "name": "A <CPU>", "cores": 2}],
         versions={"torch": "2"},
-        commit=None,
+        commits=[],
         started="2026-01-01T00:00:00+00:00",
     )
     return dataclasses.replace(result, **changes)  # type: ignore[arg-type]
@@ -95,6 +104,15 @@ def test_values_of_the_paper_are_in_the_units_of_their_table() -> None:
         assert all(low <= value <= high for value in values)
 
 
+def test_runs_in_minutes_warm_up_alike() -> None:
+    """With a budget, only the share of the warm-up in the steps matters."""
+    for table in TABLES.values():
+        for cell in table.cells:
+            if cell.budget is not None and cell.recipe and "recipe)" not in cell.row:
+                schedule = load_recipe(cell.recipe).override(cell.changes).schedule
+                assert schedule.warmup_steps / schedule.max_steps == pytest.approx(0.025), cell
+
+
 def test_rows_and_columns_are_selected_by_name(tmp_path: Path) -> None:
     def selected(*only: str) -> set[tuple[str, str]]:
         found = select_runs(["lra"], only, results=tmp_path, runs=tmp_path)
@@ -105,6 +123,8 @@ def test_rows_and_columns_are_selected_by_name(tmp_path: Path) -> None:
     assert selected("cdil-cnn") == {("CDIL-CNN", name) for name in ("Text", "Retrieval", "Image", "Pathfinder")}
     with pytest.raises(ConfigError, match=r"--only.*got imagenet"):
         selected("imagenet")
+    with pytest.raises(ConfigError, match="--budget: expected none with enwik8"):
+        select_runs(["lra", "enwik8"], budget=90.0, results=tmp_path, runs=tmp_path)
 
 
 def test_commands_have_changes_budget_and_seed(tmp_path: Path) -> None:
@@ -123,14 +143,33 @@ def test_a_cell_shows_its_largest_budget_and_all_seeds(tmp_path: Path) -> None:
         run_result(table, cell, 0.5, budget=600.0, started="2026-01-01T00:00:00+00:00"),
         run_result(table, cell, 0.6, budget=600.0, started="2026-01-02T00:00:00+00:00"),
         run_result(table, cell, 0.8, budget=600.0, seed=1),
-        run_result(table, cell, 0.9, budget=900.0, changes=["optimizer=adamw"]),  # of an earlier definition
+        run_result(table, cell, 0.9, budget=900.0, settings={"optimizer": {"lr": 0.5}}),  # of an earlier recipe
         run_result(table, table.cells[1], 0.95, budget=900.0),
+        run_result(table, cell, 0.99, budget=600.0, seed=2, hardware=[{"device": "cpu", "name": "Another"}]),
     ]
+    # The runs on another machine are older.
+    made[-1] = dataclasses.replace(made[-1], started="2025-01-01T00:00:00+00:00")
     assert [each.scores["test"] for each in results_of(made, table, cell)] == [0.6, 0.8]
     value = page.cell_value(table, cell, made)
     assert value.ours == pytest.approx(70.0)
-    assert value.seeds == 2
+    assert value.cost.startswith("mean of 2 seeds, 0:10:00, A <CPU>")
     assert value.spread == pytest.approx(14.142, abs=1e-3)
+
+
+def test_all_steps_are_more_than_any_budget_and_columns_of_times_are_exact() -> None:
+    recall, enwik8 = TABLES["recall-10"], TABLES["enwik8"]
+    made = [run_result(recall, recall.cells[0], 0.9), run_result(recall, recall.cells[0], 0.1, budget=10.0)]
+    assert [each.scores["test"] for each in results_of(made, recall, recall.cells[0])] == [0.9]
+    cell = enwik8.cells[0]
+    made = [run_result(enwik8, cell, 1.2, budget=cell.budget), run_result(enwik8, cell, 1.1, budget=1200.0)]
+    assert [each.scores["test"] for each in results_of(made, enwik8, cell)] == [1.2]
+
+
+def test_a_score_that_is_not_a_number_is_shown(tmp_path: Path, tiny: Table) -> None:
+    result = run_result(tiny, tiny.cells[0], 0.5, scores={"test": None})
+    write_result(result_path(tmp_path, tiny, tiny.cells[0], None, 0), result)
+    assert read_results(tmp_path) == [result]
+    assert "not finite" in write_report(tmp_path, tmp_path)[1].read_text(encoding="utf-8")
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -180,14 +219,16 @@ def test_the_page_needs_no_network_and_shows_what_was_not_run(tmp_path: Path, ti
     assert "tcnca train &lt;recipe&gt;" in text
     assert "<svg" in text
     lines = markdown_path.read_text(encoding="utf-8").splitlines()
-    assert any(re.match(r"\| TCNCA +\| 45\.6 \(50\.0; 12 steps, A <CPU>\) \|", line) for line in lines)
+    assert any(re.match(r"\| TCNCA +\| 45\.6 \(50\.0; 12 steps, A <CPU>, 2 threads\) \|", line) for line in lines)
+    # So do the paper's run times, none of which is measured.
+    assert any(re.match(r"\| TCNCA over MEGA by FFT .*\| 1\.373× +\| not run +\| not run", line) for line in lines)
     assert any(re.match(r"\| MEGA +\| – \(12\.5\) +\|", line) for line in lines)
     assert (tmp_path / "figures" / "tiny.svg").is_file()
     # Without the result, the cell says that it was not run, and there is no figure.
     for path in (tmp_path / "tiny").iterdir():
         path.unlink()
     text = write_report(tmp_path, tmp_path / "empty")[0].read_text(encoding="utf-8")
-    assert "not run" in text
+    assert "<span class='none'>not run</span>" in text
     assert "<svg" not in text
     assert "0 of 1" in text
 
@@ -240,16 +281,31 @@ def test_a_table_is_run_resumed_and_reported(tmp_path: Path, tiny: Table, monkey
     assert invoke(*words).exit_code == 0
     assert path.read_bytes() == before
     assert "1 done" in invoke("reproduce").output
+    # A run of another definition of the cell is neither taken for one of this, nor continued.
+    path.unlink()
+    (folder / "recipe.yaml").write_text(load_recipe("recall-small").override([*TINY, "lr=0.5"]).to_yaml())
+    assert invoke(*words, "--dry-run").output.startswith("outdated")
+    outdated = invoke(*words, "--resume")
+    assert outdated.exit_code == 1
+    assert "holds a run of another recipe" in outdated.output
+    assert not path.exists()
+    path.write_bytes(before)
     shown = invoke("report")
     assert shown.exit_code == 0
     assert shown.output.split() == ["results/report.html", "results/report.md"]
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
     for words, message in (
         (["reproduce", "figure-9"], "TABLE: expected one of recall-10"),
         (["reproduce", "lra", "--seeds", "a"], "--seeds: expected numbers"),
+        (["reproduce", "lra", "--seeds", "-1"], "--seeds: expected numbers"),
         (["reproduce", "lra", "--budget", "soon"], "--budget"),
+        (["reproduce", "speed", "--only", "tcnca"], "--only: expected names"),
+        (["reproduce", "recall-10", "--results", f"{file}/results"], "--results: "),
         (["report", str(tmp_path / "none")], "expected the folder that"),
     ):
         result = invoke(*words)

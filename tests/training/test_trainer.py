@@ -150,7 +150,10 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(checkpointing: bool, m
         torch.testing.assert_close(copied(x, return_state=False), plain(x, return_state=False))
 
 
-def test_kernels_are_compiled_in_the_background_without_changing_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_kernels_are_compiled_in_the_background_without_changing_the_run(
+    tmp_path: Path, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy of a layer runs forward and backward, with shapes of the first batch."""
     seen: list[tuple[bool, torch.Size]] = []
 
@@ -161,13 +164,16 @@ def test_kernels_are_compiled_in_the_background_without_changing_the_run(tmp_pat
     def preload(one: TinyTrainer) -> None:
         if one.state.step == 0:
             one.model.layers[0].register_forward_pre_hook(record)
-            one._preload_kernels(one._load_batches(0)[0]).join()
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "set_rng_state", lambda state: pytest.fail("the thread sets the random state"))
+                one._preload_kernels(one._load_batches(0)[0]).join()
 
-    one = TinyTrainer(tmp_path / "preloaded", recipe("model.dropout=0.1", "max_steps=3"))
+    changes = ("model.dropout=0.1", "max_steps=3", f"activation_checkpointing={checkpointing}")
+    one = TinyTrainer(tmp_path / "preloaded", recipe(*changes))
     one.before_step = preload
     one.fit()
     assert seen == [(False, torch.Size([*one._load_batches(0)[0].inputs.shape, one.model.config.d_model]))]
-    plain = fit(tmp_path / "plain", "model.dropout=0.1", "max_steps=3")
+    plain = fit(tmp_path / "plain", *changes)
     assert_same(weights(one.model), weights(plain.model))
 
 

@@ -237,6 +237,8 @@ def _goals() -> Iterator[Goal]:
 
 COMPARISONS = tuple(_comparisons())
 _GOALS = tuple(_goals())
+PUBLISHED = tuple(goal for goal in _GOALS if goal.paper is not None)
+"""What the paper reports."""
 
 
 def _compare(comparison: Comparison, report: Report) -> Iterator[Ratio]:

@@ -47,7 +47,7 @@ def reproduce(
         check_choice("TABLE", name, [*TABLES, SPEED, "all"])
     seconds = parse_duration("--budget", budget)
 
-    from tcnca.report.runs import run_cells, run_speed, select_runs
+    from tcnca.report.runs import is_measured, run_cells, run_speed, select_runs
 
     words = [word for word in only.split(",") if word.strip()]
     wanted = select_runs(
@@ -58,20 +58,24 @@ def reproduce(
             states = [run.state for run in wanted if run.table is table]
             counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
             typer.echo(f"{table.name:<10} {table.title}, {table.source}: {counts}")
-        measured = [suite for suite in SUITES if (results / SPEED / f"{suite}.json").is_file()]
+        measured = [suite for suite in SUITES if is_measured(results / SPEED / f"{suite}.json")]
         typer.echo(f"{SPEED:<10} Figure 2, and all run times: {len(measured)} of {len(SUITES)} benchmarks done")
         typer.echo("\nRun one with `tcnca reproduce NAME`; --dry-run prints its commands.")
         return
     if dry_run:
         for run in wanted:
             typer.echo(f"{run.state:<8} {shlex.join(['tcnca', *run.command(device)])}")
+        for suite in SUITES if SPEED in names and not words else ():
+            path = results / SPEED / f"{suite}.json"
+            command = shlex.join(["tcnca", "bench", suite, "--json", str(path)])
+            typer.echo(f"{'done' if is_measured(path) else 'waiting':<8} {command}")
         return
     console = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
     stopped, failed = "", list[str]()
     if wanted:
         with continue_with("continue with the same command and --resume"):
             stopped = run_cells(wanted, runs, console, resume=resume, jobs=jobs, device=device)
-    if SPEED in names and not stopped:
+    if SPEED in names and not stopped and not words:
         failed = run_speed(results, console, device)
     if stopped:
         typer.echo(f"stopped by {stopped}; nothing is lost, continue with the same command and --resume")
@@ -85,9 +89,12 @@ def reproduce(
 
 def _parse_seeds(text: str) -> list[int]:
     try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"--seeds: expected numbers such as 0,1,2, got {text!r}") from error
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = [-1]
+    if min(found) < 0:
+        raise ConfigError(f"--seeds: expected numbers such as 0,1,2, got {text!r}")
+    return found
 
 
 def report(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tcnca.bench.report import Ratio, Report, format_sizes, read_json
+from tcnca.bench.report import MODES, PUBLISHED, Report, format_sizes, read_json
 from tcnca.errors import ConfigError
 from tcnca.files import atomic_write
-from tcnca.report.results import RunResult, read_results, results_of, speed_paths
+from tcnca.report.results import RunResult, describe_hardware, read_results, results_of, speed_paths
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
 from tcnca.training.report import GRAY, STYLE, duration, markdown_table
 
@@ -45,22 +46,20 @@ class Value(NamedTuple):
     """Mean over seeds."""
     spread: float | None
     """Standard deviation over seeds, if there are several."""
-    seeds: int
     cost: str
-    """What a run was given: time or steps, and the hardware."""
+    """What a run was given: time or steps, and the machine; and the number of seeds if there are several."""
     runnable: bool
 
 
 def cell_value(table: Table, cell: Cell, results: Sequence[RunResult]) -> Value:
     """Return what the report shows of a cell."""
     found = [each for each in results_of(results, table, cell) if "test" in each.scores]
-    scores = [table.scale * each.scores["test"] for each in found]
+    scores = [math.nan if (score := each.scores["test"]) is None else table.scale * score for each in found]
     return Value(
         paper=cell.paper,
         ours=statistics.fmean(scores) if scores else None,
         spread=statistics.stdev(scores) if len(scores) > 1 else None,
-        seeds=len(scores),
-        cost=f"{found[0].cost}, {_hardware(found[0].hardware)}" if found else "",
+        cost=(f"mean of {len(found)} seeds, " if found[1:] else "") + found[0].cost if found else "",
         runnable=bool(cell.recipe),
     )
 
@@ -68,8 +67,7 @@ def cell_value(table: Table, cell: Cell, results: Sequence[RunResult]) -> Value:
 def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     """Write `report.html` and `report.md` from the results in a folder. Returns both paths."""
     results = read_results(folder)
-    speed = [read_json(path) for path in speed_paths(folder)]
-    sources = {id(report): path for report, path in zip(speed, speed_paths(folder), strict=True)}
+    speed = {_relative(path, out): read_json(path) for path in speed_paths(folder)}
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for table in TABLES.values():
@@ -77,8 +75,8 @@ def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
         if picture is not None:
             pictures[table.name] = picture
             atomic_write(out / FIGURES / f"{table.name}.svg", picture)
-    atomic_write(out / MARKDOWN, _markdown(results, speed, sources, pictures, folder, out))
-    atomic_write(out / HTML, _html(results, speed, sources, pictures, folder, out))
+    atomic_write(out / MARKDOWN, _markdown(results, speed, pictures))
+    atomic_write(out / HTML, _html(results, speed, pictures))
     return out / HTML, out / MARKDOWN
 
 
@@ -91,9 +89,7 @@ def summary(results: Sequence[RunResult]) -> str:
             values = {}
             for family, rows in families.items():
                 cells = [cell for cell in table.cells if cell.column == column and cell.row in rows]
-                values[family] = (
-                    cell_value(table, cells[0], results) if cells else Value(None, None, None, 0, "", False)
-                )
+                values[family] = cell_value(table, cells[0] if cells else _NO_CELL, results)
             if table.name == "attention" or not any(value.runnable for value in values.values()):
                 continue
             papers = [_number(table, values[family].paper) for family in ("TCNCA", "MEGA")]
@@ -123,7 +119,13 @@ def fill_summary(path: Path, folder: Path) -> bool:
 def _number(table: Table, value: float | None) -> str:
     if value is None:
         return _NONE
-    return f"{value:.1f}" if table.higher_is_better else f"{value:.4f}".rstrip("0")
+    if table.higher_is_better:
+        return f"{value:.1f}" if round(value, 1) == round(value, 2) else f"{value:.2f}"
+    return f"{value:.4f}".rstrip("0").rstrip(".")
+
+
+def _score(table: Table, score: float | None) -> str:
+    return "not finite" if score is None else _ours(table, Value(None, table.scale * score, None, "", True), "")
 
 
 def _ours(table: Table, value: Value, missing: str) -> str:
@@ -134,11 +136,6 @@ def _ours(table: Table, value: Value, missing: str) -> str:
     return f"{value.ours:.{digits}f}{spread}"
 
 
-def _hardware(hardware: dict[str, str | int | float]) -> str:
-    name, count = str(hardware.get("name", "")), hardware.get("count", 1)
-    return f"{count} × {name}" if isinstance(count, int) and count > 1 else name
-
-
 def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path, out)).as_posix()
 
@@ -147,8 +144,8 @@ def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]
     """Yield a line for each result of a table, also of those that its cells do not show."""
     for each in results:
         if each.table == table.name:
-            shown = [_number(table, table.scale * score) for score in each.scores.values()]
-            more = [f"{name} {_number(table, table.scale * score)}" for name, score in each.evaluations.items()]
+            shown = [_score(table, score) for score in each.scores.values()]
+            more = [f"{name} {_score(table, score)}" for name, score in each.evaluations.items()]
             yield [
                 each.row,
                 each.column,
@@ -160,8 +157,8 @@ def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]
                 _NONE if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
                 f"{each.parameters:,}",
                 _NONE if each.memory_gib is None else f"{each.memory_gib:.1f}",
-                _hardware(each.hardware),
-                (each.commit or _NONE)[:12],
+                each.cost,
+                ", ".join(commit[:12] for commit in each.commits) or _NONE,
                 each.command,
             ]
 
@@ -177,24 +174,31 @@ _RUN_TITLES = [
     "tokens/s",
     "parameters",
     "GiB",
-    "hardware",
+    "given",
     "commit",
     "command",
 ]
 
 
-def _speed_rows(report: Report) -> list[list[str]]:
-    ratios: list[Ratio] = [ratio for ratio in report.ratios if ratio.paper is not None]
-    return [
-        [ratio.title, format_sizes(ratio.sizes), ratio.phase, ratio.mode, f"{ratio.paper:g}×", f"{ratio.value:.2f}×"]
-        for ratio in ratios
-    ]
+def _speed_rows(reports: Sequence[Report]) -> list[list[str]]:
+    """Return a line for each number of the paper, with ours as a CUDA graph and as called."""
+    rows = []
+    for goal in PUBLISHED:
+        ours = dict.fromkeys(MODES, "not run")
+        machines = []
+        for report in reports:
+            for ratio in report.ratios:
+                if (ratio.title, ratio.phase) == (goal.title, goal.phase) and goal.sizes.items() <= ratio.sizes.items():
+                    ours[ratio.mode] = f"{ratio.value:.2f}×"
+                    machines.append(describe_hardware(report.hardware))
+        machine = ", ".join(dict.fromkeys(machines)) or _NONE
+        rows.append([goal.title, format_sizes(goal.sizes), goal.phase, f"{goal.paper:g}×", *ours.values(), machine])
+    return rows
 
 
-_SPEED_TITLES = ["what", "sizes", "phase", "mode", "paper (V100)", "ours"]
-_SPEED_ABOUT = (
-    "Ratios of run times; above 1 the first of the two is faster. `graph` replays a CUDA graph, `eager` is as called."
-)
+_SPEED_TITLES = ["what", "sizes", "phase", "paper (V100)", "ours, CUDA graph", "ours, as called", "machine"]
+_ENDED = {False: "", True: " (stopped before its end)"}
+_SPEED_ABOUT = "Ratios of run times; above 1 the first of the two is faster."
 
 
 def _intro(results: Sequence[RunResult]) -> str:
@@ -210,14 +214,7 @@ def _intro(results: Sequence[RunResult]) -> str:
 # Markdown
 
 
-def _markdown(
-    results: Sequence[RunResult],
-    speed: Sequence[Report],
-    sources: dict[int, Path],
-    pictures: dict[str, str],
-    folder: Path,
-    out: Path,
-) -> str:
+def _markdown(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict[str, str]) -> str:
     parts = ["# The paper's results and ours", _intro(results)]
     for table in TABLES.values():
         parts += [
@@ -233,14 +230,10 @@ def _markdown(
             parts.append(f"![{table.title}: ours and the paper's]({FIGURES}/{table.name}.svg)")
         if runs := list(_all_runs(table, results)):
             parts += ["All runs:", markdown_table(_RUN_TITLES, [[*line[:-1], f"`{line[-1]}`"] for line in runs])]
-    parts += ["## Speed", _SPEED_ABOUT if speed else "Not measured yet: `tcnca reproduce speed`."]
-    for report in speed:
-        path = _relative(sources[id(report)], out)
-        parts += [f"`{report.command}`, {_hardware(report.hardware)}, [all numbers]({path}):"]
-        parts += [markdown_table(_SPEED_TITLES, _speed_rows(report))]
-    parts += [
-        f"Results: {_relative(folder, out)}. Repeat a table with `tcnca reproduce NAME`: {', '.join(TABLES)}, speed."
-    ]
+    parts += ["## Speed", _SPEED_ABOUT, markdown_table(_SPEED_TITLES, _speed_rows(list(speed.values())))]
+    files = [f"- [{path}]({path}): `{report.command}`{_ENDED[report.interrupted]}" for path, report in speed.items()]
+    parts += ["\n".join(files)] if files else []
+    parts += [f"Repeat a table with `tcnca reproduce NAME`: {', '.join([*TABLES, SPEED])}."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -255,14 +248,7 @@ def _markdown_cell(table: Table, cell: Cell, results: Sequence[RunResult]) -> st
 # HTML
 
 
-def _html(
-    results: Sequence[RunResult],
-    speed: Sequence[Report],
-    sources: dict[int, Path],
-    pictures: dict[str, str],
-    folder: Path,
-    out: Path,
-) -> str:
+def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict[str, str]) -> str:
     parts = [f"<h1>The paper's results and ours</h1><p>{html.escape(_intro(results))}</p>"]
     for table in TABLES.values():
         about = f"{table.source} of the paper. {table.about}"
@@ -280,13 +266,11 @@ def _html(
             ]
             inner = _html_table(_RUN_TITLES, lines)
             parts.append(f"<details><summary>All {len(runs)} runs</summary><div class='wide'>{inner}</div></details>")
-    text = _SPEED_ABOUT if speed else "Not measured yet: `tcnca reproduce speed`."
-    parts.append(f"<h2 id='speed'>Speed</h2><p>{_code(text)}</p>")
-    for report in speed:
-        path = html.escape(_relative(sources[id(report)], out))
-        command, machine = html.escape(report.command), html.escape(_hardware(report.hardware))
-        parts.append(f"<p><code>{command}</code>, {machine}, <a href='{path}'>all numbers</a></p>")
-        parts.append(_html_table(_SPEED_TITLES, [[html.escape(text) for text in line] for line in _speed_rows(report)]))
+    rows = [[html.escape(text) for text in line] for line in _speed_rows(list(speed.values()))]
+    parts.append(f"<h2 id='speed'>Speed</h2><p>{_SPEED_ABOUT}</p>{_html_table(_SPEED_TITLES, rows)}")
+    for path, report in speed.items():
+        link, command = html.escape(path), html.escape(report.command)
+        parts.append(f"<p><a href='{link}'>{link}</a>: <code>{command}</code>{_ENDED[report.interrupted]}</p>")
     names = ", ".join([*TABLES, SPEED])
     parts.append(f"<p>Repeat a table with <code>tcnca reproduce NAME</code>: {html.escape(names)}.</p>")
     head = f"<meta charset='utf-8'><title>TCNCA: the paper's results and ours</title><style>{_STYLE}</style>"
@@ -364,9 +348,8 @@ def _figure(table: Table, values: dict[Cell, Value], results: Sequence[RunResult
         for row in drawn:
             cell = next(cell for cell in table.cells if (cell.row, cell.column) == (row, column))
             for result in results_of(results, table, cell):
-                points = [
-                    (time / 60, table.scale * score) for _, time, score in result.curve if time is not None and score
-                ]
+                known = [(time, score) for _, time, score in result.curve if time is not None and score is not None]
+                points = [(time / 60, table.scale * score) for time, score in known]
                 if points:
                     axes.plot(*zip(*points, strict=True), color=colors[row], marker="o", markersize=1.5, linewidth=1)
                     lows += [score for _, score in points[len(points) // 4 :]]

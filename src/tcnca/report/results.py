@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcnca.config import NonNegativeFloat, NonNegativeInt, Seed
-from tcnca.errors import TrainingError
+from tcnca.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from tcnca.errors import TrainingError, plural
 from tcnca.files import atomic_write, read_json, to_json
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
-from tcnca.training import evaluate_run
+from tcnca.training import Recipe, evaluate_run, load_recipe
 from tcnca.training.comparison import ComparedRun
 from tcnca.training.logger import read_log
-from tcnca.training.provenance import Budget, read_launches
+from tcnca.training.provenance import RECIPE, Budget, read_launches
 from tcnca.training.report import duration, read_result
 
 
@@ -28,16 +31,18 @@ class RunResult:
     recipe: str
     changes: list[str]
     """Changes to the recipe, as the cell has them."""
+    settings: dict[str, Any]
+    """The whole recipe of the run, with these changes."""
     seed: Seed
     budget: Budget | None
     """Seconds to train; None if the number of steps ended the run."""
     command: str
     """Command that repeats the run."""
-    scores: dict[str, float]
-    """Final score on each split."""
+    scores: dict[str, float | None]
+    """Final score on each split; None if it is not a number."""
     answers: dict[str, NonNegativeInt]
     """Answers that each score is the mean of."""
-    evaluations: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluations: dict[str, float | None] = dataclasses.field(default_factory=dict)
     """Scores on test, measured in other ways."""
     steps: NonNegativeInt
     tokens: NonNegativeInt
@@ -48,16 +53,31 @@ class RunResult:
     parameters: NonNegativeInt
     curve: list[list[float | None]] = dataclasses.field(default_factory=list)
     """Step, seconds and score of each validation during training, on the part of the split that they have in common."""
-    hardware: dict[str, str | int | float]
+    jobs: PositiveInt = 1
+    """Runs that shared the machine."""
+    hardware: list[dict[str, str | int | float]]
+    """Devices of the run, of each launch with others than before."""
     versions: dict[str, str]
-    commit: str | None
+    """Versions of Python and of the libraries that compute, at the first launch."""
+    commits: list[str]
+    """Commits of the library's source, of each launch with another than before; empty for an installed library."""
     started: str
     """Start of the run, in UTC."""
 
     @property
     def cost(self) -> str:
-        """What the run was given, as text: its time or its steps."""
-        return duration(self.budget) if self.budget is not None else f"{self.steps:,} steps"
+        """What the run was given, as text: its time or its steps, and the machine."""
+        given = duration(self.budget) if self.budget is not None else f"{self.steps:,} steps"
+        shared = f", {self.jobs} runs at a time" if self.jobs > 1 else ""
+        return f"{given}, {' and '.join(map(describe_hardware, self.hardware))}{shared}"
+
+
+def describe_hardware(hardware: dict[str, str | int | float]) -> str:
+    """Return the device of a run or a benchmark as text."""
+    count, threads = hardware.get("count", 1), hardware.get("threads", hardware.get("cores"))
+    several = f"{count} × " if isinstance(count, int) and count > 1 else ""
+    shown = f", {plural(threads, 'thread')}" if hardware.get("device") == "cpu" and isinstance(threads, int) else ""
+    return f"{several}{hardware.get('name', 'unknown')}{shown}"
 
 
 def result_path(folder: Path, table: Table, cell: Cell, budget: float | None, seed: int) -> Path:
@@ -66,7 +86,22 @@ def result_path(folder: Path, table: Table, cell: Cell, budget: float | None, se
     return folder / table.name / f"{cell.name}{time}{f',seed={seed}' if seed else ''}.json"
 
 
-def collect(table: Table, cell: Cell, run: Path, device: str | None = None) -> RunResult:
+@functools.cache
+def cell_recipe(cell: Cell, seed: int, device: str) -> Recipe:
+    """Return the recipe of a run of a cell on `cpu` or `cuda`."""
+    changes = [*cell.changes, *([f"batch.seed={seed}"] if seed else [])]
+    return load_recipe(cell.recipe).override(changes).for_device(device)
+
+
+def is_current(result: RunResult, cell: Cell) -> bool:
+    """Return whether a result is of the cell as it is defined now, and of its recipe as it is now."""
+    if (result.row, result.column, result.recipe) != (cell.row, cell.column, cell.recipe):
+        return False
+    device = str(result.hardware[0].get("device"))
+    return Recipe.from_dict(result.settings) == cell_recipe(cell, result.seed, device)
+
+
+def collect(table: Table, cell: Cell, run: Path, *, device: str | None = None, jobs: int = 1) -> RunResult:
     """Read the result of a finished run from its directory, and measure its model in the table's other ways."""
     result, launches, lines = read_result(run), read_launches(run), read_log(run)
     if result is None or not launches:
@@ -84,12 +119,13 @@ def collect(table: Table, cell: Cell, run: Path, device: str | None = None) -> R
         column=cell.column,
         recipe=cell.recipe,
         changes=list(cell.changes),
+        settings=load_recipe(str(run / RECIPE)).to_dict(),
         seed=first.seed,
         budget=first.budget,
         command=first.command,
-        scores={split: score.value for split, score in result.scores.items()},
+        scores={split: _finite(score.value) for split, score in result.scores.items()},
         answers={split: score.count for split, score in result.scores.items()},
-        evaluations=evaluations,
+        evaluations={name: _finite(score) for name, score in evaluations.items()},
         steps=result.step,
         tokens=result.tokens,
         seconds=round(result.seconds, 1),
@@ -97,11 +133,16 @@ def collect(table: Table, cell: Cell, run: Path, device: str | None = None) -> R
         memory_gib=None if result.memory_gib is None else round(result.memory_gib, 2),
         parameters=result.parameters,
         curve=[[int(step), round(float(time), 1), round(float(score), 5)] for step, time, score in validations],
-        hardware=first.hardware,
+        jobs=jobs,
+        hardware=[hardware for hardware, _ in itertools.groupby(launch.hardware for launch in launches)],
         versions=first.versions,
-        commit=first.commit,
+        commits=[commit for commit, _ in itertools.groupby(launch.commit for launch in launches) if commit],
         started=first.started,
     )
+
+
+def _finite(score: float) -> float | None:
+    return score if math.isfinite(score) else None
 
 
 def write_result(path: Path, result: RunResult) -> None:
@@ -129,17 +170,18 @@ def speed_paths(folder: Path) -> list[Path]:
 
 
 def results_of(results: Sequence[RunResult], table: Table, cell: Cell) -> list[RunResult]:
-    """Return the results of a cell as it is defined now: of the largest budget, one for each seed."""
+    """Return the results of a cell as it is defined now: one for each seed, with the largest budget on one machine.
 
-    def cost(result: RunResult) -> tuple[float, Any]:
-        return result.budget or 0.0, result.started
+    A run without a budget, which takes all its steps, counts as the largest.
+    """
 
-    found = [
-        result
-        for result in results
-        if (result.table, result.row, result.column) == (table.name, cell.row, cell.column)
-        and (result.recipe, tuple(result.changes)) == (cell.recipe, cell.changes)
-    ]
-    most = max((result.budget or 0.0 for result in found), default=0.0)
-    latest = {result.seed: result for result in sorted(found, key=cost) if (result.budget or 0.0) == most}
+    def cost(result: RunResult) -> tuple[float, str]:
+        return math.inf if result.budget is None else result.budget, result.started
+
+    found = [result for result in results if result.table == table.name and is_current(result, cell)]
+    if table.fixed_budgets:
+        found = [result for result in found if result.budget == cell.budget]
+    best = max(found, key=cost, default=None)
+    same = [each for each in found if best and (each.budget, each.cost) == (best.budget, best.cost)]
+    latest = {result.seed: result for result in sorted(same, key=cost)}
     return [latest[seed] for seed in sorted(latest)]

@@ -6,25 +6,29 @@ A run has a directory, as `tcnca train` writes it; a result is a small file, whi
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
-from tcnca.errors import ConfigError, format_score, plural
-from tcnca.files import LOCK, disk_errors, file_lock
-from tcnca.report.results import collect, read_run_result, result_path, write_result
+from tcnca.bench.report import read_json
+from tcnca.errors import ConfigError, TcncaError, format_score, plural
+from tcnca.files import LOCK, check_no_links, file_lock
+from tcnca.report.results import cell_recipe, collect, is_current, read_run_result, result_path, write_result
 from tcnca.report.tables import SPEED, SUITES, TABLES, Cell, Table
 from tcnca.training.distributed import check_device
-from tcnca.training.provenance import RECIPE
+from tcnca.training.provenance import RECIPE, read_launches
+from tcnca.training.recipe import load_recipe
 from tcnca.training.report import read_result
 from tcnca.training.sweeps.results import FAILED, LOG, read_end
 from tcnca.training.sweeps.runner import run_jobs
 
-State = Literal["done", "collect", "stopped", "waiting"]
+State = Literal["done", "collect", "stopped", "waiting", "outdated"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +47,22 @@ class CellRun:
 
     @property
     def state(self) -> State:
-        """`done`, `stopped`, `waiting`, or `collect` if the run is finished and its result is not written yet."""
+        """What is there of it.
+
+        `done`, `stopped`, `waiting`, `collect` if the run is finished and its result is not written yet, or `outdated`
+        if the directory holds a run of another recipe, such as that of an earlier version of the table.
+        """
         if self.path.is_file():
             result = read_run_result(self.path)
-            if (result.recipe, tuple(result.changes)) == (self.cell.recipe, self.cell.changes):
+            if is_current(result, self.cell) and result.budget == self.budget:
                 return "done"
-        if read_result(self.folder) is not None:
-            return "collect"
-        return "stopped" if (self.folder / RECIPE).exists() else "waiting"
+        if not (self.folder / RECIPE).exists():
+            return "waiting"
+        recipes = [cell_recipe(self.cell, self.seed, device) for device in ("cpu", "cuda")]
+        launches = read_launches(self.folder)
+        if load_recipe(str(self.folder / RECIPE)) not in recipes or (launches and launches[0].budget != self.budget):
+            return "outdated"
+        return "stopped" if read_result(self.folder) is None else "collect"
 
     def command(self, device: str | None = None) -> list[str]:
         """Return the arguments of `tcnca` that train it."""
@@ -86,11 +98,13 @@ def select_runs(
         runs: folder of the run directories.
     """
     chosen = [TABLES[name] for name in tables if name != SPEED]
+    if budget is not None and (fixed := [table.name for table in chosen if table.fixed_budgets]):
+        raise ConfigError(f"--budget: expected none with {fixed[0]}, whose columns are times; choose them with --only")
     wanted = {word.strip().lower() for word in only}
     names = {kind: {name.lower() for table in chosen for name in getattr(table, kind)} for kind in ("rows", "columns")}
     if unknown := wanted - names["rows"] - names["columns"]:
-        known = sorted(names["rows"]) + sorted(names["columns"])
-        raise ConfigError(f"--only: expected names of rows and columns, {', '.join(known)}; got {', '.join(unknown)}")
+        known = ", ".join([*sorted(names["rows"]), *sorted(names["columns"])]) or "which speed does not have"
+        raise ConfigError(f"--only: expected names of rows and columns, {known}; got {', '.join(sorted(unknown))}")
     rows, columns = (names[kind] & wanted or names[kind] for kind in ("rows", "columns"))
     found = []
     for table in chosen:
@@ -128,10 +142,23 @@ def run_cells(
         The name of the signal that stopped the runs, if one did.
     """
     check_device(device)
-    runs.mkdir(parents=True, exist_ok=True)
-    with disk_errors(runs), file_lock(runs / LOCK):
+    for option, folder in (("--runs", runs), *(("--results", run.path.parent) for run in wanted)):
+        # Before hours of training.
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"{option}: {folder} cannot be written ({error.strerror})") from error
+    check_no_links(runs)
+    with file_lock(runs / LOCK):
         by_folder = {run.folder: run for run in wanted}
         states = {run.folder: run.state for run in wanted}
+        for folder, state in states.items():
+            if state == "outdated":
+                raise ConfigError(
+                    f"{folder}: holds a run of another recipe or budget, as the table was changed since; remove it, or "
+                    "choose another folder with --runs"
+                )
         stopped = [folder for folder, state in states.items() if state == "stopped"]
         if stopped and not resume:
             others = f" (one of {len(stopped)})" if stopped[1:] else ""
@@ -146,10 +173,14 @@ def run_cells(
                 last = read_end(folder / LOG).rstrip("\n").split("\n")[-1]
                 failed = last.startswith(FAILED)
                 return f"{last} (see {folder / LOG})" if failed else "stopped"
-            result = collect(run.table, run.cell, folder, device)
-            write_result(run.path, result)
-            scores = [f"{split} {format_score(score)}" for split, score in result.scores.items()]
-            return f"{', '.join([*scores, result.cost])}: {run.path}"
+            try:
+                result = collect(run.table, run.cell, folder, device=device, jobs=jobs)
+                write_result(run.path, result)
+            except (TcncaError, OSError) as error:
+                return f"trained, but without a result: {error}"  # the other runs go on
+            scores = {split: math.nan if score is None else score for split, score in result.scores.items()}
+            shown = [f"{split} {format_score(score)}" for split, score in scores.items()]
+            return f"{', '.join([*shown, result.cost])}: {run.path}"
 
         for folder, state in states.items():
             if state == "collect":
@@ -164,13 +195,18 @@ def run_cells(
         return run_jobs(waiting, finish, console, jobs=jobs, device=device)
 
 
+def is_measured(path: Path) -> bool:
+    """Return whether a benchmark was measured to its end."""
+    return path.is_file() and not read_json(path).interrupted
+
+
 def run_speed(results: Path, console: Console, device: str | None = None) -> list[str]:
     """Measure run times with `tcnca bench`, unless their files are there. Returns the benchmarks that failed."""
     failed = []
     (results / SPEED).mkdir(parents=True, exist_ok=True)
     for suite in SUITES:
         path = results / SPEED / f"{suite}.json"
-        if path.is_file():
+        if is_measured(path):
             console.print(f"{SPEED}, {suite}: {path} is there; remove it to measure again")
             continue
         arguments = ["bench", suite, "--json", str(path), *(["--device", device] if device else [])]

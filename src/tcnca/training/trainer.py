@@ -153,10 +153,11 @@ class Trainer:
         recipe, state, meter = self.recipe, self.state, Meter(self.dist, self.state.meter)
         started = saved = time.monotonic()
         earlier, first_step = state.seconds, state.step
-        with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool:
+        with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as stack:
             upcoming = pool.submit(self._load_batches, state.step)
             if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
-                self._preload_kernels(upcoming.result()[0])
+                # A process that ends while the thread computes may crash.
+                stack.callback(self._preload_kernels(upcoming.result()[0]).join)
             while True:
                 # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
                 now = time.monotonic()
@@ -187,6 +188,7 @@ class Trainer:
                 batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
                 meter.add(state.step, self._step(self._lr(progress), batches))
                 state.step += 1
+                stack.close()  # after the first step
                 if self.compiled and state.step - first_step <= _COMPILING_STEPS:
                     spent = torch.tensor(earlier + time.monotonic() - started, dtype=torch.float64)
                     state.compile_seconds += float(self.dist.all_reduce_max(spent)) - state.seconds
@@ -272,6 +274,7 @@ class Trainer:
         The thread runs a copy of the first layer, without dropout: random numbers belong to the first step.
         """
         device, layer = self.dist.device, copy.deepcopy(self.model.layers[0]).eval()
+        vars(layer).pop("forward", None)  # which recomputes activations, and sets the random state for that
         lengths = None if batch.lengths is None else batch.lengths.to(device)
         x = torch.zeros(*batch.inputs.shape[:2], self.model.config.d_model, device=device, requires_grad=True)
 

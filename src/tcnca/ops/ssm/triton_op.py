@@ -135,8 +135,9 @@ def _save_ssm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _ssm_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    found = _SSM_BACKWARD(g, *ctx.saved_tensors)
-    return *found[:3], None if ctx.saved_tensors[3] is None else found[3], None
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    found = _SSM_BACKWARD(g, *saved)
+    return *found[:3], None if saved[3] is None else found[3], None
 
 
 def _save_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,8 +146,9 @@ def _save_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _scan_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    found = _SCAN_BACKWARD(g, *ctx.saved_tensors, ctx.reverse)
-    return *found[:2], None if ctx.saved_tensors[2] is None else found[2], None, None
+    saved = ctx.saved_tensors
+    found = _SCAN_BACKWARD(g, *saved, ctx.reverse)
+    return *found[:2], None if saved[2] is None else found[2], None, None
 
 
 # Triton's interpreter runs the same kernels on the CPU, for tests.

@@ -316,8 +316,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gradients = _differentiable if torch.is_grad_enabled() else _BACKWARD
-    dx, dweight, dbias = gradients(dy, *ctx.saved_tensors, *ctx.settings)
-    return dx, dweight, None if ctx.saved_tensors[2] is None else dbias, *(None,) * 6
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    dx, dweight, dbias = gradients(dy, *saved, *ctx.settings)
+    return dx, dweight, None if saved[2] is None else dbias, *(None,) * 6
 
 
 def _differentiable(
