@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tcnca.bench.report import MODES, PUBLISHED, Report, format_sizes, read_json
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, plural
 from tcnca.files import atomic_write
 from tcnca.report.results import RunResult, describe_hardware, read_results, results_of, speed_paths
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
@@ -265,7 +265,9 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
                 [html.escape(text) for text in line[:-1]] + [f"<code>{html.escape(line[-1])}</code>"] for line in runs
             ]
             inner = _html_table(_RUN_TITLES, lines)
-            parts.append(f"<details><summary>All {len(runs)} runs</summary><div class='wide'>{inner}</div></details>")
+            parts.append(
+                f"<details><summary>{plural(len(runs), 'run')}</summary><div class='wide'>{inner}</div></details>"
+            )
     rows = [[html.escape(text) for text in line] for line in _speed_rows(list(speed.values()))]
     parts.append(f"<h2 id='speed'>Speed</h2><p>{_SPEED_ABOUT}</p>{_html_table(_SPEED_TITLES, rows)}")
     for path, report in speed.items():
@@ -342,6 +344,8 @@ def _figure(table: Table, values: dict[Cell, Value], results: Sequence[RunResult
     top.set_xticks(range(len(columns)), columns)
     top.set_ylabel("accuracy, %" if table.higher_is_better else table.metric, color=GRAY)
     top.grid(axis="y", alpha=0.25)
+    if table.higher_is_better:
+        top.set_ylim(top=min(top.get_ylim()[1], 101.0))
     for index, column in enumerate(columns):
         axes = figure.add_subplot(grid[1, index])
         lows = []
@@ -356,6 +360,8 @@ def _figure(table: Table, values: dict[Cell, Value], results: Sequence[RunResult
         if lows and not table.higher_is_better:
             margin = 0.05 * (max(lows) - min(lows)) or 0.01
             axes.set_ylim(min(lows) - margin, max(lows) + margin)
+        if table.higher_is_better:
+            axes.set_ylim(top=min(axes.get_ylim()[1], 101.0))
         axes.set_title(f"validation, {column}", loc="left", fontsize=9)
         axes.set_xlabel("minutes", color=GRAY)
         axes.set_xlim(left=0)
