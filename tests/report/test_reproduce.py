@@ -311,3 +311,10 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         result = invoke(*words)
         assert result.exit_code == 1
         assert message in result.output
+
+
+def test_the_report_is_up_to_date(tmp_path: Path) -> None:
+    """Otherwise run `tcnca report`."""
+    folder = Path(__file__).parents[2] / "results"
+    written = write_report(folder, tmp_path)[1].read_text(encoding="utf-8")
+    assert written == (folder / "report.md").read_text(encoding="utf-8")
