@@ -603,7 +603,7 @@ def _unknown(schema: _Schema, key: str) -> ConfigError:
 
 
 def closest(text: Any, known: Iterable[str]) -> str:
-    """Return the known name that a misspelt one, or one with its words in another order, can mean; or nothing."""
+    """Return the known name that a misspelled one, or one with its words in another order, can mean; or nothing."""
     # Comparing long texts takes long.
     if not isinstance(text, str) or len(text) > _MAX_KEY:
         return ""

@@ -144,6 +144,7 @@ def test_a_cell_shows_its_largest_budget_and_all_seeds(tmp_path: Path) -> None:
         run_result(table, cell, 0.6, budget=600.0, started="2026-01-02T00:00:00+00:00"),
         run_result(table, cell, 0.8, budget=600.0, seed=1),
         run_result(table, cell, 0.9, budget=900.0, settings={"optimizer": {"lr": 0.5}}),  # of an earlier recipe
+        run_result(table, cell, 0.9, budget=900.0, settings={"optimizer": {"speed": 0.5}}),  # with a key that is gone
         run_result(table, table.cells[1], 0.95, budget=900.0),
         run_result(table, cell, 0.99, budget=600.0, seed=2, hardware=[{"device": "cpu", "name": "Another"}]),
     ]

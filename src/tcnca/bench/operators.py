@@ -264,7 +264,7 @@ def published_bidirectional(x: Tensor, *parameters: Tensor) -> Tensor:
 
 
 def _ssm_cases(settings: Settings) -> Iterator[BenchCase]:
-    """Yield S4D's operator and the recurrence of S5 and the LRU, each by the library's backend and by another one."""
+    """Yield S4D's operator and the recurrence of S5 and the LRU, each by its fastest backend and by another one."""
     lengths, batches, channels, d_state = _SSM_SIZES if settings.on_gpu else _CPU_SSM_SIZES
     for batch in settings.batches or batches:
         for length in settings.lengths or lengths:

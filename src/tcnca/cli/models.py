@@ -96,7 +96,7 @@ def listed() -> str:
 
 def printed(name: str, changes: list[str]) -> str:
     """Return a recipe as YAML, with a comment for each key, and its whole model in comments."""
-    find(name)  # answers a misspelt name before PyTorch is imported
+    find(name)  # answers a misspelled name before PyTorch is imported
     from tcnca.training import load_recipe
 
     recipe = load_recipe(name).override(changes)

@@ -1,6 +1,6 @@
 """The built-in recipes and variants: their names, what they are, and how their YAML files are read.
 
-This package does not import PyTorch, so that the command line can list recipes, and answer a misspelt one, at once.
+This package does not import PyTorch, so that the command line can list recipes, and answer a misspelled one, at once.
 """
 
 from __future__ import annotations

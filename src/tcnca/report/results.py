@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tcnca.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
-from tcnca.errors import TrainingError, plural
+from tcnca.errors import ConfigError, TrainingError, plural
 from tcnca.files import atomic_write, read_json, to_json
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
 from tcnca.training import Recipe, evaluate_run, load_recipe
@@ -97,8 +97,11 @@ def is_current(result: RunResult, cell: Cell) -> bool:
     """Return whether a result is of the cell as it is defined now, and of its recipe as it is now."""
     if (result.row, result.column, result.recipe) != (cell.row, cell.column, cell.recipe):
         return False
-    device = str(result.hardware[0].get("device"))
-    return Recipe.from_dict(result.settings) == cell_recipe(cell, result.seed, device)
+    try:
+        settings = Recipe.from_dict(result.settings)
+    except ConfigError:
+        return False  # it has keys of an earlier version
+    return any(settings == cell_recipe(cell, result.seed, device) for device in ("cpu", "cuda"))
 
 
 def collect(table: Table, cell: Cell, run: Path, *, device: str | None = None, jobs: int = 1) -> RunResult:
