@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,26 @@ def test_values_of_the_paper_are_in_the_units_of_their_table() -> None:
         assert all(low <= value <= high for value in values)
 
 
+def test_averages_are_of_whole_rows(tmp_path: Path) -> None:
+    table = TABLES["lra"]
+    papers = {row: [cell.paper for cell in table.cells if cell.row == row] for row in table.rows}
+    for row, average in table.averages.items():
+        # The paper rounds both; its Transformer is 57.68.
+        assert statistics.fmean(value for value in papers[row] if value is not None) == pytest.approx(average, abs=0.1)
+    cells = [cell for cell in table.cells if cell.row == "TCNCA"]
+
+    def shown() -> str:
+        lines = write_report(tmp_path, tmp_path)[1].read_text(encoding="utf-8").splitlines()
+        row = next(line for line in lines if line.startswith("| TCNCA ") and line.count("|") == 9)
+        return row.split("|")[-2].strip()
+
+    for score, cell in enumerate(cells):
+        assert shown() == "not run (85.5)"
+        result = run_result(table, cell, score / 10, budget=cell.budget)
+        write_result(result_path(tmp_path, table, cell, cell.budget, 0), result)
+    assert shown() == "25.0 (85.5)"
+
+
 def test_runs_in_minutes_warm_up_alike() -> None:
     """With a budget, only the share of the warm-up in the steps matters."""
     for table in TABLES.values():
@@ -170,7 +191,9 @@ def test_a_score_that_is_not_a_number_is_shown(tmp_path: Path, tiny: Table) -> N
     result = run_result(tiny, tiny.cells[0], 0.5, scores={"test": None})
     write_result(result_path(tmp_path, tiny, tiny.cells[0], None, 0), result)
     assert read_results(tmp_path) == [result]
-    assert "not finite" in write_report(tmp_path, tmp_path)[1].read_text(encoding="utf-8")
+    text = write_report(tmp_path, tmp_path)[1].read_text(encoding="utf-8")
+    assert text.count("not finite") == 2  # in its cell and in the list of all runs
+    assert "| nan" not in text
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -64,6 +64,19 @@ def cell_value(table: Table, cell: Cell, results: Sequence[RunResult]) -> Value:
     )
 
 
+def _values(table: Table, results: Sequence[RunResult]) -> tuple[list[str], dict[str, list[Value]]]:
+    """Return the titles of a table's columns and the values of its rows, with their means if the paper has them."""
+    rows = {row: [cell_value(table, cell, results) for cell in table.cells if cell.row == row] for row in table.rows}
+    if not table.averages:
+        return table.columns, rows
+    for row, values in rows.items():
+        ours = [value.ours for value in values if value.ours is not None]
+        mean = statistics.fmean(ours) if len(ours) == len(values) else None
+        runnable = all(value.runnable for value in values)
+        values.append(Value(paper=table.averages.get(row), ours=mean, spread=None, cost="", runnable=runnable))
+    return [*table.columns, "average"], rows
+
+
 def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     """Write `report.html` and `report.md` from the results in a folder. Returns both paths."""
     results = read_results(folder)
@@ -125,12 +138,14 @@ def _number(table: Table, value: float | None) -> str:
 
 
 def _score(table: Table, score: float | None) -> str:
-    return "not finite" if score is None else _ours(table, Value(None, table.scale * score, None, "", True), "")
+    return _ours(table, Value(None, math.nan if score is None else table.scale * score, None, "", True), "")
 
 
 def _ours(table: Table, value: Value, missing: str) -> str:
     if value.ours is None:
         return missing if value.runnable else _NONE
+    if not math.isfinite(value.ours):
+        return "not finite"
     digits = 1 if table.higher_is_better else 4
     spread = "" if value.spread is None else f" ± {value.spread:.{digits}f}"
     return f"{value.ours:.{digits}f}{spread}"
@@ -221,11 +236,9 @@ def _markdown(results: Sequence[RunResult], speed: dict[str, Report], pictures: 
             f"## {table.title}",
             f"{table.source} of the paper. {table.about} Ours (the paper's; what ours was given).",
         ]
-        body = []
-        for row in table.rows:
-            cells = {cell.column: cell for cell in table.cells if cell.row == row}
-            body.append([row, *(_markdown_cell(table, cells[name], results) for name in table.columns)])
-        parts.append(markdown_table(["", *table.columns], body))
+        columns, rows = _values(table, results)
+        body = [[row, *(_markdown_cell(table, value) for value in values)] for row, values in rows.items()]
+        parts.append(markdown_table(["", *columns], body))
         if table.name in pictures:
             parts.append(f"![{table.title}: ours and the paper's]({FIGURES}/{table.name}.svg)")
         if runs := list(_all_runs(table, results)):
@@ -237,8 +250,7 @@ def _markdown(results: Sequence[RunResult], speed: dict[str, Report], pictures: 
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_cell(table: Table, cell: Cell, results: Sequence[RunResult]) -> str:
-    value = cell_value(table, cell, results)
+def _markdown_cell(table: Table, value: Value) -> str:
     notes = [_number(table, value.paper)] if value.paper is not None else []
     notes += [value.cost] if value.cost else []
     ours = _ours(table, value, "not run")
@@ -253,11 +265,9 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
     for table in TABLES.values():
         about = f"{table.source} of the paper. {table.about}"
         parts.append(f"<h2 id='{table.name}'>{html.escape(table.title)}</h2><p>{_code(about)}</p>")
-        body = []
-        for row in table.rows:
-            cells = {cell.column: cell for cell in table.cells if cell.row == row}
-            body.append([html.escape(row), *(_html_cell(table, cells[name], results) for name in table.columns)])
-        parts.append(_html_table(["", *table.columns], body))
+        columns, rows = _values(table, results)
+        body = [[html.escape(row), *(_html_cell(table, value) for value in values)] for row, values in rows.items()]
+        parts.append(_html_table(["", *columns], body))
         if table.name in pictures:
             parts.append(f"<figure>{pictures[table.name][pictures[table.name].index('<svg') :]}</figure>")
         if runs := list(_all_runs(table, results)):
@@ -268,8 +278,8 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
             parts.append(
                 f"<details><summary>{plural(len(runs), 'run')}</summary><div class='wide'>{inner}</div></details>"
             )
-    rows = [[html.escape(text) for text in line] for line in _speed_rows(list(speed.values()))]
-    parts.append(f"<h2 id='speed'>Speed</h2><p>{_SPEED_ABOUT}</p>{_html_table(_SPEED_TITLES, rows)}")
+    lines = [[html.escape(text) for text in line] for line in _speed_rows(list(speed.values()))]
+    parts.append(f"<h2 id='speed'>Speed</h2><p>{_SPEED_ABOUT}</p>{_html_table(_SPEED_TITLES, lines)}")
     for path, report in speed.items():
         link, command = html.escape(path), html.escape(report.command)
         parts.append(f"<p><a href='{link}'>{link}</a>: <code>{command}</code>{_ENDED[report.interrupted]}</p>")
@@ -286,8 +296,7 @@ def _code(text: str) -> str:
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
 
 
-def _html_cell(table: Table, cell: Cell, results: Sequence[RunResult]) -> str:
-    value = cell_value(table, cell, results)
+def _html_cell(table: Table, value: Value) -> str:
     notes = [f"paper {_number(table, value.paper)}"] if value.paper is not None else []
     notes += [html.escape(value.cost)] if value.cost else []
     missing = "<span class='none'>not run</span>"

@@ -60,7 +60,8 @@ class Table:
     """What to know about it."""
     evaluations: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Other ways to measure a trained model on test: names and changes."""
-
+    averages: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The paper's mean of a row, where it reports one."""
     fixed_budgets: bool = False
     """Whether the budget of a cell is what its column means, and cannot be another."""
 
@@ -142,6 +143,15 @@ _LRA_ROWS: dict[str, tuple[str, tuple[float | None, ...]]] = {
     "SGConv": ("sgconv", (61.4, 89.2, 91.1, 87.97, 95.4, 97.8)),
     "CDIL-CNN": ("cdil", (None, 87.6, 84.3, 64.5, 91.0, None)),
 }
+_LRA_AVERAGES = {
+    "TCNCA": 85.5,
+    "MEGA-chunk": 85.6,
+    "Transformer": 57.7,
+    "S4D": 85.2,
+    "S5": 87.8,
+    "LRU": 86.7,
+    "SGConv": 87.1,
+}
 _SHORT = ("optimizer=muon", "muon_lr=0.005", "muon_weight_decay=0.1", "max_steps=8000", "warmup_steps=200")
 """Changes to all recipes of Long-Range Arena, to train for minutes instead of hours. Of the steps only the share of the
 warm-up matters."""
@@ -165,6 +175,7 @@ def _arena() -> Table:
             "data`."
         ),
         cells=tuple(cells),
+        averages=_LRA_AVERAGES,
     )
 
 
