@@ -193,8 +193,9 @@ class TCN(Mixer):
             return_state=return_state,
             inplace=inplace,
         )
-        # Under autocast x and ω are wider than what the operator returns.
-        y = h if self.omega is None else (h + self.omega * x).to(h.dtype)
+        # Under autocast the operator rounds its input. So does the skip connection, since the norm before the mixer
+        # then has to write no more than that; the sum is as precise as ω.
+        y = h if self.omega is None else (h + self.omega * x.to(h.dtype)).to(h.dtype)
         return self.activation(y) if self.config.output == "activation" else y, new
 
     def initial_state(self, batch: int) -> TCNState:
