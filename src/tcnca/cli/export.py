@@ -1,4 +1,4 @@
-"""`tcnca export`: a trained model as an ONNX file, or as a folder with smaller weights and without checkpoints."""
+"""`tcnca export`: a trained model as an ONNX file, for Hugging Face, or as a folder of smaller weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tcnca import pretrained
-from tcnca.errors import ConfigError
+from tcnca.errors import ConfigError, format_score, plural
 
 if TYPE_CHECKING:
     from tcnca.export import Graph, OnnxExport
@@ -28,6 +28,13 @@ def export(
         Path | None,
         typer.Option(
             metavar="FOLDER", help="The folder to write: the model, and what `tcnca eval` needs, without checkpoints."
+        ),
+    ] = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder to write for Hugging Face: `AutoModelForCausalLM.from_pretrained(FOLDER)`.",
         ),
     ] = None,
     dtype: Annotated[
@@ -51,7 +58,7 @@ def export(
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file or model.")] = False,
 ) -> None:
-    """Write a trained model to an ONNX file, or to a folder that takes less space than a run.
+    """Write a trained model to an ONNX file, to a folder that takes less space than a run, or for Hugging Face.
 
     The ONNX file takes raw values, and is compared with PyTorch if ONNX Runtime is installed. Its metadata has what
     else a program needs: class names, byte map, shapes of the state.
@@ -59,18 +66,22 @@ def export(
     A folder is used like a run: `tcnca eval FOLDER`, `tcnca.load(FOLDER)`. With --dtype int8 it takes a quarter of the
     space, and the model is computed in float32 as before.
     """
-    if (onnx is None) == (model is None):
-        raise ConfigError(f"--onnx, --model: expected one of them, got {'neither' if onnx is None else 'both'}")
-    if onnx is not None:
-        if dtype is not None:
-            raise ConfigError("--dtype: expected it with --model, got --onnx, whose files are in float32; leave it out")
-        _export_onnx(run, onnx, step, length, batch_size, best, force)
-        return
-    assert model is not None
+    given = [name for name, value in {"--onnx": onnx, "--model": model, "--hf": hf}.items() if value is not None]
+    if len(given) != 1:
+        raise ConfigError(f"--onnx, --model, --hf: expected one of them, got {' and '.join(given) or 'none'}")
+    if dtype is not None and model is None:
+        raise ConfigError(
+            f"--dtype: expected it with --model, got {given[0]}, whose files are in float32; leave it out"
+        )
     for option, value in {"--step": step, "--length": length, "--batch-size": batch_size}.items():
-        if value is not None:
-            raise ConfigError(f"{option}: expected it with --onnx, got --model; leave it out")
-    _export_model(run, model, dtype, best, force)
+        if value is not None and onnx is None:
+            raise ConfigError(f"{option}: expected it with --onnx, got {given[0]}; leave it out")
+    if onnx is not None:
+        _export_onnx(run, onnx, step, length, batch_size, best, force)
+    elif model is not None:
+        _export_model(run, model, dtype, best, force)
+    elif hf is not None:
+        _export_hf(run, hf, best, force)
 
 
 def _export_onnx(
@@ -105,6 +116,37 @@ def _export_model(run: Path | None, folder: Path, dtype: SavedDtype | None, best
     typer.echo(f"wrote {folder}: {weights}, {size / 1e6:,.1f} MB in all")
     evaluated = f"tcnca eval {folder}, or in Python with " if (folder / RECIPE).is_file() else ""
     typer.echo(f'use it like a run: {evaluated}tcnca.load("{folder}")')
+
+
+def _export_hf(run: Path | None, folder: Path, best: bool, force: bool) -> None:
+    from tcnca.inference import load
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not force:
+        raise ConfigError(f"--hf: expected a new or empty folder, got {folder}, which exists; --force writes into it")
+    try:
+        from tcnca.hf import save_pretrained
+    except ImportError as error:
+        raise ConfigError(f"--hf: {error}") from error
+    save_pretrained(load(run, best=best), folder, about=_describe_training(run))
+    typer.echo(f"wrote {folder}: the model, its tokenizer and a model card (README.md)")
+    typer.echo(f'use it: import tcnca.hf, then transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+
+
+def _describe_training(run: Path | None) -> str:
+    """Return how a run was trained and what it scored, for a model card; nothing is known of other models."""
+    from tcnca.training.provenance import read_launches
+    from tcnca.training.report import read_result
+
+    folder = pretrained.FOLDER if run is None else run
+    launches, result = read_launches(folder), read_result(folder)
+    if result is None:
+        return ""
+    scores = ", ".join(f"{split} {format_score(score.value)}" for split, score in result.scores.items())
+    metric = next((f" ({score.metric})" for score in result.scores.values()), "")
+    how = f" with `{launches[0].command}`" if launches else ""
+    return (
+        f"Trained{how} on {result.source}, {plural(result.step, 'step')}, {result.tokens:,} tokens: {scores}{metric}."
+    )
 
 
 def _print(done: OnnxExport) -> None:
