@@ -69,11 +69,13 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 def test_the_demo_does_not_remove_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     FOLDER.mkdir(parents=True)
-    (FOLDER / "thesis.txt").write_text("mine", encoding="utf-8")
-    done = CliRunner().invoke(app, ["demo"])
-    assert done.exit_code == 1
-    assert "expected the run of an earlier demo" in done.output
-    assert (FOLDER / "thesis.txt").read_text(encoding="utf-8") == "mine"
+    for name in ("thesis.txt", ".gitignore"):
+        (FOLDER / name).write_text("mine", encoding="utf-8")
+        done = CliRunner().invoke(app, ["demo"])
+        assert done.exit_code == 1
+        assert "expected the run of an earlier demo" in done.output
+        assert (FOLDER / name).read_text(encoding="utf-8") == "mine"
+        (FOLDER / name).unlink()
 
 
 def test_an_active_run_keeps_its_directory() -> None:

@@ -278,9 +278,14 @@ def test_mistakes_of_export_are_answered(trained: Path, tmp_path: Path) -> None:
     export_model(trained, tmp_path / "model")
     model = ("--model", tmp_path / "new")
     for arguments, message in (
-        ((), "--onnx, --model: expected one of them, got neither"),
-        (("--onnx", tmp_path / "a.onnx", *model), "--onnx, --model: expected one of them, got both"),
+        ((), "--onnx, --model, --hf: expected one of them, got none"),
+        (
+            ("--onnx", tmp_path / "a.onnx", *model),
+            "--onnx, --model, --hf: expected one of them, got --onnx and --model",
+        ),
         (("--onnx", tmp_path / "a.onnx", "--dtype", "int8"), "--dtype: expected it with --model"),
+        (("--hf", tmp_path / "hf", "--dtype", "int8"), "--dtype: expected it with --model, got --hf"),
+        (("--hf", tmp_path / "hf", "--length", 3), "--length: expected it with --onnx, got --hf"),
         ((*model, "--length", 3), "--length: expected it with --onnx"),
         ((*model, "--sequence"), "--step: expected it with --onnx"),
         (("--model", tmp_path / "full"), f"{tmp_path}/full: expected a new folder for the model, got one with 'thesis"),

@@ -9,6 +9,7 @@ import torch
 
 import tcnca
 from tcnca import ConfigError, InputError, StateError
+from tcnca.ops import tcn
 from tests.comparison import assert_close
 
 MIXERS = pytest.mark.parametrize(
@@ -127,3 +128,15 @@ def test_autocast_keeps_the_dtype_of_the_operator(layer: Any) -> None:
         y = layer(x)
     assert y.dtype == torch.bfloat16
     assert_close(y, layer(x.float()))
+
+
+@torch.no_grad()
+def test_the_skip_connection_of_a_tcn_rounds_as_its_operator() -> None:
+    layer, x = tcnca.TCN(8), torch.randn(2, 40, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        h, _ = tcn(x, layer.weight, 8, activation="none", residual=False)
+    assert h.dtype == torch.bfloat16
+    assert layer.omega is not None
+    assert torch.equal(y, (h + layer.omega * x.bfloat16()).bfloat16())
+    assert not torch.equal(y, (h + layer.omega * x).bfloat16())

@@ -109,8 +109,10 @@ def test_averages_are_of_whole_rows(tmp_path: Path) -> None:
     table = TABLES["lra"]
     papers = {row: [cell.paper for cell in table.cells if cell.row == row] for row in table.rows}
     for row, average in table.averages.items():
-        # The paper rounds both; its Transformer is 57.68.
-        assert statistics.fmean(value for value in papers[row] if value is not None) == pytest.approx(average, abs=0.1)
+        # The paper rounds both.
+        assert statistics.fmean(value for value in papers[row] if value is not None) == pytest.approx(
+            average, abs=0.051
+        )
     cells = [cell for cell in table.cells if cell.row == "TCNCA"]
 
     def shown() -> str:

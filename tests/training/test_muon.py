@@ -48,6 +48,9 @@ def test_matrices_of_any_precision(dtype: torch.dtype) -> None:
     for _ in range(2):
         matrix.grad = torch.randn_like(matrix)
         optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    matrix.grad = torch.randn_like(matrix)
+    optimizer.step()
     assert matrix.dtype == dtype
     assert optimizer.state[matrix]["mean_square"].dtype == torch.promote_types(dtype, torch.float32)
     assert torch.isfinite(matrix).all()

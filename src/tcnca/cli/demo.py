@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 NAME = "recall-small"
 FOLDER = Path("runs") / "demo"
 _FILES = (
-    r"\..+|recipe\.yaml|provenance\.json|log\.jsonl|tensorboard|checkpoints|curves\.png|model\.safetensors|config\.json"
-    r"|report\.md|result\.json|eval-.+\.json"
+    r"\.lock|\.?(recipe\.yaml|provenance\.json|log\.jsonl|tensorboard|checkpoints|curves\.png|model\.safetensors"
+    r"|config\.json|report\.md|result\.json|eval-.+\.json)"
 )
-"""Names of what a run leaves."""
+"""Names of what a run leaves; a file that is being written begins with a dot."""
 PROMPT = "The history of "
 MAX_TOKENS = 300
 TEMPERATURE = 0.8

@@ -72,9 +72,10 @@ def export_model(
     # Read and written, not copied: a run from elsewhere can have anything under these names.
     recipe = load_recipe(str(run / RECIPE)).override({"data.folder": None}) if (run / RECIPE).is_file() else None
     result, lines = read_result(run), read_log(run) if (run / LOG).is_file() else []
-    save(model, folder, dtype)
-    for path in (folder / RECIPE, folder / RESULT, folder / LOG, *folder.glob(_EVALUATIONS)):  # of another model
+    # Those of another model, before its weights: a model without scores is better than one with those of another.
+    for path in (folder / RECIPE, folder / RESULT, folder / LOG, *folder.glob(_EVALUATIONS)):
         path.unlink(missing_ok=True)
+    save(model, folder, dtype)
     if recipe is not None:
         atomic_write(folder / RECIPE, recipe.to_yaml())
     if result is not None:

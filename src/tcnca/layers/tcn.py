@@ -193,8 +193,7 @@ class TCN(Mixer):
             return_state=return_state,
             inplace=inplace,
         )
-        # Under autocast the operator rounds its input. So does the skip connection, since the norm before the mixer
-        # then has to write no more than that; the sum is as precise as ω.
+        # Round x as the operator does under autocast, so that a compiled norm before it writes half the bytes.
         y = h if self.omega is None else (h + self.omega * x.to(h.dtype)).to(h.dtype)
         return self.activation(y) if self.config.output == "activation" else y, new
 

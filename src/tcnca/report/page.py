@@ -155,6 +155,12 @@ def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path, out)).as_posix()
 
 
+def _short_commit(commit: str) -> str:
+    """Return the first digits of a commit, and `+changes` if the source had changes that were not committed."""
+    name, plus, changes = commit.partition("+")
+    return name[:12] + plus + changes
+
+
 def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]:
     """Yield a line for each result of a table, also of those that its cells do not show."""
     for each in results:
@@ -173,7 +179,7 @@ def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]
                 f"{each.parameters:,}",
                 _NONE if each.memory_gib is None else f"{each.memory_gib:.1f}",
                 each.cost,
-                ", ".join(commit[:12] for commit in each.commits) or _NONE,
+                ", ".join(map(_short_commit, each.commits)) or _NONE,
                 each.command,
             ]
 

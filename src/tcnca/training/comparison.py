@@ -55,7 +55,9 @@ class ComparedRun:
     def seconds_to(self, score: float) -> float | None:
         """Return the time of the first validation that is at least as good as `score`."""
         _, seconds, scores = self.validations()
-        reached = seconds[scores >= score if self.metric == "accuracy" else scores <= score]
+        known = self.result.scores.values() if self.result is not None else ()
+        higher_is_better = next((each.higher_is_better for each in known), self.metric == "accuracy")
+        reached = seconds[scores >= score if higher_is_better else scores <= score]
         return float(reached[0]) if len(reached) else None
 
 

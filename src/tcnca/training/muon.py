@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _update(self, group: dict[str, Any], matrices: list[Tensor], parts: list[list[int]]) -> None:
         gradients = [_local(matrix.grad) for matrix in matrices]
-        momenta = [_local(self._state("momentum", matrix, matrix)) for matrix in matrices]
+        momenta = [_local(self._state("momentum", matrix, matrix.dtype)) for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(gradients, momenta, group["momentum"])
         whole = [_gather(rows, matrix) for rows, matrix in zip(nesterov, matrices, strict=True)]
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         squares = list[Tensor]()
         if group["beta2"] is not None:
             precise = torch.promote_types(whole[0].dtype, torch.float32)
-            states = [self._state("mean_square", matrix, matrix[:, :1].to(precise)) for matrix in matrices]
+            states = [self._state("mean_square", matrix, precise, columns=1) for matrix in matrices]
             gathered = [_gather(_local(state), state) for state in states]
             squares = [each for state, heights in zip(gathered, parts, strict=True) for each in state.split(heights)]
         for shape in dict.fromkeys(piece.shape for piece in pieces):
@@ -136,10 +136,13 @@ class Muon(torch.optim.Optimizer):
                     _local(state).copy_(_own_rows(rows_of_all, state))
         return iter(updates)
 
-    def _state(self, name: str, matrix: Tensor, like: Tensor) -> Tensor:
+    def _state(self, name: str, matrix: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+        """Return a state of a matrix, zeros at first; `load_state_dict` casts states to the dtype of the matrix."""
         state = self.state[matrix]
         if name not in state:
-            state[name] = torch.zeros_like(like)
+            state[name] = torch.zeros_like(matrix[:, :columns], dtype=dtype)
+        elif state[name].dtype != dtype:
+            state[name] = state[name].to(dtype)
         found: Tensor = state[name]
         return found
 

@@ -43,7 +43,7 @@ from tcnca.training.report import REPORT, Result
 from tcnca.training.signals import catch_signals
 
 _COMPILING_STEPS = 3
-"""First steps that compile code or load it: a language model has rows of three lengths."""
+"""First steps that compile code or load it. With CUDA graphs, the third batch of a shape is captured."""
 _FEW_STEPS = 100
 """Fewer steps than this teach a model next to nothing."""
 
