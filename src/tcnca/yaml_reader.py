@@ -5,6 +5,7 @@ It takes texts from others: nothing in them is executed, and time and memory are
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Iterable
 from pathlib import Path
@@ -123,7 +124,8 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{shown(text)[1:-1]}: expected KEY=VALUE, got no value; for example lr=0.001")
+            example = f"data={shown(text)[1:-1]}" if os.path.isfile(text) else "lr=0.001"
+            raise ConfigError(f"{shown(text)[1:-1]}: expected KEY=VALUE, got no value; for example {example}")
         key = key.strip()
         if not value.strip():
             raise ConfigError(f"{shown(key)[1:-1]}: expected a value after the equals sign, got nothing")

@@ -58,6 +58,10 @@ def test_runs_are_compared_by_scores_and_cost(tmp_path: Path) -> None:
     }
     assert second[3:] == ["20 (not finished)", "2,000", "0:01:20", "100", "–", "–", "0:01:10", "–"]
     assert third[0] == "third"
+    result = Result(step=20, seconds=9.0, scores={}, parameters=1, source="other.txt")
+    write_result(folders[2], result)
+    titles, *rows = comparison_rows(read_runs(folders), [])
+    assert [dict(zip(titles, row, strict=True))["data"] for row in rows] == ["", "–", "other.txt"]
     assert third[-2] == "–"
     steps, seconds, scores = read_runs(folders)[1].validations()
     np.testing.assert_array_equal([steps, seconds, scores], [[10, 20], [70, 80], [2.0, math.nan]])
@@ -69,10 +73,16 @@ def test_a_higher_accuracy_is_better(tmp_path: Path) -> None:
     assert run.seconds_to(0.8) is None
 
 
-def test_runs_of_one_metric_are_expected(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / metric, [0.5], metric=metric) for metric in ("accuracy", "bits per byte")]
-    with pytest.raises(ConfigError, match="runs: expected runs with one metric, got accuracy and bits per byte"):
-        read_runs(folders)
+def test_runs_of_several_metrics_are_in_several_tables(tmp_path: Path) -> None:
+    folders = [str(make_run(tmp_path / metric, [0.5], metric=metric)) for metric in ("accuracy", "bits per byte")]
+    result = CliRunner().invoke(app, ["compare", *folders])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert [line for line in lines if line.startswith("Scores")] == ["Scores: accuracy.", "Scores: bits per byte."]
+    assert sum(line.startswith("| run") for line in lines) == 2
+    for option in (("--reach", "0.5"), ("--plot", "figure.png")):
+        result = CliRunner().invoke(app, ["compare", *folders, *option])
+        assert f"{option[0]}: expected runs with one metric, got accuracy and bits per byte" in result.output
     with pytest.raises(ConfigError, match=r"expected the directory of a run, with a log\.jsonl"):
         read_runs([tmp_path])
 

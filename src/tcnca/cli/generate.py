@@ -15,7 +15,7 @@ import typer
 
 from tcnca import pretrained
 from tcnca.cli.reporting import open_stdout, progress_bar, use_threads
-from tcnca.errors import DataError, InputError, plural
+from tcnca.errors import DataError, InputError, plural, shown
 
 _LONG_PROMPT = 2**15
 """Bytes of a prompt from which reading it shows a bar."""
@@ -93,7 +93,7 @@ def generate(
     The continuation is printed as it is generated. The same seed gives the same text, and each of several
     continuations is the same whatever their number.
     """
-    text = _read_prompt(prompt, prompt_file)
+    text = _read_prompt(prompt, prompt_file, model)
     name = pretrained.NAME if model is None else str(model)
     seed = secrets.randbelow(2**32) if seed is None else seed
 
@@ -144,10 +144,12 @@ def generate(
         _print_texts(texts, printer, bar.close, f"a prompt of {plural(len(text), 'byte')}", about)
 
 
-def _read_prompt(prompt: str | None, file: Path | None) -> bytes:
+def _read_prompt(prompt: str | None, file: Path | None, model: Path | None) -> bytes:
     if (prompt is None) == (file is None):
         got = "neither" if prompt is None else "both"
-        raise InputError(f"--prompt, --prompt-file: expected one of them, got {got}")
+        text = prompt is None and model is not None and not model.exists()
+        hint = f"; {shown(str(model))} was taken for a model, a text needs --prompt" if text else ""
+        raise InputError(f"--prompt, --prompt-file: expected one of them, got {got}{hint}")
     if prompt is not None:
         data, name = prompt.encode("utf-8", "surrogateescape"), "--prompt"
     elif str(file) == "-":

@@ -149,7 +149,7 @@ def compare(
         Path | None, typer.Option(help="Draw validations over steps and time into this PNG, SVG or PDF file.")
     ] = None,
 ) -> None:
-    """Compare runs: scores, steps, time, speed and memory, as a table in Markdown.
+    """Compare runs: scores, steps, time, speed and memory, as a table in Markdown for each metric.
 
     tcnca compare runs/enwik8-fast-* --reach 1.3 --reach 1.2 --plot curves.png
 
@@ -158,14 +158,18 @@ def compare(
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {shown(str(plot))}")
 
-    from tcnca.training.comparison import comparison_rows, read_runs, save_comparison
+    from tcnca.training.comparison import comparison_rows, group_by_metric, read_runs, save_comparison
     from tcnca.training.report import markdown_table
 
-    found = read_runs(runs)
-    titles, *body = comparison_rows(found, reach or [])
-    typer.echo(escape_control(markdown_table(titles, body), "\n"))
-    if found[0].metric:
-        typer.echo(f"\nScores: {escape_control(found[0].metric)}.")
-    if plot is not None:
-        save_comparison(found, plot)
-        typer.echo(f"The validations are drawn in {plot}.")
+    groups = group_by_metric(read_runs(runs))
+    if len(groups) > 1 and (reach or plot is not None):
+        metrics = escape_control(" and ".join(groups))
+        raise ConfigError(f"{'--reach' if reach else '--plot'}: expected runs with one metric, got {metrics}")
+    for place, (metric, found) in enumerate(groups.items()):
+        titles, *body = comparison_rows(found, reach or [])
+        typer.echo(("\n" if place else "") + escape_control(markdown_table(titles, body), "\n"))
+        if metric:
+            typer.echo(f"\nScores: {escape_control(metric)}.")
+        if plot is not None:
+            save_comparison(found, plot)
+            typer.echo(f"The validations are drawn in {plot}.")

@@ -74,7 +74,8 @@ def export_model(
     result, lines = read_result(run), read_log(run) if (run / LOG).is_file() else []
     # Those of another model, before its weights: a model without scores is better than one with those of another.
     for path in (folder / RECIPE, folder / RESULT, folder / LOG, *folder.glob(_EVALUATIONS)):
-        path.unlink(missing_ok=True)
+        if path.exists():
+            path.unlink()
     save(model, folder, dtype)
     if recipe is not None:
         atomic_write(folder / RECIPE, recipe.to_yaml())

@@ -48,7 +48,8 @@ class TokenInputConfig(InputConfig, kind="tokens"):
             known = getattr(preprocessing, name)
             if known is not None and len(known) > self.vocab_size:
                 raise ConfigError(
-                    f"preprocessing.{name}: expected at most vocab_size {self.vocab_size} entries, got {len(known)}"
+                    f"preprocessing.{name}: expected at most vocab_size {self.vocab_size} entries, got "
+                    f"{len(known)}; set vocab_size={len(known)}"
                 )
         return TokenEmbedding(self, d_model, norm)
 

@@ -69,17 +69,24 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         if not any((folder / file).is_file() for file in (LOG, RESULT)):
             raise ConfigError(f"{escape_control(str(folder))}: expected the directory of a run, with a {LOG}")
         runs.append(ComparedRun(name if names.count(name) == 1 else str(folder), read_log(folder), read_result(folder)))
-    metrics = sorted({run.metric for run in runs if run.metric})
-    if len(metrics) > 1:
-        raise ConfigError(f"runs: expected runs with one metric, got {' and '.join(metrics)}")
     return runs
+
+
+def group_by_metric(runs: Sequence[ComparedRun]) -> dict[str, list[ComparedRun]]:
+    """Return the runs of each metric; those that have no score yet are with the first."""
+    metrics = list(dict.fromkeys(run.metric for run in runs if run.metric)) or [""]
+    return {metric: [run for run in runs if (run.metric or metrics[0]) == metric] for metric in metrics}
 
 
 def comparison_rows(runs: Sequence[ComparedRun], reach: Sequence[float]) -> list[list[str]]:
     """Return a table as text, with the titles first."""
     to = [f"time to {score:g}" for score in reach]
     titles = ["run", "validation", "test", "steps", "tokens", "time", "tokens/s", "parameters", "GiB", *to]
-    return [titles, *(_row(run, reach) for run in runs)]
+    rows = [titles, *(_row(run, reach) for run in runs)]
+    sources = [run.result.source if run.result else "–" for run in runs]
+    if len({run.result.source for run in runs if run.result}) > 1:  # whose scores cannot be compared
+        rows = [[row[0], source, *row[1:]] for row, source in zip(rows, ["data", *sources], strict=True)]
+    return rows
 
 
 def _row(run: ComparedRun, reach: Sequence[float]) -> list[str]:
