@@ -88,7 +88,8 @@ def load_task(
             "again with them"
         )
     if kind is not None and data.manifest["kind"] != kind:
-        raise ConfigError(f"{source}: expected data of kind {kind}, got {data.manifest['kind']}")
+        hint = "; a plain text is for `tcnca train lm`" if data.manifest["kind"] == "language" else ""
+        raise ConfigError(f"{source}: expected data of kind {kind}, got {data.manifest['kind']}{hint}")
     if val_fraction:
         data = _split_validation(data, val_fraction, seed)
     return _build_task(data, options)

@@ -243,7 +243,8 @@ def evaluate_run(
     check_choice("split", split, SPLITS)
     saves, run = run is not None, run or pretrained.FOLDER
     if not (run / RECIPE).is_file():
-        raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; it has no {RECIPE}")
+        what = f"it has no {RECIPE}" if run.exists() else "there is no such folder"
+        raise ConfigError(f"{run}: expected a run directory, as `tcnca train` writes it; {what}")
     if saves:
         check_no_links(run)
     trained = load_recipe(str(run / RECIPE))
