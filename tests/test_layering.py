@@ -19,7 +19,7 @@ LAYERS = (
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "inference", "search"),
+    ("bench", "export", "hf", "inference", "search"),
     ("report",),
     ("cli", "__init__", "__main__"),
 )
