@@ -199,8 +199,10 @@ def _enwik8() -> Table:
         metric="bits per byte",
         about=(
             "Bits per byte on test by our time of training, with the state carried from window to window; the paper's "
-            "models read 22,500 million bytes. TCNCA, TCNCA-linear and MEGA share a recipe of training in minutes. The "
-            "recipes of the other rows are made for long runs, and show how far these get in the same time."
+            "models read 22,500 million bytes. The fast recipes are evaluated in chunks of 8,192 tokens, the paper's "
+            "TCNCA in 4,096, which takes about 0.02 bits more. TCNCA, TCNCA-linear and MEGA share a recipe of training "
+            "in minutes. The recipes of the other rows are made for long runs, and show how far these get in the same "
+            "time."
         ),
         cells=tuple(
             Cell(
@@ -214,7 +216,10 @@ def _enwik8() -> Table:
             for row, (recipe, paper, long_run) in rows.items()
             for column, length in minutes.items()
         ),
-        evaluations={"state not carried": ("data.task.carry_state=false",)},
+        evaluations={
+            "state not carried": ("data.task.carry_state=false",),
+            "chunks of 4,096 tokens": ("eval.chunk_size=4096",),
+        },
         fixed_budgets=True,
     )
 
