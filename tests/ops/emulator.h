@@ -20,6 +20,9 @@
 #define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 
+struct uint2 {
+    unsigned x, y;
+};
 struct uint3 {
     unsigned x, y, z;
 };
@@ -29,6 +32,7 @@ struct uint4 {
 struct float2 {
     float x, y;
 };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 

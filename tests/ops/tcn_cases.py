@@ -71,7 +71,13 @@ KERNEL_CASES = {
     "dilation beyond time": _kernel_case(shape=(2, 20, 8), factor=50, depth=3),
     "no skip": _kernel_case(residual=False, activation="none", dtype=FP16),
     "kernel of one": _kernel_case(kernel_size=1, bias=True),
+    "kernel of 18": _kernel_case(kernel_size=18, depth=2, bias=True, lengths=(300, 123)),
     "kernel of 33": _kernel_case(kernel_size=33, depth=2),
+    "kernel of 49, bidirectional": _kernel_case(
+        shape=(3, 400, 40), kernel_size=49, depth=2, causal=False, bias=True, dtype=FP16
+    ),
+    "kernel of 64": _kernel_case(shape=(3, 1001, 72), kernel_size=64, factor=5, bias=True, lengths=(1001, 1, 600)),
+    "kernel of 64, no skip": _kernel_case(kernel_size=64, residual=False, activation="none", strided=True),
     "many rows": _kernel_case(shape=(300, 40, 16)),
     "two convolutions": _kernel_case(convolutions=2, bias=True, lengths=(300, 5)),
     "odd channels": _kernel_case(shape=(2, 300, 7), bias=True, lengths=(1, 300)),
@@ -103,7 +109,8 @@ DROPOUT_CASES = {
     "tensor cores, bidirectional": _kernel_case(shape=(3, 170, 136), kernel_size=9, causal=False, dtype=FP16),
     "registers": _kernel_case(shape=(2, 300, 7), bias=True),
     "registers, float32": _kernel_case(dtype=FP32, kernel_size=17, causal=False),
-    "tensor cores and registers": _kernel_case(kernel_size=33, depth=2),
+    "tensor cores, 33 taps": _kernel_case(kernel_size=33, depth=2),
+    "registers and tensor cores": _kernel_case(shape=(2, 300, 40), kernel_size=64, depth=2, causal=False, bias=True),
     "shared memory": _kernel_case(shape=(1, 1001, 16), kernel_size=17, factor=5, bias=True),
 }
 

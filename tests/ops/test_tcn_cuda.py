@@ -219,8 +219,9 @@ def _layout(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -
         (_layout(8, 8192, 64), 17, "tensor_core", "tensor_core"),
         (_layout(1, 8192, 64, dtype=torch.float32), 17, "smem", "smem"),
         (_layout(8, 8192, 64, dtype=torch.float32), 17, "registers", "registers"),
-        (_layout(8, 100, 64), 33, "tensor_core", "registers"),
-        (_layout(8, 100, 64), 64, "registers", "registers"),
+        (_layout(8, 100, 64), 33, "tensor_core", "tensor_core"),
+        (_layout(8, 100, 64), 64, "registers", "tensor_core"),
+        (_layout(8, 100, 63), 33, "registers", "registers"),
         (_layout(1, 8192, 64, offset=2), 17, "registers", "registers"),
         (_layout(1, 100, 63), 5, "registers", "registers"),
     ],
@@ -281,6 +282,8 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
             found.append(("tensor_core_backward", tensor_core.backward_source(block)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
+        elif dtype != torch.float32:
+            found.append(("tensor_core_backward", tensor_core.backward_source(block)))
     return found
 
 

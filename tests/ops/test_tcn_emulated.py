@@ -26,6 +26,7 @@ Case = partial(tcn_cases.Case, shape=(2, 150, 16), dtype=BF16)
 CASES = {
     "tensor cores": Case(shape=(2, 131, 24), kernel_size=17, factor=4, depth=2, bias=True, lengths=(131, 41)),
     "tensor cores, bidirectional": Case(causal=False, kernel_size=12, dtype=FP16, residual=False, activation="relu"),
+    "tensor cores, long kernel": Case(shape=(2, 131, 40), kernel_size=31, depth=2, bias=True, lengths=(131, 97)),
     "registers": Case(shape=(2, 90, 6), causal=False, bias=True, lengths=(90, 7), activation="gelu"),
     "registers, float32": Case(dtype=FP32, kernel_size=33, depth=1, activation="gelu_tanh"),
     "shared memory": Case(shape=(1, 150, 8), kernel_size=9, bias=True, lengths=(140,)),
@@ -66,7 +67,7 @@ def test_outputs_and_gradients_are_those_of_float64(case: tcn_cases.Case) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("kernel_size", [1, 2, 9, 16, 17])
+@pytest.mark.parametrize("kernel_size", [1, 2, 9, 16, 17, 18, 31, 33])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_tensor_cores_are_exact(

@@ -19,8 +19,12 @@ STAGES = 3  # eight steps each in shared memory of the forward kernel: one in us
 DEPTH_AHEAD = 3  # eight steps each that the backward kernel loads ahead
 MAX_LAYERS = 12  # blocks per launch
 LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a layer
-# The most groups of eight steps that an output may depend on, for the kernels to keep them in registers.
-MAX_FORWARD, MAX_BACKWARD = 5, 3
+# The most groups of eight steps that an output may depend on, for the kernels to keep them in registers. The backward
+# kernel for longer ones keeps them in shared memory, and has half as many channels.
+MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 9
+LONG_PARTS = 4  # of eight channels
+LONG_MEMORY = 227 * 1024  # bytes of shared memory for the backward kernel for long kernels
+LONG_STEP_BYTES = 16 * 8 * 16 * LONG_PARTS
 NUM_COUNTERS = 4096
 _counters: dict[int, Tensor] = {}
 _stream_slots: dict[tuple[int, int], int] = {}
@@ -36,14 +40,24 @@ def forward_source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_forward`."""
     # Outputs that depend on more than three groups need more registers.
     resident = 2 if sum(_groups(block)) + 1 <= 3 else 1
-    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, STAGES=STAGES, RESIDENT=resident)
+    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, PARTS=WARPS, STAGES=STAGES, RESIDENT=resident)
     return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_forward.cu"), macros)
+
+
+def is_long(block: Block) -> bool:
+    """Return whether the gradients of a block need the kernel for long kernels."""
+    return sum(_groups(block)) + 1 > MAX_SHORT_BACKWARD
 
 
 def backward_source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_backward`."""
-    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, DEEP=DEPTH_AHEAD, RESIDENT=1, LAYER_BYTES=LAYER_BYTES)
-    return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_backward.cu"), macros)
+    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "RESIDENT": 1, "LAYER_BYTES": LAYER_BYTES}
+    if is_long(block):
+        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": long_depth(block), "RELOAD": int(block.residual)}
+    else:
+        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RELOAD": 0}
+    files = ("common.cuh", "tensor_core.cuh", "tensor_core_backward.cuh", f"tensor_core_backward_{name}.cu")
+    return nvrtc.Source(files, block.macros(**shared, **own))
 
 
 FORWARD_MEMORY = STAGES * STEP_BYTES + 32 * WARPS
@@ -51,11 +65,26 @@ FORWARD_MEMORY = STAGES * STEP_BYTES + 32 * WARPS
 
 def backward_memory(block: Block) -> int:
     """Return the bytes of shared memory of the backward kernel."""
+    if is_long(block):
+        return long_memory(block, long_depth(block))
     before, after = _groups(block)
     rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
     tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
     kernels = 32 * WARPS * (block.kernel_size + 1)
     return rings + tables + kernels + LAYER_BYTES
+
+
+def long_memory(block: Block, depth: int) -> int:
+    """Return the bytes of shared memory of the backward kernel for long kernels, if it loads so many groups ahead."""
+    groups = sum(_groups(block)) + 1
+    rings = ((2 + block.residual) * (depth + 1) + 2 * (groups - 1)) * LONG_STEP_BYTES
+    tables = WARPS * max(2 * (8 * groups + 6) * 16, (groups + block.bias + 1) // 2 * 512)
+    return rings + tables + 16 * WARPS + LAYER_BYTES
+
+
+def long_depth(block: Block) -> int:
+    """Return how many groups of eight steps the backward kernel for long kernels loads ahead."""
+    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= LONG_MEMORY else DEPTH_AHEAD - 1
 
 
 def forward_fits(call: Call) -> bool:
@@ -94,10 +123,10 @@ def tiles_in_row(time: int, dilation: int, steps: int) -> int:
     return -(-dilation * -(-chain // steps) // 16)
 
 
-def _cut_time(call: Call, kernel: driver.Function, halo: int) -> tuple[list[int], list[int], int]:
+def _cut_time(call: Call, kernel: driver.Function, halo: int, parts: int = WARPS) -> tuple[list[int], list[int], int]:
     """Return the steps of a segment and the tiles of all sequences in each layer, and the blocks of the grid."""
     resident = nvrtc.resident_blocks(kernel, THREADS, call.device)
-    groups = -(-call.channels // (8 * WARPS))
+    groups = -(-call.channels // (8 * parts))
     steps = [segment_steps(call.time, each, call.batch * groups, resident, halo) for each in call.dilations]
     cuts = zip(call.dilations, steps, strict=True)
     tiles = [call.batch * tiles_in_row(call.time, each, length) for each, length in cuts]
@@ -129,15 +158,16 @@ class Backward:
     def __init__(self, call: Call, dy: Layout) -> None:
         block = call.block
         kernel = nvrtc.load(backward_source(block), "tensor_core_backward", backward_memory(block), call.device)
-        steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)))
+        parts = LONG_PARTS if is_long(block) else WARPS
+        steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)), parts)
         numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)
         self._launch = driver.Launch(
             kernel, (grid, 1, 1), (THREADS, 1, 1), 13, numbers, as_struct=True, cooperative=True
         )
         self._call = call
         # A block of the grid adds the gradients of its tiles, and writes one partial sum per layer.
-        parts = sum(min(count, grid) for count in tiles)
-        self.scratch = call.scratch_bytes + 4 * parts * call.channels * (block.kernel_size + 1)
+        sums = sum(min(count, grid) for count in tiles)
+        self.scratch = call.scratch_bytes + 4 * sums * call.channels * (block.kernel_size + 1)
 
     def run(self, stream: int, p: BackwardPointers) -> None:
         """Launch the kernel."""

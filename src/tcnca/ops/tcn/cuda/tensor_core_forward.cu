@@ -37,7 +37,7 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
     const Extent extent = extent_of(cut, args.time, tile_in_row);
     const int blocks = extent.blocks;
     if (blocks == 0) return;
-    const long long channel = static_cast<long long>(group) * PART * WARPS;
+    const long long channel = static_cast<long long>(group) * PART * PARTS;
     const Mover mover = mover_for(cut, args.time, tile_in_row, args.channels - channel);
     const int length = LENGTHS ? min(mover.limit, steps_before(args.lengths[row_number], mover.phase, cut.dilation))
                                : mover.limit;
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_forw
     extern __shared__ __align__(128) char shared[];
     const number* x = args.x;
     long long x_time = args.x_time, x_batch = args.x_batch, dilation = args.dilation;
-    const int groups = static_cast<int>((args.channels + PART * WARPS - 1) / (PART * WARPS));
+    const int groups = static_cast<int>((args.channels + PART * PARTS - 1) / (PART * PARTS));
     const long long tensor = args.rows * args.time * args.channels;
     const int warp = threadIdx.x / 32;
     char* offsets = shared + STAGES * BLOCK_BYTES + warp * PART * 4;
