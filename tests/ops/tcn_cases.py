@@ -23,6 +23,7 @@ class Case:
     depth: int = 3
     convolutions: int = 1
     bias: bool = False
+    omega: bool = False
     activation: str = "silu"
     residual: bool = True
     causal: bool = True
@@ -35,7 +36,7 @@ class Case:
         return None if self.lengths is None else torch.tensor(self.lengths, device=self.device)
 
     def leaves(self) -> list[Tensor]:
-        """Return x, the kernels and the biases, if there are any."""
+        """Return x, the kernels and, as far as the call has them, biases and omega."""
         batch, time, channels = self.shape
         room = (batch, time + 3, channels + 16) if self.strided else self.shape
         x = torch.randn(room, device=self.device).to(self.dtype)
@@ -43,12 +44,14 @@ class Case:
         many = (self.depth, self.convolutions, channels)
         weight = torch.randn(*many, self.kernel_size, device=self.device) / self.kernel_size**0.5
         parts = [x, weight, torch.randn(*many, device=self.device)] if self.bias else [x, weight]
+        parts += [torch.randn(channels, device=self.device)] if self.omega else []
         return [part.to(self.dtype).detach().requires_grad_() for part in parts]
 
     def call(self, leaves: list[Tensor], backend: str, **options: Any) -> tuple[Tensor, TCNState | None]:
         names = ("activation", "residual", "causal")
         options |= {name: getattr(self, name) for name in names} | {"lengths": self.valid(), "backend": backend}
-        return tcn(leaves[0], leaves[1], self.factor, bias=leaves[2] if self.bias else None, **options)
+        options |= {"bias": leaves[2] if self.bias else None, "omega": leaves[-1] if self.omega else None}
+        return tcn(leaves[0], leaves[1], self.factor, **options)
 
 
 def exact(leaves: list[Tensor]) -> list[Tensor]:
@@ -110,7 +113,7 @@ DROPOUT_CASES = {
     "registers": _kernel_case(shape=(2, 300, 7), bias=True),
     "registers, float32": _kernel_case(dtype=FP32, kernel_size=17, causal=False),
     "tensor cores, 33 taps": _kernel_case(kernel_size=33, depth=2),
-    "registers and tensor cores": _kernel_case(shape=(2, 300, 40), kernel_size=64, depth=2, causal=False, bias=True),
+    "registers and tensor cores": _kernel_case(shape=(2, 300, 40), kernel_size=63, depth=2, causal=False, bias=True),
     "shared memory": _kernel_case(shape=(1, 1001, 16), kernel_size=17, factor=5, bias=True),
 }
 
@@ -146,7 +149,7 @@ def assert_same_dropout(case: Case) -> None:
     seeds = torch.tensor([seed], device=case.device)
     settings = (1, case.factor, "silu", True, case.causal, dropout, True)
     bias = leaves[2] if case.bias else None
-    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, *settings)
+    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, None, *settings)
     truth = truths[0]
     for layer in range(case.depth):
         taps = torch.zeros(1, 1, case.shape[2], (case.kernel_size - 1) * case.factor**layer + 1).to(truth)

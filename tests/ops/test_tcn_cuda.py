@@ -71,8 +71,16 @@ def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
     assert not [name for name in loaded if name.startswith(("cuda.", "torch._dynamo"))]
 
 
-def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
+def _blocks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    settings: Settings,
+    omega: Tensor | None = None,
+) -> Tensor:
     """`tcn_blocks` with PyTorch's own operators, including what it promises about padding."""
+    given = tcnca.ops.zero_padding(x, lengths)
     dilation, factor, activation, residual, causal, dropout = settings
     options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal, "dropout": dropout}
     for number in range(weight.shape[0]):
@@ -81,7 +89,7 @@ def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | No
         ).convolution(number)
         x = tcnca.ops.zero_padding(x, lengths)
         x, _ = naive_tcn(TCNSpec(x=x, weight=taps, bias=offset, dilation=distance, dilation_factor=1, **options))
-    return x
+    return x if omega is None else x + omega * given
 
 
 def _from_state(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
@@ -101,16 +109,26 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("fused_omega", [False, True], ids=["omega after", "omega inside"])
 @pytest.mark.parametrize("norm", [False, True], ids=["fused", "norm"])
 @pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
 @pytest.mark.parametrize(
     ("residual", "convolutions", "lengths"), [(True, 1, None), (True, 2, [9, 4]), (False, 1, [9, 4]), (False, 2, None)]
 )
 def test_around_the_kernels_outputs_states_and_gradients_are_right(
-    norm: bool, return_state: bool, residual: bool, convolutions: int, lengths: list[int] | None
+    norm: bool,
+    return_state: bool,
+    residual: bool,
+    convolutions: int,
+    lengths: list[int] | None,
+    fused_omega: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leaves = x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
-    options: dict[str, Any] = {"bias": bias, "residual": residual, "return_state": return_state}
+    monkeypatch.setattr(operator, "FUSED_OMEGA", fused_omega)
+    x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
+    omega = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    leaves = (x, weight, bias, omega)
+    options: dict[str, Any] = {"bias": bias, "omega": omega, "residual": residual, "return_state": return_state}
     if norm:
         options |= {"norm_fn": lambda h, number: F.layer_norm(h, (4,)) * (number + 1), "dropout": 0.3}
     valid = None if lengths is None else torch.tensor(lengths)
@@ -122,7 +140,7 @@ def test_around_the_kernels_outputs_states_and_gradients_are_right(
         out = [tcnca.ops.zero_padding(y, valid), *(state.buffers if state is not None else ())]
         gradients = torch.autograd.grad(torch.stack([part.square().sum() for part in out]).sum(), leaves)
         results.append([*out, *gradients])
-    assert len(results[0]) == 4 + (3 * convolutions if return_state else 0)
+    assert len(results[0]) == 5 + (3 * convolutions if return_state else 0)
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs)
 
@@ -146,18 +164,19 @@ def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inpla
 @pytest.mark.parametrize(
     ("convolutions", "return_state", "norm"), [(1, False, False), (2, True, False), (1, True, True)]
 )
-def test_compiles_into_one_graph(convolutions: int, return_state: bool, norm: bool) -> None:
+def test_compiles_into_one_graph(
+    convolutions: int, return_state: bool, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, TCNState | None]:
+    def call(x: Tensor, weight: Tensor, bias: Tensor, omega: Tensor) -> tuple[Tensor, TCNState | None]:
         options: dict[str, Any] = {"norm_fn": lambda h, number: h * number} if norm else {}
-        spec = TCNSpec(
-            x=x, weight=weight, dilation_factor=2, bias=bias, dropout=0.1, return_state=return_state, **options
-        )
-        return operator.run(spec)
+        options |= {"bias": bias, "omega": omega, "dropout": 0.1, "return_state": return_state}
+        return operator.run(TCNSpec(x=x, weight=weight, dilation_factor=2, **options))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    leaves = [part.detach().to("meta").requires_grad_() for part in _arguments(convolutions)]
+    leaves = [part.detach().to("meta").requires_grad_() for part in (*_arguments(convolutions), torch.randn(4))]
     y, state = compiled(*leaves)
     gradients = torch.autograd.grad(y.sum(), leaves)
     assert [part.shape for part in (y, *gradients)] == [part.shape for part in (leaves[0], *leaves)]
@@ -230,8 +249,8 @@ def test_plans_choose_the_family_of_kernels(
     x: Layout, kernel_size: int, forward: str, backward: str, loaded: list[str]
 ) -> None:
     rest = ((4, 1, x.shape[2], kernel_size), True, False, Settings(1, 8, "silu", True, True, 0.1))
-    for keep in (False, True):
-        operator.forward_plan(Call(x, *rest, keep))
+    for keep, omega in itertools.product((False, True), repeat=2):
+        operator.forward_plan(Call(x, *rest, keep, omega))
         assert set(loaded) == {f"{forward}_forward"}
         loaded.clear()
     operator.backward_plan(Call(x, *rest), x)
@@ -272,6 +291,7 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             residual=number % 3 != 0,
             lengths=number % 4 < 2,
             dropout=number % 5 < 2,
+            omega=number % 7 < 3 and size > 1,
         )
         past = (None, torch.float32, dtype)[number % 3]
         found.append(("registers_forward", registers.forward_source(block, 1 + number % 2, past)))

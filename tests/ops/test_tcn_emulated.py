@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops import tcn
-from tcnca.ops.tcn.cuda import smem
+from tcnca.ops.tcn.cuda import operator, smem
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
 from tests.ops.emulator import compile_kernels, emulated, needs_compiler
@@ -25,11 +25,12 @@ Case = partial(tcn_cases.Case, shape=(2, 150, 16), dtype=BF16)
 # A part of KERNEL_CASES takes long to emulate.
 CASES = {
     "tensor cores": Case(shape=(2, 131, 24), kernel_size=17, factor=4, depth=2, bias=True, lengths=(131, 41)),
+    "tensor cores, omega": Case(shape=(2, 131, 40), kernel_size=9, depth=2, omega=True, lengths=(131, 41)),
     "tensor cores, bidirectional": Case(causal=False, kernel_size=12, dtype=FP16, residual=False, activation="relu"),
     "tensor cores, long kernel": Case(shape=(2, 131, 40), kernel_size=31, depth=2, bias=True, lengths=(131, 97)),
     "registers": Case(shape=(2, 90, 6), causal=False, bias=True, lengths=(90, 7), activation="gelu"),
-    "registers, float32": Case(dtype=FP32, kernel_size=33, depth=1, activation="gelu_tanh"),
-    "shared memory": Case(shape=(1, 150, 8), kernel_size=9, bias=True, lengths=(140,)),
+    "registers, float32": Case(omega=True, dtype=FP32, kernel_size=33, depth=1, activation="gelu_tanh"),
+    "shared memory": Case(shape=(1, 150, 8), kernel_size=9, bias=True, omega=True, lengths=(140,)),
 }
 
 
@@ -54,15 +55,20 @@ def _use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_is_exact(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     family = name.split()[0].rstrip(",")
     _use(family, monkeypatch)
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     assert_exact(CASES[name])
     prefix = {"tensor": "tensor_core", "registers": "registers", "shared": "smem"}[family]
     assert set(launched) - {"sum_partials"} == {f"{prefix}_forward", f"{prefix}_backward"}
 
 
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
 @pytest.mark.parametrize("case", _slow(KERNEL_CASES))
-def test_outputs_and_gradients_are_those_of_float64(case: tcn_cases.Case) -> None:
-    assert_exact(case)
+def test_outputs_and_gradients_are_those_of_float64(
+    case: tcn_cases.Case, omega: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    assert_exact(dataclasses.replace(case, omega=omega))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor
 from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
 from tcnca.ops.driver import capture_graph
+from tcnca.ops.tcn.cuda import operator
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
 from tests.ops.tcn_cases import (
@@ -38,6 +39,13 @@ Case = partial(tcn_cases.Case, shape=(2, 300, 16), dtype=BF16, device="cuda")
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda"))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["after", "inside"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_the_input_times_omega_is_added(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", fused)
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
 
 
 @pytest.mark.parametrize("name", DROPOUT_CASES)
@@ -164,12 +172,14 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_opcheck() -> None:
-    case = Case(bias=True, lengths=(300, 41))
-    x, weight, bias = case.leaves()
+    case = Case(bias=True, omega=True, lengths=(300, 41))
+    x, weight, bias, omega = case.leaves()
     seed = torch.tensor([7], device="cuda")
     for dropout, seeds in ((0.0, None), (0.3, seed)):
         settings = (1, 3, "silu", True, True, dropout, True)
-        torch.library.opcheck(torch.ops.tcnca.tcn_blocks.default, (x, weight, bias, case.valid(), seeds, *settings))
+        torch.library.opcheck(
+            torch.ops.tcnca.tcn_blocks.default, (x, weight, bias, case.valid(), seeds, omega, *settings)
+        )
 
 
 def test_compiled_calls_are_one_graph_and_drop_anew() -> None:

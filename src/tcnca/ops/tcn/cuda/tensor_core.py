@@ -45,8 +45,8 @@ def forward_source(block: Block) -> nvrtc.Source:
 
 
 def is_long(block: Block) -> bool:
-    """Return whether the gradients of a block need the kernel for long kernels."""
-    return sum(_groups(block)) + 1 > MAX_SHORT_BACKWARD
+    """Return whether the gradients of a block need the kernel for long kernels, which also adds omega's part."""
+    return sum(_groups(block)) + 1 > MAX_SHORT_BACKWARD or block.omega
 
 
 def backward_source(block: Block) -> nvrtc.Source:
@@ -60,7 +60,9 @@ def backward_source(block: Block) -> nvrtc.Source:
     return nvrtc.Source(files, block.macros(**shared, **own))
 
 
-FORWARD_MEMORY = STAGES * STEP_BYTES + 32 * WARPS
+def forward_memory(block: Block) -> int:
+    """Return the bytes of shared memory of the forward kernel."""
+    return (STAGES + (STAGES - 1) * block.omega) * STEP_BYTES + 32 * WARPS
 
 
 def backward_memory(block: Block) -> int:
@@ -77,9 +79,9 @@ def backward_memory(block: Block) -> int:
 def long_memory(block: Block, depth: int) -> int:
     """Return the bytes of shared memory of the backward kernel for long kernels, if it loads so many groups ahead."""
     groups = sum(_groups(block)) + 1
-    rings = ((2 + block.residual) * (depth + 1) + 2 * (groups - 1)) * LONG_STEP_BYTES
+    rings = ((2 + block.residual + block.omega) * (depth + 1) + 2 * (groups - 1)) * LONG_STEP_BYTES
     tables = WARPS * max(2 * (8 * groups + 6) * 16, (groups + block.bias + 1) // 2 * 512)
-    return rings + tables + 16 * WARPS + LAYER_BYTES
+    return rings + tables + 16 * WARPS * (1 + block.omega) + LAYER_BYTES
 
 
 def long_depth(block: Block) -> int:
@@ -89,12 +91,14 @@ def long_depth(block: Block) -> int:
 
 def forward_fits(call: Call) -> bool:
     """Return whether `Forward` can run a call."""
-    return _fits(call, MAX_FORWARD, call.x) and driver.max_shared_memory(call.device) >= FORWARD_MEMORY
+    fits = _fits(call, MAX_FORWARD, call.x)
+    return fits and forward_memory(call.block) <= driver.max_shared_memory(call.device)
 
 
 def backward_fits(call: Call, dy: Layout) -> bool:
     """Return whether `Backward` can run the gradients of a call."""
-    fits = _fits(call, MAX_BACKWARD, call.x, dy)
+    # A kernel of one tap has no matrices to keep.
+    fits = _fits(call, MAX_BACKWARD, call.x, dy) and not (call.omega and call.block.kernel_size == 1)
     return fits and backward_memory(call.block) <= driver.max_shared_memory(call.device)
 
 
@@ -137,11 +141,12 @@ class Forward:
     """All blocks in one launch."""
 
     def __init__(self, call: Call) -> None:
-        kernel = nvrtc.load(forward_source(call.block), "tensor_core_forward", FORWARD_MEMORY, call.device)
+        memory = forward_memory(call.block)
+        kernel = nvrtc.load(forward_source(call.block), "tensor_core_forward", memory, call.device)
         steps, _, grid = _cut_time(call, kernel, sum(_groups(call.block)))
         numbers = _numbers(call, call.x.steps, (call.keep,), steps)
         self._launch = driver.Launch(
-            kernel, (grid, 1, 1), (THREADS, 1, 1), 8, numbers, as_struct=True, cooperative=call.depth > 1
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 9, numbers, as_struct=True, cooperative=call.depth > 1
         )
         self._device = call.device
         self.needs_scratch = call.depth > 1
@@ -149,7 +154,7 @@ class Forward:
     def run(self, stream: int, p: ForwardPointers) -> None:
         """Launch the kernel."""
         counter = _counter(self._device, stream)
-        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, counter)
+        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, p.omega, counter)
 
 
 class Backward:
@@ -162,18 +167,18 @@ class Backward:
         steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)), parts)
         numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)
         self._launch = driver.Launch(
-            kernel, (grid, 1, 1), (THREADS, 1, 1), 13, numbers, as_struct=True, cooperative=True
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 15, numbers, as_struct=True, cooperative=True
         )
         self._call = call
         # A block of the grid adds the gradients of its tiles, and writes one partial sum per layer.
         sums = sum(min(count, grid) for count in tiles)
-        self.scratch = call.scratch_bytes + 4 * sums * call.channels * (block.kernel_size + 1)
+        self.scratch = call.scratch_bytes + 4 * sums * call.channels * (block.kernel_size + 1 + block.omega)
 
     def run(self, stream: int, p: BackwardPointers) -> None:
         """Launch the kernel."""
         counter, partial = _counter(self._call.device, stream), p.scratch + self._call.scratch_bytes
-        inputs = (p.x, p.inner, p.weight, p.bias, p.dy)
-        self._launch(stream, *inputs, p.dx, p.scratch, p.lengths, p.seed, partial, p.dweight, p.dbias, counter)
+        inputs = (p.x, p.inner, p.weight, p.bias, p.dy, p.dx, p.scratch, p.lengths, p.seed, p.omega)
+        self._launch(stream, *inputs, partial, p.dweight, p.dbias, p.domega, counter)
 
 
 def _numbers(call: Call, strides: tuple[int, ...], keep: tuple[int, ...], steps: list[int]) -> tuple[int | float, ...]:

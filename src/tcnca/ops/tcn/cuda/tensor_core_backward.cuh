@@ -12,14 +12,18 @@ struct Args {
     number* scratch;
     const long long* lengths;
     const long long* seed;
+    const float* omega;
     float* partial;
     float* dweight;
     float* dbias;
+    float* domega;
     word* counter;
     long long rows, time, channels, x_time, x_batch, dy_time, dy_batch, dilation, factor, depth, dropped;
     double scale;
     long long steps[LAYERS];
 };
+
+#define COLUMNS (K + BIAS + OMEGA)  // of the partial sums of a channel
 
 struct Layer {
     int index;
@@ -32,7 +36,7 @@ struct Layer {
     const float* bias;
     float* partial;
     long long x_time, x_batch, dy_time, dy_batch;
-    long long x_hop, dy_hop, dx_hop;  // between two steps of a chain
+    long long x_hop, dy_hop, dx_hop, output_hop;  // between two steps of a chain
 };
 
 static_assert(sizeof(Layer) <= LAYER_BYTES, "LAYER_BYTES is too small");
@@ -47,7 +51,7 @@ __device__ __forceinline__ Layer layer_of(const Args& args, int index) {
         layer.cut = cut_time(args.time, dilation, args.steps[i]);
         layer.tiles_in_group = static_cast<int>(layer.cut.tiles_in_row * args.rows);
         if (i == index) break;
-        layer.partial += min(layer.tiles_in_group, static_cast<int>(gridDim.x)) * args.channels * (K + BIAS);
+        layer.partial += min(layer.tiles_in_group, static_cast<int>(gridDim.x)) * args.channels * COLUMNS;
         dilation = min(dilation * args.factor, args.time);
     }
     layer.tiles = layer.tiles_in_group * static_cast<int>((args.channels + PART * PARTS - 1) / (PART * PARTS));
@@ -63,6 +67,7 @@ __device__ __forceinline__ Layer layer_of(const Args& args, int index) {
     layer.x_hop = layer.cut.dilation * layer.x_time;
     layer.dy_hop = layer.cut.dilation * layer.dy_time;
     layer.dx_hop = layer.cut.dilation * args.channels;
+    layer.output_hop = layer.cut.dilation * args.dy_time;
     layer.weight = args.weight + index * args.channels * K;
     layer.bias = args.bias + index * args.channels;
     return layer;
@@ -109,6 +114,7 @@ struct Prefetcher {
     const number* dy_source;
     int skip_step;
     const number* skip_source;
+    const number* output_source;  // of the output's gradient, of which the bottom layer adds omega times to its dx
 };
 
 __device__ __forceinline__ Prefetcher prefetcher_for(int index) {
@@ -135,17 +141,19 @@ __device__ __forceinline__ void next_tile(Prefetcher& prefetcher, const Layer& l
             layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, tile.start);
         prefetcher.dy_source = layer.dy + tile.row * layer.dy_batch + channel +
                                offset_of(tile.mover, layer.cut, layer.dy_time, tile.start - AFTER);
-        if (!RELOAD) continue;
+        if (!RELOAD && !OMEGA) continue;
         prefetcher.skip_step = tile.mover.begin;
         prefetcher.skip_source =
             layer.dy + tile.row * layer.dy_batch + channel + offset_of(tile.mover, layer.cut, layer.dy_time, 0);
+        prefetcher.output_source =
+            args.dy + tile.row * args.dy_batch + channel + offset_of(tile.mover, layer.cut, args.dy_time, 0);
     }
 }
 
 // Load the next blocks of x and dy to these addresses, with RELOAD also the dy of the block whose dx is next to be
-// computed. `base` is `base_of_mover()`.
-__device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to, char* dy_to, char* skip_to, int base,
-                                              const Layer& layer, const Args& args) {
+// computed, with OMEGA the gradient of the output. `base` is `base_of_mover()`.
+__device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to, char* dy_to, char* skip_to,
+                                              char* output_to, int base, const Layer& layer, const Args& args) {
     if (prefetcher.s == prefetcher.end) next_tile(prefetcher, layer, args);
     if (prefetcher.s < prefetcher.end) {
         if (prefetcher.s - AFTER < prefetcher.dz_end) {
@@ -157,9 +165,14 @@ __device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to
             prefetcher.dy_source += SPAN * layer.dy_hop;
             prefetcher.x_step += SPAN;
         }
-        if (RELOAD && prefetcher.s >= AFTER + BEFORE) {
-            load_block(skip_to, prefetcher.skip_source, layer.dy_hop, base, prefetcher.skip_step, prefetcher.limit);
+        if ((RELOAD || OMEGA) && prefetcher.s >= AFTER + BEFORE) {
+            if (RELOAD)
+                load_block(skip_to, prefetcher.skip_source, layer.dy_hop, base, prefetcher.skip_step, prefetcher.limit);
+            if (OMEGA && layer.index == 0)
+                load_block(output_to, prefetcher.output_source, layer.output_hop, base, prefetcher.skip_step,
+                           prefetcher.limit);
             prefetcher.skip_source += SPAN * layer.dy_hop;
+            prefetcher.output_source += SPAN * layer.output_hop;
             prefetcher.skip_step += SPAN;
         }
         ++prefetcher.s;
@@ -171,7 +184,7 @@ __device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to
 __device__ __forceinline__ void sum_partials(char* shared, const Args& args) {
     float* sums = reinterpret_cast<float*>(shared);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long width = args.channels * (K + BIAS), strips = (width + 31) / 32;
+    const long long width = args.channels * COLUMNS, strips = (width + 31) / 32;
     const float* partial = args.partial;
     long long dilation = args.dilation;
     for (int layer = 0; layer < args.depth; ++layer) {
@@ -191,10 +204,11 @@ __device__ __forceinline__ void sum_partials(char* shared, const Args& args) {
             if (warp == 0 && column < width) {
 #pragma unroll
                 for (int i = 1; i < WARPS; ++i) sum += sums[i * 32 + lane];
-                const long long channel = column / (K + BIAS);
-                const int j = static_cast<int>(column % (K + BIAS));
+                const long long channel = column / COLUMNS;
+                const int j = static_cast<int>(column % COLUMNS);
                 if (j < K) args.dweight[(layer * args.channels + channel) * K + j] = sum;
-                else args.dbias[layer * args.channels + channel] = sum;
+                else if (BIAS && j == K) args.dbias[layer * args.channels + channel] = sum;
+                else if (layer == 0) args.domega[channel] = sum;
             }
             __syncthreads();
         }

@@ -8,21 +8,23 @@
 // The rest is as in tensor_core_backward_short.cu. The dx is written where the newest dy was.
 
 #define OWN 4
-#define NATURAL (DEEP + 1)  // blocks of x, dy and the skip connection's dy as they are loaded
+#define NATURAL (DEEP + 1)  // blocks of x, dy, and the skip connections' dy as they are loaded
 #define MATRICES (BLOCKS - 1)
 #define X_AT 0
 #define DY_AT (NATURAL * BLOCK_BYTES)
 #define SKIP_AT (2 * NATURAL * BLOCK_BYTES)
-#define X_MATRICES_AT ((2 + RELOAD) * NATURAL * BLOCK_BYTES)
+#define OUTPUT_AT ((2 + RELOAD) * NATURAL * BLOCK_BYTES)
+#define X_MATRICES_AT ((2 + RELOAD + OMEGA) * NATURAL * BLOCK_BYTES)
 #define DZ_MATRICES_AT (X_MATRICES_AT + MATRICES * BLOCK_BYTES)
 #define TABLES_AT (DZ_MATRICES_AT + MATRICES * BLOCK_BYTES)
 #define TAPS (SPAN * BLOCKS + 6)  // pairs of neighboring taps in all Toeplitz matrices
 #define PAIR_BYTES (4 * OWN)
 #define TABLE_BYTES (2 * TAPS * PAIR_BYTES > PAIRS * 512 ? 2 * TAPS * PAIR_BYTES : PAIRS * 512)
 #define OFFSETS_AT (TABLES_AT + WARPS * TABLE_BYTES)
-#define LAYER_AT (OFFSETS_AT + WARPS * OWN * 4)
+#define OMEGA_AT (OFFSETS_AT + WARPS * OWN * 4)
+#define LAYER_AT (OMEGA_AT + OMEGA * WARPS * OWN * 4)
 
-static_assert(MATRICES >= 2, "short kernels have their own source");
+static_assert(MATRICES >= 1, "a kernel of one tap has no matrices to keep");
 
 // Sum the matrices of products (step of x, step of dz) along their diagonals: one number per tap, and one for the bias.
 __device__ __forceinline__ void write_partial(char* scratch, const float (&products)[PAIRS][OWN][4], float* partial,
@@ -46,11 +48,49 @@ __device__ __forceinline__ void write_partial(char* scratch, const float (&produ
                     const int x = n - tap + AHEAD;  // the step of x that the tap connects to step n
                     sum += square[(BIAS && tap == K ? BLOCKS * SPAN : (AFTER - (x >> 3)) * SPAN + (x & 7)) * SPAN + n];
                 }
-                partial[(channel + c) * (K + BIAS) + tap] = sum;
+                partial[(channel + c) * COLUMNS + tap] = sum;
             }
         }
         __syncwarp();
     }
+}
+
+// Read a lane's part of a block as it was loaded: of each channel the times 2q and 2q + 1 of chains g and g + 8.
+__device__ __forceinline__ void read_natural(word (&matrix)[OWN][2], const char* block) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const uint2 even = *reinterpret_cast<const uint2*>(block + 8 * h * ROW_BYTES);
+        const uint2 odd = *reinterpret_cast<const uint2*>(block + (CHAINS + 8 * h) * ROW_BYTES);
+        matrix[0][h] = low_halves(even.x, odd.x);
+        matrix[1][h] = high_halves(even.x, odd.x);
+        matrix[2][h] = low_halves(even.y, odd.y);
+        matrix[3][h] = high_halves(even.y, odd.y);
+    }
+}
+
+// Sum the lanes' sums for the gradient of omega.
+__device__ __forceinline__ void write_domega(const float (&domega)[OWN], float* partial, long long channel,
+                                             long long channels) {
+#pragma unroll
+    for (int c = 0; c < OWN; ++c) {
+        float sum = domega[c];
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (threadIdx.x % 32 == 0 && channel + c < channels) partial[(channel + c) * COLUMNS + K + BIAS] = sum;
+    }
+}
+
+// Add the products of an input and the output's gradient to the lane's sums for the gradient of omega.
+__device__ __forceinline__ void add_domega(float (&domega)[OWN], const word (&x)[OWN][2], const char* output_dy) {
+    word dy[OWN][2];
+    read_natural(dy, output_dy);
+#pragma unroll
+    for (int c = 0; c < OWN; ++c)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            domega[c] = fmaf(first(x[c][h]), first(dy[c][h]), domega[c]);
+            domega[c] = fmaf(second(x[c][h]), second(dy[c][h]), domega[c]);
+        }
 }
 
 __device__ __forceinline__ float tap_at(const float* kernel, int j) { return j >= 0 && j < K ? kernel[j] : 0.0f; }
@@ -96,19 +136,6 @@ __device__ __forceinline__ void convolve_one(float (&sum)[OWN][4], const word (&
     const Bytes16 v = load16(table + (BACK ? -i : i) * SPAN * PAIR_BYTES);
 #pragma unroll
     for (int c = 0; c < OWN; ++c) multiply8(sum[c], a[c][0], a[c][1], v.part[c]);
-}
-
-// Read a lane's part of a block as it was loaded: of each channel the times 2q and 2q + 1 of chains g and g + 8.
-__device__ __forceinline__ void read_natural(word (&matrix)[OWN][2], const char* block) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const uint2 even = *reinterpret_cast<const uint2*>(block + 8 * h * ROW_BYTES);
-        const uint2 odd = *reinterpret_cast<const uint2*>(block + (CHAINS + 8 * h) * ROW_BYTES);
-        matrix[0][h] = low_halves(even.x, odd.x);
-        matrix[1][h] = high_halves(even.x, odd.x);
-        matrix[2][h] = low_halves(even.y, odd.y);
-        matrix[3][h] = high_halves(even.y, odd.y);
-    }
 }
 
 // The lane's words of a matrix in shared memory; zeros unless `valid`.
@@ -181,9 +208,10 @@ __device__ __forceinline__ void add_products(float (&products)[PAIRS][OWN][4], c
 }
 
 // Compute the dx of a block and write it to `out`. `slot` is where the newest matrix of dz belongs; `empty` of the newest
-// ones are zero because they are behind the end of the sequence.
-__device__ __forceinline__ void compute_dx(char* out, const char* skip, const word (&newest)[OWN][2],
-                                           const char* matrices, int slot, int empty, const char* table) {
+// ones are zero because they are behind the end of the sequence. `output_dy` is null except in the bottom layer.
+__device__ __forceinline__ void compute_dx(char* out, const char* skip, const char* output_dy, const float* omega,
+                                           const word (&newest)[OWN][2], const char* matrices, int slot, int empty,
+                                           const char* table) {
     float dx[OWN][4];
 #pragma unroll
     for (int c = 0; c < OWN; ++c)
@@ -196,6 +224,15 @@ __device__ __forceinline__ void compute_dx(char* out, const char* skip, const wo
         for (int c = 0; c < OWN; ++c)
 #pragma unroll
             for (int i = 0; i < 4; ++i) dx[c][i] = i % 2 ? second(dy[c][i / 2]) : first(dy[c][i / 2]);
+    }
+    if (OMEGA && output_dy != nullptr) {
+        word dy[OWN][2];
+        read_natural(dy, output_dy);
+#pragma unroll
+        for (int c = 0; c < OWN; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                dx[c][i] = fmaf(omega[c], i % 2 ? second(dy[c][i / 2]) : first(dy[c][i / 2]), dx[c][i]);
     }
     word a[OWN][2], b[OWN][2];
 #pragma unroll
@@ -234,7 +271,7 @@ struct Slots {
 
 __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, const Args& args, const Layer& layer,
                                               Prefetcher& prefetcher, Slots& slots,
-                                              float (&products)[PAIRS][OWN][4]) {
+                                              float (&products)[PAIRS][OWN][4], float (&domega)[OWN]) {
     const long long channel = static_cast<long long>(tile.group) * PART * PARTS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const int mine = place(2 * q, g, warp / 2) + warp % 2 * 8, moved = base_of_mover();
@@ -262,12 +299,19 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
             target += SPAN * layer.dx_hop;
             written += SPAN;
         }
-        prefetch_next(prefetcher, last, last + DY_AT, last + SKIP_AT, base_now, layer, args);
+        prefetch_next(prefetcher, last, last + DY_AT, last + SKIP_AT, last + OUTPUT_AT, base_now, layer, args);
         char* x_matrices = shared + own;
         char* dz_matrices = x_matrices + MATRICES * BLOCK_BYTES;
         word dz[OWN][2];
 #pragma unroll
         for (int c = 0; c < OWN; ++c) dz[c][0] = dz[c][1] = 0;
+        const bool adds = OMEGA && layer.index == 0 && e >= 0;
+        if (adds) {
+            // The oldest input, which the newest one will replace, is that of the block whose dx is computed.
+            word x[OWN][2];
+            read_matrix(x, x_matrices + slots.matrix * BLOCK_BYTES, true);
+            add_domega(domega, x, now + OUTPUT_AT + mine);
+        }
         if (o < tile.dz_end) {
             word inputs[BLOCKS][OWN][2];
             read_natural(inputs[0], now + mine);
@@ -286,8 +330,9 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
             write_matrix(x_matrices + slots.matrix * BLOCK_BYTES, inputs[0]);
         }
         if (e >= 0)
-            compute_dx(now + DY_AT + mine, now + SKIP_AT + mine, dz, dz_matrices, slots.matrix, o - tile.dz_end + 1,
-                       table + backward_pair());
+            compute_dx(now + DY_AT + mine, now + SKIP_AT + mine, adds ? now + OUTPUT_AT + mine : nullptr,
+                       reinterpret_cast<const float*>(shared + OMEGA_AT) + warp * OWN, dz, dz_matrices, slots.matrix,
+                       o - tile.dz_end + 1, table + backward_pair());
         if (o < tile.dz_end) write_matrix(dz_matrices + slots.matrix * BLOCK_BYTES, dz);
         slots.natural = later(slots.natural, 1, NATURAL);
         slots.matrix = later(slots.matrix, 1, MATRICES);
@@ -309,6 +354,9 @@ __device__ __forceinline__ void read_kernels(char* shared, const Layer& layer, c
     if (BIAS && lane < OWN)
         reinterpret_cast<float*>(shared + OFFSETS_AT)[warp * OWN + lane] =
             channel + lane < args.channels ? layer.bias[channel + lane] : 0.0f;
+    if (OMEGA && lane < OWN)
+        reinterpret_cast<float*>(shared + OMEGA_AT)[warp * OWN + lane] =
+            channel + lane < args.channels ? args.omega[channel + lane] : 0.0f;
     __syncwarp();
 }
 
@@ -324,12 +372,12 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
 #pragma unroll 1
     for (int i = 0; i < DEEP; ++i) {
         char* to = shared + i * BLOCK_BYTES;
-        prefetch_next(prefetcher, to, to + DY_AT, to + SKIP_AT, base_of_mover(), layer, args);
+        prefetch_next(prefetcher, to, to + DY_AT, to + SKIP_AT, to + OUTPUT_AT, base_of_mover(), layer, args);
     }
     Slots slots = {0, 0};
     while (index < layer.tiles) {
         const int group = index / layer.tiles_in_group, part = index - group * layer.tiles_in_group;
-        float products[PAIRS][OWN][4];
+        float products[PAIRS][OWN][4], domega[OWN] = {};
 #pragma unroll
         for (int c = 0; c < OWN; ++c)
 #pragma unroll
@@ -339,13 +387,14 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
 #pragma unroll 1
         for (; index < (group + 1) * layer.tiles_in_group; index += gridDim.x) {
             const Tile tile = tile_of(layer, args, index);
-            backward_tile(shared, tile, args, layer, prefetcher, slots, products);
+            backward_tile(shared, tile, args, layer, prefetcher, slots, products, domega);
         }
         // The tables are not needed any more, and no other warp reads them.
         __syncwarp();
-        write_partial(shared + TABLES_AT + warp * TABLE_BYTES, products,
-                      layer.partial + part * args.channels * (K + BIAS),
-                      static_cast<long long>(group) * PART * PARTS + warp * OWN, args.channels);
+        float* partial = layer.partial + part * args.channels * COLUMNS;
+        const long long channel = static_cast<long long>(group) * PART * PARTS + warp * OWN;
+        write_partial(shared + TABLES_AT + warp * TABLE_BYTES, products, partial, channel, args.channels);
+        if (OMEGA) write_domega(domega, partial, channel, args.channels);
         if (index < layer.tiles) read_kernels(shared, layer, args, index / layer.tiles_in_group);
     }
 }

@@ -11,6 +11,7 @@
 // The gradients of kernels and bias: one partial sum for all tiles of a block of the grid, added in a fixed order.
 
 static_assert(K + BIAS <= 32, "one lane for each tap and the bias");
+static_assert(!OMEGA, "there is no shared memory left for the gradient of the output");
 
 // Sum the matrices of products (step of x, step of dz) along their diagonals: one number per tap, and one for the bias.
 __device__ __forceinline__ void write_partial(char* scratch, const float (&products)[PAIRS][PART][4], float* partial,
@@ -207,8 +208,8 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
             target += SPAN * layer.dx_hop;
             written += SPAN;
         }
-        prefetch_next(prefetcher, x_ring + later(x_slot, DEEP, X_RING) * BLOCK_BYTES, last, nullptr, base_now, layer,
-                      args);
+        prefetch_next(prefetcher, x_ring + later(x_slot, DEEP, X_RING) * BLOCK_BYTES, last, nullptr, nullptr, base_now,
+                      layer, args);
         shift_matrices(inputs);
         shift_matrices(dz);
         if (o < tile.dz_end) read_block(inputs[0], x_ring + x_slot * BLOCK_BYTES, mine);
@@ -264,8 +265,8 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
     Prefetcher prefetcher = prefetcher_for(index);
 #pragma unroll 1
     for (int i = 0; i < DEEP; ++i)
-        prefetch_next(prefetcher, x_ring + i * BLOCK_BYTES, dy_ring + i * BLOCK_BYTES, nullptr, base_of_mover(), layer,
-                      args);
+        prefetch_next(prefetcher, x_ring + i * BLOCK_BYTES, dy_ring + i * BLOCK_BYTES, nullptr, nullptr,
+                      base_of_mover(), layer, args);
 
     while (index < layer.tiles) {
         const int group = index / layer.tiles_in_group, part = index - group * layer.tiles_in_group;
