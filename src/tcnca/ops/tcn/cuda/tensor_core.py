@@ -23,7 +23,8 @@ LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a
 # kernel for longer ones keeps them in shared memory, and has half as many channels.
 MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 9
 LONG_PARTS = 4  # of eight channels
-LONG_MEMORY = 227 * 1024  # bytes of shared memory for the backward kernel for long kernels
+LONG_MEMORY = (227 * 1024, 113 * 1024)  # bytes of shared memory for one block on a multiprocessor, and for each of two
+LONG_RESIDENT = 1  # blocks of this kernel on a multiprocessor, if that many fit
 LONG_STEP_BYTES = 16 * 8 * 16 * LONG_PARTS
 NUM_COUNTERS = 4096
 _counters: dict[int, Tensor] = {}
@@ -51,11 +52,12 @@ def is_long(block: Block) -> bool:
 
 def backward_source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_backward`."""
-    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "RESIDENT": 1, "LAYER_BYTES": LAYER_BYTES}
+    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "LAYER_BYTES": LAYER_BYTES}
     if is_long(block):
-        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": long_depth(block), "RELOAD": int(block.residual)}
+        depth, resident = long_depth(block)
+        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": depth, "RESIDENT": resident, "RELOAD": int(block.residual)}
     else:
-        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RELOAD": 0}
+        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RESIDENT": 1, "RELOAD": 0}
     files = ("common.cuh", "tensor_core.cuh", "tensor_core_backward.cuh", f"tensor_core_backward_{name}.cu")
     return nvrtc.Source(files, block.macros(**shared, **own))
 
@@ -68,7 +70,7 @@ def forward_memory(block: Block) -> int:
 def backward_memory(block: Block) -> int:
     """Return the bytes of shared memory of the backward kernel."""
     if is_long(block):
-        return long_memory(block, long_depth(block))
+        return long_memory(block, long_depth(block)[0])
     before, after = _groups(block)
     rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
     tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
@@ -84,9 +86,11 @@ def long_memory(block: Block, depth: int) -> int:
     return rings + tables + 16 * WARPS * (1 + block.omega) + LAYER_BYTES
 
 
-def long_depth(block: Block) -> int:
-    """Return how many groups of eight steps the backward kernel for long kernels loads ahead."""
-    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= LONG_MEMORY else DEPTH_AHEAD - 1
+def long_depth(block: Block) -> tuple[int, int]:
+    """Return how many groups of eight steps the long backward kernel loads ahead, and its blocks per multiprocessor."""
+    if LONG_RESIDENT == 2 and long_memory(block, DEPTH_AHEAD - 1) <= LONG_MEMORY[1]:
+        return DEPTH_AHEAD - 1, 2
+    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= LONG_MEMORY[0] else DEPTH_AHEAD - 1, 1
 
 
 def forward_fits(call: Call) -> bool:
