@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tcnca
 from tcnca.errors import InputError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
-from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core
+from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core, tensor_core_pair
 from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Call, Layout, Settings, layout
 from tcnca.ops.tcn.naive import TCNSpec, naive_tcn
 from tests.comparison import assert_close
@@ -258,6 +258,36 @@ def test_plans_choose_the_family_of_kernels(
     assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
 
 
+@pytest.mark.parametrize(
+    ("x", "depth", "causal", "expected"),
+    [
+        (_layout(8, 131072, 64), 4, True, "tensor_core_pair"),
+        (_layout(8, 131072, 64), 3, True, "tensor_core_forward"),
+        (_layout(8, 131072, 64), 4, False, "tensor_core_forward"),
+        (_layout(8, 131072, 63), 4, True, "registers_forward"),
+    ],
+)
+def test_pairs_of_blocks_run_where_they_fit(
+    x: Layout, depth: int, causal: bool, expected: str, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    settings = Settings(1, 20, "none", False, causal, 0.0)
+    operator.forward_plan(Call(x, (depth, 1, x.shape[2], 17), False, False, settings))
+    assert set(loaded) == {expected}
+
+
+def test_pairs_of_blocks_cover_all_of_time() -> None:
+    settings = Settings(1, 20, "none", False, True, 0.0)
+    call = Call(_layout(8, 131072, 64), (4, 1, 64, 17), False, False, settings)
+    near, far = (tensor_core_pair.cut_time(call, pair) for pair in range(2))
+    assert near is not None
+    assert far is not None
+    assert near.halo >= 16 * (1 + 20)
+    assert near.segments * (near.rows - near.halo) >= 131072
+    assert (far.halo, far.segments) == (0, 1)
+    assert far.rows >= 131072 / 400
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 0.999, 1.0])
 def test_dropout_keeps_the_mean(dropout: float) -> None:
     settings = Settings(1, 8, "silu", True, True, dropout)
@@ -300,6 +330,8 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             found += [("smem_forward", smem.source(block, True)), ("smem_backward", smem.source(block, False))]
         if dtype != torch.float32 and size <= 17:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
+            if causal:
+                found.append(("tensor_core_pair", tensor_core_pair.source(block)))
             found.append(("tensor_core_backward", tensor_core.backward_source(block)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
         elif dtype != torch.float32:
@@ -333,7 +365,7 @@ def _assert_compile(sources: list[tuple[str, nvrtc.Source]], folder: Path, monke
 
 def test_one_source_of_each_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     representative = {name: source for name, source in _sources() if ("K", 5) in source.macros}
-    assert len(representative) == 6
+    assert len(representative) == 7
     _assert_compile([*representative.items()], tmp_path, monkeypatch)
 
 

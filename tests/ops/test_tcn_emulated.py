@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcnca.ops import tcn
-from tcnca.ops.tcn.cuda import operator, smem
+from tcnca.ops import tcn, zero_padding
+from tcnca.ops.tcn.cuda import operator, smem, tensor_core, tensor_core_pair
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
 from tests.ops.emulator import compile_kernels, emulated, needs_compiler
@@ -84,6 +84,48 @@ def test_tensor_cores_are_exact(
     assert_exact(dataclasses.replace(case, bias=kernel_size % 3 != 0, residual=kernel_size % 2 == 1))
 
 
+PAIRS = {
+    "whole chains": Case(shape=(2, 131, 40), kernel_size=5, depth=4, bias=True, omega=True, lengths=(131, 41)),
+    "segments": Case(shape=(1, 777, 8), kernel_size=17, factor=2, depth=2, residual=False, activation="none"),
+    "short chains": Case(shape=(2, 50, 16), kernel_size=9, factor=60, depth=4, strided=True),
+    "one tap": Case(shape=(2, 300, 16), kernel_size=1, factor=3, depth=2, dtype=FP16, lengths=(0, 300)),
+    "many sequences": Case(shape=(3, 400, 72), kernel_size=9, factor=4, depth=6, dtype=FP16, omega=True, bias=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if at > 1 else ()) for at, name in enumerate(PAIRS)]
+)
+def test_pairs_of_blocks_are_exact(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _use("tensor", monkeypatch)
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    if name in ("segments", "many sequences"):
+        monkeypatch.setattr(tensor_core_pair, "MAX_ROWS", 256)
+    case = PAIRS[name]
+    assert_exact(case)
+    assert launched.count("tensor_core_pair") == case.depth  # twice half of the blocks
+    assert "tensor_core_forward" not in launched
+    with torch.no_grad():
+        leaves = case.leaves()
+        expected, _ = case.call([leaf.double() for leaf in leaves], "naive")
+        assert_close(zero_padding(case.call(leaves, "cuda")[0], case.valid()), zero_padding(expected, case.valid()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("kernel_size", [2, 9, 17])
+@pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
+def test_the_gradients_of_long_kernels_suit_short_ones(
+    kernel_size: int, omega: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use("tensor", monkeypatch)
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
+    monkeypatch.setattr(tensor_core, "LONG_RESIDENT", 2)
+    assert_exact(Case(shape=(2, 231, 40), kernel_size=kernel_size, depth=2, omega=omega, residual=kernel_size == 9))
+
+
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
     "case",
@@ -96,6 +138,14 @@ def test_forward_and_backward_drop_the_same(case: tcn_cases.Case, monkeypatch: p
     if case.shape[0] > 1:
         _use("tensor", monkeypatch)
     assert_same_dropout(case)
+
+
+@pytest.mark.slow
+def test_pairs_of_blocks_drop_the_same(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _use("tensor", monkeypatch)
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    assert_same_dropout(Case(shape=(2, 500, 40), kernel_size=9, factor=5, depth=2, bias=True))
+    assert "tensor_core_pair" in launched
 
 
 @pytest.mark.usefixtures("launched")

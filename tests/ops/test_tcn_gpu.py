@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
 from tcnca.ops.driver import capture_graph
-from tcnca.ops.tcn.cuda import operator
+from tcnca.ops.tcn.cuda import operator, tensor_core, tensor_core_pair
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
 from tests.ops.tcn_cases import (
@@ -32,6 +33,18 @@ from tests.ops.tcn_cases import (
 
 pytestmark = pytest.mark.gpu
 
+
+@pytest.fixture(autouse=True)
+def _new_plans() -> Iterator[None]:
+    """Forget plans before and after each test, for some tests change what they depend on."""
+    plans = (operator.forward_plan, operator.backward_plan, operator.recomputes)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
 # 16-bit numbers with channels in multiples of 8 go to the tensor cores, others to the registers.
 Case = partial(tcn_cases.Case, shape=(2, 300, 16), dtype=BF16, device="cuda")
 
@@ -45,6 +58,26 @@ def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_the_input_times_omega_is_added(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "FUSED_OMEGA", fused)
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
+
+
+@pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    depth = KERNEL_CASES[name].depth // 2 * 2
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega, depth=max(depth, 2)))
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if case.kernel_size <= 17])
+def test_the_gradients_of_long_kernels_suit_short_ones(
+    name: str, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
+    monkeypatch.setattr(tensor_core, "LONG_RESIDENT", resident)
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
 
 

@@ -15,7 +15,7 @@ from tcnca.ops.dispatch import tensors_reason, transform_reason
 from tcnca.ops.driver import Launch, on_device
 from tcnca.ops.dropout import dropout
 from tcnca.ops.library import register
-from tcnca.ops.tcn.cuda import registers, smem, tensor_core
+from tcnca.ops.tcn.cuda import registers, smem, tensor_core, tensor_core_pair
 from tcnca.ops.tcn.cuda.call import (
     MAX_KERNEL_SIZE,
     BackwardPointers,
@@ -32,7 +32,7 @@ NUM_PLANS = 1024  # that are kept
 NUM_SEEDS = 1 << 62
 FUSED_OMEGA = False  # whether the kernels add the input times omega, or PyTorch after them
 
-ForwardPlan = smem.Forward | tensor_core.Forward | registers.Forward
+ForwardPlan = smem.Forward | tensor_core_pair.Forward | tensor_core.Forward | registers.Forward
 BackwardPlan = smem.Backward | tensor_core.Backward | registers.Backward
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -165,6 +165,8 @@ def forward_plan(call: Call) -> ForwardPlan:
     # Shared memory pays off: 22 µs forward and 42 µs backward instead of 29 and 62 for one sequence of 8,192 tokens.
     if smem.forward_fits(call):
         return smem.Forward(call)
+    if tensor_core_pair.ENABLED and tensor_core_pair.forward_fits(call):
+        return tensor_core_pair.Forward(call)
     return tensor_core.Forward(call) if tensor_core.forward_fits(call) else registers.Forward(call)
 
 

@@ -1,0 +1,249 @@
+// Two causal blocks y = x + activation(convolution(x)) of dilations d and d · f in one pass over memory.
+//
+// A tile is `rows` steps of one chain t = phase + d · n, in which the dilations are 1 and f, of 8 · PARTS channels: a
+// whole chain, or a segment of it and the HALO steps before it on which its outputs depend. It stays in shared memory,
+// where both blocks compute in place. A warp owns 8 channels, and needs no other warp but to load and store.
+
+struct Args {
+    const number* x;
+    const float* weight;
+    const float* bias;
+    number* y;
+    number* inner;  // for the output of the first block, or null
+    const long long* lengths;
+    const long long* seed;
+    const number* input;
+    const float* omega;
+    long long time, channels, x_time, x_batch, input_time, input_batch;
+    long long dilation, factor, rows, halo, segments, layer, dropped;
+    double scale;
+};
+
+static_assert(AHEAD == 0, "only causal blocks compute in place");
+
+// Offset of the 16 bytes of a part of a row. Two rows are 128 bytes; they are swizzled so that the rows of neighboring
+// steps of both dilations are in different banks.
+__device__ __forceinline__ int row_place(int row, int part) {
+    const int line = row >> 1;
+    return line * 128 + (((row & 1) << 2 | part) ^ ((line ^ line >> 3) & 7)) * 16;
+}
+
+struct Tile {
+    char* rows;
+    int count;      // of rows
+    int first, own;  // the step of row 0, and the first row of the tile's own steps
+    int chain, length;  // steps in the chain, and those that are not padding
+    int phase;
+    long long row, channel;
+    bool real;  // whether the warp's channels exist
+};
+
+// Read a lane's part of a matrix whose step 2q is in `row` and step 2q + 1 in `row + hop`.
+__device__ __forceinline__ void read_rows(word (&matrix)[PART][2], int h, const Tile& tile, int row, int hop) {
+    const int warp = threadIdx.x / 32;
+    Bytes16 even = {0, 0, 0, 0}, odd = {0, 0, 0, 0};
+    if (row >= 0 && row < tile.count) even = load16(tile.rows + row_place(row, warp));
+    if (row + hop >= 0 && row + hop < tile.count) odd = load16(tile.rows + row_place(row + hop, warp));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        matrix[2 * j][h] = low_halves(even.part[j], odd.part[j]);
+        matrix[2 * j + 1][h] = high_halves(even.part[j], odd.part[j]);
+    }
+}
+
+// What a warp knows about a block: its Toeplitz matrices, biases and dropout.
+struct Kernels {
+    word toeplitz[BLOCKS][PART];
+    float bias[PART];
+    Dropout dropout;
+};
+
+__device__ __forceinline__ void read_kernels(Kernels& kernels, const Args& args, const Tile& tile, int block) {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    const long long channel = tile.channel + threadIdx.x / 32 * PART;
+#pragma unroll
+    for (int c = 0; c < PART; ++c) {
+        const long long own = block * args.channels + channel + c;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+            const float* kernel = args.weight + (tile.real ? own : 0) * K;
+            kernels.toeplitz[i][c] =
+                tile.real ? pack(Z_SCALE * tap(kernel, i, g, 2 * q), Z_SCALE * tap(kernel, i, g, 2 * q + 1)) : 0;
+        }
+        kernels.bias[c] = BIAS && tile.real ? Z_SCALE * args.bias[own] : 0.0f;
+    }
+    kernels.dropout =
+        dropout_of(args.seed, args.layer + block, tile.row, args.channels, args.dropped, args.scale);
+}
+
+// Compute the outputs of a matrix of steps and write them over the newest inputs: those of step 2q + odd and half h of
+// the chains to rows[h] + odd · hop. Outputs of steps that do not count are zeros.
+__device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], const Kernels& kernels,
+                                        const Tile& tile, const Args& args, const int (&rows)[2], int hop,
+                                        bool masks) {
+    const Dropout& dropout = kernels.dropout;
+    const long long channel = tile.channel + threadIdx.x / 32 * PART;
+    Bytes16 out[2][2];
+    word index[4];
+#pragma unroll
+    for (int i = 0; DROPOUT && i < 4; ++i) {
+        const word step = static_cast<word>(tile.first + rows[i / 2] + i % 2 * hop);
+        const word time = static_cast<word>(tile.phase) + step * static_cast<word>(args.dilation);
+        index[i] = time * dropout.fours + static_cast<word>(channel / 4);
+    }
+    Draw drawn[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        float y_pair[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (DROPOUT && j % 2 == 0) drawn[i] = draw(dropout, index[i] + j / 2);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int own = 2 * j + c;
+            const float offset = kernels.bias[own];
+            float z[4] = {offset, offset, offset, offset};
+            convolve(z, inputs, inputs[0], kernels.toeplitz, own);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const word pair = inputs[0][own][i / 2];
+                const float skip = RESIDUAL ? (i % 2 ? second(pair) : first(pair)) : 0.0f;
+                y_pair[c][i] = activate_scaled(z[i], DROPOUT ? dropout.scale : 1.0f) + skip;
+                if (DROPOUT && !is_kept(dropout, drawn[i], own)) y_pair[c][i] = skip;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i % 2][i / 2].part[j] = pack(y_pair[0][i], y_pair[1][i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const int row = rows[h] + odd * hop;
+            const bool counts = !masks || static_cast<word>(tile.first + row) < static_cast<word>(tile.length);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) out[odd][h].part[j] = counts ? out[odd][h].part[j] : 0;
+            if (row >= 0 && row < tile.count) store16(tile.rows + row_place(row, threadIdx.x / 32), out[odd][h]);
+        }
+}
+
+// The first block. The rows are 16 segments, along which the inputs stay in registers.
+__device__ __forceinline__ void first_block(const Tile& tile, const Args& args, const Kernels& kernels) {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, steps = tile.count / CHAINS;
+    word inputs[BLOCKS][PART][2];
+    // After the shift below, the inputs before a segment are the older ones.
+#pragma unroll
+    for (int i = 1; i < BLOCKS; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            read_rows(inputs[(BLOCKS - i + 1) % BLOCKS], h, tile, (g + 8 * h) * steps - SPAN * i + 2 * q, 1);
+    __syncwarp();  // the last rows of a segment belong to another lane, which overwrites them
+#pragma unroll 1
+    for (int s = 0; s < steps; s += SPAN) {
+        const int rows[2] = {g * steps + s + 2 * q, (g + 8) * steps + s + 2 * q};
+        shift_matrices(inputs);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) read_rows(inputs[0], h, tile, rows[h], 1);
+        compute(inputs, kernels, tile, args, rows, 1, true);
+    }
+}
+
+// The second block, latest steps first: no step is overwritten before all that depend on it are computed. Items are
+// 8 steps of one of `factor` chains, neighboring chains first.
+__device__ __forceinline__ void second_block(const Tile& tile, const Args& args, const Kernels& kernels) {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, factor = static_cast<int>(args.factor);
+    const int steps = (tile.count - tile.own + factor - 1) / factor;
+    const int items = (steps + SPAN - 1) / SPAN * factor;
+#pragma unroll 1
+    for (int item = (items - 1) / CHAINS * CHAINS; item >= 0; item -= CHAINS) {
+        int rows[2];
+        word inputs[BLOCKS][PART][2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int own = item + g + 8 * h, block = own / factor, chain = own - block * factor;
+            // Items behind the last one have no rows.
+            rows[h] = own < items ? tile.own + chain + (block * SPAN + 2 * q) * factor : tile.count;
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i)
+                read_rows(inputs[(BLOCKS - i) % BLOCKS], h, tile, rows[h] - (own < items ? i * SPAN * factor : 0),
+                          factor);
+        }
+        __syncwarp();
+        compute(inputs, kernels, tile, args, rows, factor, false);
+        __syncwarp();
+    }
+}
+
+// Store the tile's own steps, with `omega` added to omega times the input.
+__device__ __forceinline__ void store_tile(const Tile& tile, const Args& args, number* to, const float* omega) {
+    const int part = threadIdx.x % PARTS;
+    const long long channel = tile.channel + part * PART;
+    if (channel >= args.channels) return;
+    float scale[PART];
+#pragma unroll
+    for (int c = 0; c < PART; ++c) scale[c] = OMEGA && omega != nullptr ? omega[channel + c] : 0.0f;
+#pragma unroll 4
+    for (int row = tile.own + threadIdx.x / PARTS; row < tile.count; row += THREADS / PARTS) {
+        const int step = tile.first + row;
+        if (step >= tile.chain) break;
+        const long long time = tile.phase + step * args.dilation;
+        Bytes16 v = load16(tile.rows + row_place(row, part));
+        if (OMEGA && omega != nullptr && step < tile.length) {
+            const number* from = args.input + tile.row * args.input_batch + time * args.input_time + channel;
+            const Bytes16 x = load16(reinterpret_cast<const char*>(from));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                v.part[j] = pack(fmaf(scale[2 * j], first(x.part[j]), first(v.part[j])),
+                                 fmaf(scale[2 * j + 1], second(x.part[j]), second(v.part[j])));
+        }
+        store_global(to + (tile.row * args.time + time) * args.channels + channel, v);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair(const Args args) {
+    extern __shared__ __align__(128) char shared[];
+    // Neighboring blocks have the other channels of the same rows, then the next segment, then the next phase.
+    const word groups = static_cast<word>((args.channels + PART * PARTS - 1) / (PART * PARTS));
+    word index = blockIdx.x;
+    const word group = index % groups;
+    index /= groups;
+    const word segment = index % static_cast<word>(args.segments);
+    index /= static_cast<word>(args.segments);
+    const word phases = static_cast<word>(args.dilation);
+
+    Tile tile;
+    tile.rows = shared;
+    tile.count = static_cast<int>(args.rows);
+    tile.own = static_cast<int>(args.halo);
+    tile.first = static_cast<int>(segment) * (tile.count - tile.own) - tile.own;
+    tile.phase = static_cast<int>(index % phases);
+    tile.row = index / phases;
+    tile.channel = static_cast<long long>(group) * PART * PARTS;
+    tile.real = tile.channel + threadIdx.x / 32 * PART < args.channels;
+    tile.chain = steps_before(args.time, tile.phase, phases);
+    tile.length = LENGTHS ? steps_before(args.lengths[tile.row], tile.phase, phases) : tile.chain;
+
+    const int part = threadIdx.x % PARTS;
+    const bool real = tile.channel + part * PART < args.channels;
+    const number* source = args.x + tile.row * args.x_batch + tile.phase * args.x_time + tile.channel + part * PART;
+    for (int row = threadIdx.x / PARTS; row < tile.count; row += THREADS / PARTS) {
+        const int step = tile.first + row;
+        const bool valid = real && static_cast<word>(step) < static_cast<word>(tile.length);
+        copy_async(shared + row_place(row, part), source + step * args.dilation * args.x_time, valid);
+    }
+    commit_group();
+    Kernels kernels;
+    read_kernels(kernels, args, tile, 0);
+    wait_group<0>();
+    __syncthreads();
+    first_block(tile, args, kernels);
+    if (args.inner != nullptr) {
+        __syncthreads();
+        store_tile(tile, args, args.inner, nullptr);
+    }
+    read_kernels(kernels, args, tile, 1);
+    __syncthreads();
+    second_block(tile, args, kernels);
+    __syncthreads();
+    store_tile(tile, args, args.y, args.omega);
+}

@@ -1,0 +1,107 @@
+"""Kernels on the tensor cores that run two blocks in one pass over memory, forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from tcnca.ops import driver
+from tcnca.ops.tcn.cuda import nvrtc
+from tcnca.ops.tcn.cuda.call import Block, Call, ForwardPointers
+
+ENABLED = False  # whether `forward_plan` uses these kernels
+WARPS = 4  # per block of threads, each with eight channels
+ROW_BYTES = 16 * WARPS
+ROW_STEP = 128  # rows are 16 segments of groups of eight steps
+MAX_ROWS = 14 * ROW_STEP  # two blocks of a multiprocessor have room for so many
+MAX_KERNEL_SIZE = 17
+MAX_BLOCKS = (1 << 31) - 1  # of a grid
+
+
+class Tiles(NamedTuple):
+    """How a pair of blocks is cut: the rows of a tile, its halo before its own rows, and the segments of a chain."""
+
+    rows: int
+    halo: int
+    segments: int
+
+
+def source(block: Block) -> nvrtc.Source:
+    """Return the source of `tensor_core_pair`."""
+    # Bias and dropout need more registers than four blocks on a multiprocessor leave.
+    resident = 3 if block.bias or block.dropout else 4
+    macros = block.macros(WARPS=WARPS, PARTS=WARPS, RESIDENT=resident)
+    return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_pair.cu"), macros)
+
+
+def cut_time(call: Call, pair: int) -> Tiles | None:
+    """Return the tiles of a pair of blocks, or None if they would be mostly halo."""
+    dilation = call.dilations[2 * pair]
+    chain = -(-call.time // dilation)
+    if chain <= MAX_ROWS:
+        return Tiles(-(-chain // ROW_STEP) * ROW_STEP, 0, 1)
+    halo = -(-(call.block.kernel_size - 1) * (1 + call.settings.factor) // 8) * 8
+    if 2 * halo > MAX_ROWS:
+        return None
+    return Tiles(MAX_ROWS, halo, -(-chain // (MAX_ROWS - halo)))
+
+
+def forward_fits(call: Call) -> bool:
+    """Return whether `Forward` can run a call."""
+    block = call.block
+    if block.dtype == torch.float32 or not block.causal or block.kernel_size > MAX_KERNEL_SIZE or call.depth % 2:
+        return False
+    if call.channels % 8 or not call.x.aligned(8) or driver.max_shared_memory(call.device) < MAX_ROWS * ROW_BYTES:
+        return False
+    cuts = [cut_time(call, pair) for pair in range(call.depth // 2)]
+    return all(cut is not None and _grid(call, pair, cut) <= MAX_BLOCKS for pair, cut in enumerate(cuts))
+
+
+def _grid(call: Call, pair: int, tiles: Tiles) -> int:
+    groups = -(-call.channels // (8 * WARPS))
+    return call.batch * call.dilations[2 * pair] * tiles.segments * groups
+
+
+class Forward:
+    """All blocks, one launch for two of them."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._launches = [self._launch(pair) for pair in range(call.depth // 2)]
+        self.needs_scratch = call.depth > 2
+
+    def _launch(self, pair: int) -> driver.Launch:
+        call, tiles = self._call, cut_time(self._call, pair)
+        assert tiles is not None
+        x = call.x if pair == 0 else call.packed
+        block = dataclasses.replace(call.block, omega=call.omega and 2 * pair + 2 == call.depth)
+        kernel = nvrtc.load(source(block), "tensor_core_pair", MAX_ROWS * ROW_BYTES, call.device)
+        # A factor beyond the chain has the same effect as any larger one.
+        factors = (call.dilations[2 * pair], min(call.settings.factor, tiles.rows))
+        numbers = (call.time, call.channels, *x.steps, *call.x.steps, *factors, *tiles, 2 * pair)
+        memory = tiles.rows * ROW_BYTES
+        return driver.Launch(
+            kernel,
+            (_grid(call, pair, tiles), 1, 1),
+            (32 * WARPS, 1, 1),
+            9,
+            (*numbers, *call.dropout_arguments),
+            as_struct=True,
+            shared_memory=memory,
+        )
+
+    def run(self, stream: int, p: ForwardPointers) -> None:
+        """Launch the kernels."""
+        call, x = self._call, p.x
+        size, channels, taps = call.num_bytes, call.channels, call.block.kernel_size
+        for pair, launch in enumerate(self._launches):
+            later = len(self._launches) - 1 - pair
+            inner = p.inner + 2 * pair * size if call.keep else 0
+            # If nothing is kept for the backward pass, one tensor alternates with the output.
+            between = inner + size if call.keep else p.inner
+            out = between if (later > 0 if call.keep else later % 2 == 1) else p.y
+            weight, bias = p.weight + 8 * pair * channels * taps, p.bias + 8 * pair * channels
+            launch(stream, x, weight, bias, out, inner, p.lengths, p.seed, p.x, p.omega)
+            x = out
