@@ -263,7 +263,7 @@ def test_plans_choose_the_family_of_kernels(
     [
         (_layout(8, 131072, 64), 4, True, "tensor_core_pair"),
         (_layout(8, 131072, 64), 3, True, "tensor_core_forward"),
-        (_layout(8, 131072, 64), 4, False, "tensor_core_forward"),
+        (_layout(8, 131072, 64), 4, False, "tensor_core_pair"),
         (_layout(8, 131072, 63), 4, True, "registers_forward"),
     ],
 )
@@ -276,16 +276,19 @@ def test_pairs_of_blocks_run_where_they_fit(
     assert set(loaded) == {expected}
 
 
-def test_pairs_of_blocks_cover_all_of_time() -> None:
-    settings = Settings(1, 20, "none", False, True, 0.0)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_pairs_of_blocks_cover_all_of_time(causal: bool) -> None:
+    settings = Settings(1, 20, "none", False, causal, 0.0)
     call = Call(_layout(8, 131072, 64), (4, 1, 64, 17), False, False, settings)
     near, far = (tensor_core_pair.cut_time(call, pair) for pair in range(2))
     assert near is not None
     assert far is not None
-    assert near.halo >= 16 * (1 + 20)
-    assert near.segments * (near.rows - near.halo) >= 131072
-    assert (far.halo, far.segments) == (0, 1)
-    assert far.rows >= 131072 / 400
+    assert near.before >= (16 if causal else 8) * (1 + 20)
+    assert near.rows - near.own - near.before >= (0 if causal else 8) * (1 + 20)
+    assert near.segments * near.own >= 131072
+    assert tensor_core_pair.memory_rows(call.block, near.rows, near.own) <= tensor_core_pair.MAX_ROWS
+    assert (far.before, far.segments) == (0, 1)
+    assert far.own >= 131072 / 400
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 0.999, 1.0])
@@ -330,8 +333,7 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             found += [("smem_forward", smem.source(block, True)), ("smem_backward", smem.source(block, False))]
         if dtype != torch.float32 and size <= 17:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
-            if causal:
-                found.append(("tensor_core_pair", tensor_core_pair.source(block)))
+            found.append(("tensor_core_pair", tensor_core_pair.source(block)))
             found.append(("tensor_core_backward", tensor_core.backward_source(block)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
         elif dtype != torch.float32:

@@ -87,6 +87,9 @@ def test_tensor_cores_are_exact(
 PAIRS = {
     "whole chains": Case(shape=(2, 131, 40), kernel_size=5, depth=4, bias=True, omega=True, lengths=(131, 41)),
     "segments": Case(shape=(1, 777, 8), kernel_size=17, factor=2, depth=2, residual=False, activation="none"),
+    "bidirectional": Case(shape=(2, 131, 16), kernel_size=17, causal=False, depth=2, bias=True, lengths=(131, 60)),
+    "bidirectional segments": Case(shape=(1, 700, 40), kernel_size=9, factor=2, causal=False, depth=4, omega=True),
+    "bidirectional, even": Case(shape=(2, 300, 16), kernel_size=4, factor=5, causal=False, depth=2, dtype=FP16),
     "short chains": Case(shape=(2, 50, 16), kernel_size=9, factor=60, depth=4, strided=True),
     "one tap": Case(shape=(2, 300, 16), kernel_size=1, factor=3, depth=2, dtype=FP16, lengths=(0, 300)),
     "many sequences": Case(shape=(3, 400, 72), kernel_size=9, factor=4, depth=6, dtype=FP16, omega=True, bias=True),
@@ -100,7 +103,7 @@ def test_pairs_of_blocks_are_exact(name: str, launched: list[str], monkeypatch: 
     _use("tensor", monkeypatch)
     monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
-    if name in ("segments", "many sequences"):
+    if "segments" in name or name == "many sequences":
         monkeypatch.setattr(tensor_core_pair, "MAX_ROWS", 256)
     case = PAIRS[name]
     assert_exact(case)

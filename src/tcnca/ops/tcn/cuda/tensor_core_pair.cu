@@ -1,8 +1,9 @@
-// Two causal blocks y = x + activation(convolution(x)) of dilations d and d · f in one pass over memory.
+// Two blocks y = x + activation(convolution(x)) of dilations d and d · f in one pass over memory.
 //
 // A tile is `rows` steps of one chain t = phase + d · n, in which the dilations are 1 and f, of 8 · PARTS channels: a
-// whole chain, or a segment of it and the HALO steps before it on which its outputs depend. It stays in shared memory,
-// where both blocks compute in place. A warp owns 8 channels, and needs no other warp but to load and store.
+// whole chain, or a segment of it with the steps before and behind it on which its outputs depend. It stays in shared
+// memory, where both blocks compute in place, except that a second block that looks ahead writes to other rows. A warp
+// owns 8 channels, and needs no other warp but to load and store.
 
 struct Args {
     const number* x;
@@ -15,11 +16,11 @@ struct Args {
     const number* input;
     const float* omega;
     long long time, channels, x_time, x_batch, input_time, input_batch;
-    long long dilation, factor, rows, halo, segments, layer, dropped;
+    long long dilation, factor, rows, before, own, segments, layer, dropped;
     double scale;
 };
 
-static_assert(AHEAD == 0, "only causal blocks compute in place");
+static_assert(AFTER <= 1, "one block of steps behind a segment is kept in registers");
 
 // Offset of the 16 bytes of a part of a row. Two rows are 128 bytes; they are swizzled so that the rows of neighboring
 // steps of both dilations are in different banks.
@@ -30,12 +31,19 @@ __device__ __forceinline__ int row_place(int row, int part) {
 
 struct Tile {
     char* rows;
-    int count;      // of rows
-    int first, own;  // the step of row 0, and the first row of the tile's own steps
+    int count;         // of rows
+    int begin, end;    // the rows of the tile's own steps
+    int first;         // the step of row 0
     int chain, length;  // steps in the chain, and those that are not padding
     int phase;
     long long row, channel;
     bool real;  // whether the warp's channels exist
+};
+
+// Where a block writes its outputs: row r of the tile to row r - `first`, if it is one of `count`.
+struct Target {
+    char* rows;
+    int first, count;
 };
 
 // Read a lane's part of a matrix whose step 2q is in `row` and step 2q + 1 in `row + hop`.
@@ -76,11 +84,11 @@ __device__ __forceinline__ void read_kernels(Kernels& kernels, const Args& args,
         dropout_of(args.seed, args.layer + block, tile.row, args.channels, args.dropped, args.scale);
 }
 
-// Compute the outputs of a matrix of steps and write them over the newest inputs: those of step 2q + odd and half h of
-// the chains to rows[h] + odd · hop. Outputs of steps that do not count are zeros.
+// Compute the outputs of a matrix of steps: those of step 2q + odd and half h of the chains belong to row
+// rows[h] + odd · hop. With `masks`, outputs of steps that do not count are zeros.
 __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], const Kernels& kernels,
-                                        const Tile& tile, const Args& args, const int (&rows)[2], int hop,
-                                        bool masks) {
+                                        const Tile& tile, const Args& args, const Target& target,
+                                        const int (&rows)[2], int hop, bool masks) {
     const Dropout& dropout = kernels.dropout;
     const long long channel = tile.channel + threadIdx.x / 32 * PART;
     Bytes16 out[2][2];
@@ -106,7 +114,7 @@ __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], c
             convolve(z, inputs, inputs[0], kernels.toeplitz, own);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const word pair = inputs[0][own][i / 2];
+                const word pair = inputs[(BLOCKS - AFTER) % BLOCKS][own][i / 2];
                 const float skip = RESIDUAL ? (i % 2 ? second(pair) : first(pair)) : 0.0f;
                 y_pair[c][i] = activate_scaled(z[i], DROPOUT ? dropout.scale : 1.0f) + skip;
                 if (DROPOUT && !is_kept(dropout, drawn[i], own)) y_pair[c][i] = skip;
@@ -123,36 +131,49 @@ __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], c
             const bool counts = !masks || static_cast<word>(tile.first + row) < static_cast<word>(tile.length);
 #pragma unroll
             for (int j = 0; j < 4; ++j) out[odd][h].part[j] = counts ? out[odd][h].part[j] : 0;
-            if (row >= 0 && row < tile.count) store16(tile.rows + row_place(row, threadIdx.x / 32), out[odd][h]);
+            if (static_cast<word>(row - target.first) < static_cast<word>(target.count))
+                store16(target.rows + row_place(row - target.first, threadIdx.x / 32), out[odd][h]);
         }
 }
 
 // The first block. The rows are 16 segments, along which the inputs stay in registers.
 __device__ __forceinline__ void first_block(const Tile& tile, const Args& args, const Kernels& kernels) {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, steps = tile.count / CHAINS;
-    word inputs[BLOCKS][PART][2];
-    // After the shift below, the inputs before a segment are the older ones.
+    const Target target = {tile.rows, 0, tile.count};
+    word inputs[BLOCKS][PART][2], behind[PART][2];
 #pragma unroll
-    for (int i = 1; i < BLOCKS; ++i)
+    for (int h = 0; h < 2; ++h) {
+        const int begin = (g + 8 * h) * steps + 2 * q;
+        // The shift below makes these the older inputs.
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            read_rows(inputs[(BLOCKS - i + 1) % BLOCKS], h, tile, (g + 8 * h) * steps - SPAN * i + 2 * q, 1);
-    __syncwarp();  // the last rows of a segment belong to another lane, which overwrites them
+        for (int i = 1; i < BLOCKS; ++i)
+            read_rows(inputs[(BLOCKS - i + 1) % BLOCKS], h, tile, begin + SPAN * (AFTER - i), 1);
+        if (AFTER) read_rows(behind, h, tile, begin + steps, 1);
+    }
+    __syncwarp();  // the rows around a segment belong to other lanes, which overwrite them
 #pragma unroll 1
     for (int s = 0; s < steps; s += SPAN) {
         const int rows[2] = {g * steps + s + 2 * q, (g + 8) * steps + s + 2 * q};
         shift_matrices(inputs);
+        if (AFTER && s + SPAN == steps) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) read_rows(inputs[0], h, tile, rows[h], 1);
-        compute(inputs, kernels, tile, args, rows, 1, true);
+            for (int c = 0; c < PART; ++c)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) inputs[0][c][h] = behind[c][h];
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) read_rows(inputs[0], h, tile, rows[h] + SPAN * AFTER, 1);
+        }
+        compute(inputs, kernels, tile, args, target, rows, 1, true);
     }
 }
 
-// The second block, latest steps first: no step is overwritten before all that depend on it are computed. Items are
-// 8 steps of one of `factor` chains, neighboring chains first.
-__device__ __forceinline__ void second_block(const Tile& tile, const Args& args, const Kernels& kernels) {
+// The second block. Items are 8 steps of one of `factor` chains, neighboring chains first. The latest steps come first:
+// where outputs replace inputs, none is overwritten before all steps that depend on it are computed.
+__device__ __forceinline__ void second_block(const Tile& tile, const Args& args, const Kernels& kernels,
+                                             const Target& target) {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, factor = static_cast<int>(args.factor);
-    const int steps = (tile.count - tile.own + factor - 1) / factor;
+    const int steps = (tile.end - tile.begin + factor - 1) / factor;
     const int items = (steps + SPAN - 1) / SPAN * factor;
 #pragma unroll 1
     for (int item = (items - 1) / CHAINS * CHAINS; item >= 0; item -= CHAINS) {
@@ -161,21 +182,22 @@ __device__ __forceinline__ void second_block(const Tile& tile, const Args& args,
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int own = item + g + 8 * h, block = own / factor, chain = own - block * factor;
-            // Items behind the last one have no rows.
-            rows[h] = own < items ? tile.own + chain + (block * SPAN + 2 * q) * factor : tile.count;
+            const int row = tile.begin + chain + (block * SPAN + 2 * q) * factor;
+            // Items behind the last one write nothing.
+            rows[h] = own < items ? row : tile.count;
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
-                read_rows(inputs[(BLOCKS - i) % BLOCKS], h, tile, rows[h] - (own < items ? i * SPAN * factor : 0),
-                          factor);
+                read_rows(inputs[(BLOCKS - i) % BLOCKS], h, tile, row + (AFTER - i) * SPAN * factor, factor);
         }
         __syncwarp();
-        compute(inputs, kernels, tile, args, rows, factor, false);
+        compute(inputs, kernels, tile, args, target, rows, factor, false);
         __syncwarp();
     }
 }
 
 // Store the tile's own steps, with `omega` added to omega times the input.
-__device__ __forceinline__ void store_tile(const Tile& tile, const Args& args, number* to, const float* omega) {
+__device__ __forceinline__ void store_tile(const Tile& tile, const Args& args, const Target& from, number* to,
+                                           const float* omega) {
     const int part = threadIdx.x % PARTS;
     const long long channel = tile.channel + part * PART;
     if (channel >= args.channels) return;
@@ -183,14 +205,14 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const Args& args, n
 #pragma unroll
     for (int c = 0; c < PART; ++c) scale[c] = OMEGA && omega != nullptr ? omega[channel + c] : 0.0f;
 #pragma unroll 4
-    for (int row = tile.own + threadIdx.x / PARTS; row < tile.count; row += THREADS / PARTS) {
+    for (int row = tile.begin + threadIdx.x / PARTS; row < tile.end; row += THREADS / PARTS) {
         const int step = tile.first + row;
         if (step >= tile.chain) break;
         const long long time = tile.phase + step * args.dilation;
-        Bytes16 v = load16(tile.rows + row_place(row, part));
+        Bytes16 v = load16(from.rows + row_place(row - from.first, part));
         if (OMEGA && omega != nullptr && step < tile.length) {
-            const number* from = args.input + tile.row * args.input_batch + time * args.input_time + channel;
-            const Bytes16 x = load16(reinterpret_cast<const char*>(from));
+            const number* input = args.input + tile.row * args.input_batch + time * args.input_time + channel;
+            const Bytes16 x = load16(reinterpret_cast<const char*>(input));
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 v.part[j] = pack(fmaf(scale[2 * j], first(x.part[j]), first(v.part[j])),
@@ -214,8 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair
     Tile tile;
     tile.rows = shared;
     tile.count = static_cast<int>(args.rows);
-    tile.own = static_cast<int>(args.halo);
-    tile.first = static_cast<int>(segment) * (tile.count - tile.own) - tile.own;
+    tile.begin = static_cast<int>(args.before);
+    tile.end = static_cast<int>(args.before + args.own);
+    tile.first = static_cast<int>(segment * args.own) - tile.begin;
     tile.phase = static_cast<int>(index % phases);
     tile.row = index / phases;
     tile.channel = static_cast<long long>(group) * PART * PARTS;
@@ -237,13 +260,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair
     wait_group<0>();
     __syncthreads();
     first_block(tile, args, kernels);
+    const Target in_place = {shared, 0, tile.count};
     if (args.inner != nullptr) {
         __syncthreads();
-        store_tile(tile, args, args.inner, nullptr);
+        store_tile(tile, args, in_place, args.inner, nullptr);
     }
     read_kernels(kernels, args, tile, 1);
     __syncthreads();
-    second_block(tile, args, kernels);
+    const Target other = {shared + tile.count * ROW_BYTES, tile.begin, tile.end - tile.begin};
+    const Target target = AHEAD ? other : in_place;
+    second_block(tile, args, kernels, target);
     __syncthreads();
-    store_tile(tile, args, args.y, args.omega);
+    store_tile(tile, args, target, args.y, args.omega);
 }

@@ -15,43 +15,59 @@ ENABLED = False  # whether `forward_plan` uses these kernels
 WARPS = 4  # per block of threads, each with eight channels
 ROW_BYTES = 16 * WARPS
 ROW_STEP = 128  # rows are 16 segments of groups of eight steps
-MAX_ROWS = 14 * ROW_STEP  # two blocks of a multiprocessor have room for so many
+MAX_ROWS = 14 * ROW_STEP  # in shared memory, so that a multiprocessor has room for two blocks
 MAX_KERNEL_SIZE = 17
 MAX_BLOCKS = (1 << 31) - 1  # of a grid
 
 
 class Tiles(NamedTuple):
-    """How a pair of blocks is cut: the rows of a tile, its halo before its own rows, and the segments of a chain."""
+    """How a pair of blocks is cut.
+
+    rows: of a tile.
+    before: rows on which only later ones depend.
+    own: rows whose outputs the tile computes, after those before; the rest is behind them.
+    segments: tiles of a chain.
+    """
 
     rows: int
-    halo: int
+    before: int
+    own: int
     segments: int
 
 
 def source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_pair`."""
-    # Bias and dropout need more registers than four blocks on a multiprocessor leave.
-    resident = 3 if block.bias or block.dropout else 4
+    # The others need more registers than four blocks on a multiprocessor leave.
+    small = block.causal and block.activation == "none" and not block.bias and not block.dropout
+    resident = 4 if small else 3
     macros = block.macros(WARPS=WARPS, PARTS=WARPS, RESIDENT=resident)
     return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_pair.cu"), macros)
 
 
 def cut_time(call: Call, pair: int) -> Tiles | None:
     """Return the tiles of a pair of blocks, or None if they would be mostly halo."""
-    dilation = call.dilations[2 * pair]
+    block, dilation = call.block, call.dilations[2 * pair]
     chain = -(-call.time // dilation)
-    if chain <= MAX_ROWS:
-        return Tiles(-(-chain // ROW_STEP) * ROW_STEP, 0, 1)
-    halo = -(-(call.block.kernel_size - 1) * (1 + call.settings.factor) // 8) * 8
-    if 2 * halo > MAX_ROWS:
-        return None
-    return Tiles(MAX_ROWS, halo, -(-chain // (MAX_ROWS - halo)))
+    rows = -(-chain // ROW_STEP) * ROW_STEP
+    if memory_rows(block, rows, rows) <= MAX_ROWS:
+        return Tiles(rows, 0, rows, 1)
+    before, after = (
+        -(-taps * (1 + call.settings.factor) // 8) * 8 for taps in (block.kernel_size - 1 - block.ahead, block.ahead)
+    )
+    rows = MAX_ROWS if block.causal else (MAX_ROWS + before + after) // 2 // ROW_STEP * ROW_STEP
+    own = rows - before - after
+    return None if 2 * own < rows else Tiles(rows, before, own, -(-chain // own))
+
+
+def memory_rows(block: Block, rows: int, own: int) -> int:
+    """Return the rows of shared memory of a tile: blocks that look ahead cannot compute in place."""
+    return rows if block.causal else rows + own
 
 
 def forward_fits(call: Call) -> bool:
     """Return whether `Forward` can run a call."""
     block = call.block
-    if block.dtype == torch.float32 or not block.causal or block.kernel_size > MAX_KERNEL_SIZE or call.depth % 2:
+    if block.dtype == torch.float32 or block.kernel_size > MAX_KERNEL_SIZE or call.depth % 2:
         return False
     if call.channels % 8 or not call.x.aligned(8) or driver.max_shared_memory(call.device) < MAX_ROWS * ROW_BYTES:
         return False
@@ -81,7 +97,7 @@ class Forward:
         # A factor beyond the chain has the same effect as any larger one.
         factors = (call.dilations[2 * pair], min(call.settings.factor, tiles.rows))
         numbers = (call.time, call.channels, *x.steps, *call.x.steps, *factors, *tiles, 2 * pair)
-        memory = tiles.rows * ROW_BYTES
+        memory = memory_rows(block, tiles.rows, tiles.own) * ROW_BYTES
         return driver.Launch(
             kernel,
             (_grid(call, pair, tiles), 1, 1),
