@@ -138,12 +138,11 @@ __device__ __forceinline__ void convolve_one(float (&sum)[OWN][4], const word (&
     for (int c = 0; c < OWN; ++c) multiply8(sum[c], a[c][0], a[c][1], v.part[c]);
 }
 
-// The lane's words of a matrix in shared memory; zeros unless `valid`.
-__device__ __forceinline__ void read_matrix(word (&matrix)[OWN][2], const char* from, bool valid) {
+// The lane's words of a matrix in shared memory.
+__device__ __forceinline__ void read_matrix(word (&matrix)[OWN][2], const char* from) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        Bytes16 v = {0, 0, 0, 0};
-        if (valid) v = load16(from + h * 512);
+        const Bytes16 v = load16(from + h * 512);
 #pragma unroll
         for (int c = 0; c < OWN; ++c) matrix[c][h] = v.part[c];
     }
@@ -207,10 +206,10 @@ __device__ __forceinline__ void add_products(float (&products)[PAIRS][OWN][4], c
     }
 }
 
-// Compute the dx of a block and write it to `out`. `slot` is where the newest matrix of dz belongs; `empty` of the newest
-// ones are zero because they are behind the end of the sequence. `output_dy` is null except in the bottom layer.
+// Compute the dx of a block and write it to `out`. `slot` is where the newest matrix of dz belongs. `output_dy` is null
+// except in the bottom layer.
 __device__ __forceinline__ void compute_dx(char* out, const char* skip, const char* output_dy, const float* omega,
-                                           const word (&newest)[OWN][2], const char* matrices, int slot, int empty,
+                                           const word (&newest)[OWN][2], const char* matrices, int slot,
                                            const char* table) {
     float dx[OWN][4];
 #pragma unroll
@@ -244,11 +243,11 @@ __device__ __forceinline__ void compute_dx(char* out, const char* skip, const ch
                 for (int h = 0; h < 2; ++h) a[c][h] = newest[c][h];
         } else {
             slot = earlier(slot);
-            read_matrix(a, matrices + slot * BLOCK_BYTES, i >= empty);
+            read_matrix(a, matrices + slot * BLOCK_BYTES);
         }
         if (i + 1 < BLOCKS) {
             slot = earlier(slot);
-            read_matrix(b, matrices + slot * BLOCK_BYTES, i + 1 >= empty);
+            read_matrix(b, matrices + slot * BLOCK_BYTES);
             convolve_two<true>(dx, a, b, table, i);
         } else {
             convolve_one<true>(dx, a, table, i);
@@ -275,7 +274,8 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     const long long channel = static_cast<long long>(tile.group) * PART * PARTS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const int mine = place(2 * q, g, warp / 2) + warp % 2 * 8, moved = base_of_mover();
-    const int own = X_MATRICES_AT + (warp * 64 + lane) * 16;
+    char* x_matrices = shared + X_MATRICES_AT + (warp * 64 + lane) * 16;
+    char* dz_matrices = x_matrices + MATRICES * BLOCK_BYTES;
     const char* table = shared + TABLES_AT + warp * TABLE_BYTES;
     const char* offsets = shared + OFFSETS_AT + warp * OWN * 4;
     number* target =
@@ -285,6 +285,10 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     Draws draws = draws_for(layer.cut, dropout, tile.in_row, channel + warp * OWN);
 #pragma unroll
     for (int h = 0; h < 2; ++h) draws.index[h] += (tile.start - AFTER) * SPAN * draws.hop;
+    if (tile.start == 0) {
+        // There is nothing before the start of the sequence; other tiles read what is before them.
+        for (int slot = 0; slot < MATRICES; ++slot) write_matrix(x_matrices + slot * BLOCK_BYTES, {});
+    }
 #pragma unroll 1
     for (int s = tile.start; s < tile.end; ++s) {
         const int o = s - AFTER, e = o - BEFORE;
@@ -300,8 +304,6 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
             written += SPAN;
         }
         prefetch_next(prefetcher, last, last + DY_AT, last + SKIP_AT, last + OUTPUT_AT, base_now, layer, args);
-        char* x_matrices = shared + own;
-        char* dz_matrices = x_matrices + MATRICES * BLOCK_BYTES;
         word dz[OWN][2];
 #pragma unroll
         for (int c = 0; c < OWN; ++c) dz[c][0] = dz[c][1] = 0;
@@ -309,7 +311,7 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
         if (adds) {
             // The oldest input, which the newest one will replace, is that of the block whose dx is computed.
             word x[OWN][2];
-            read_matrix(x, x_matrices + slots.matrix * BLOCK_BYTES, true);
+            read_matrix(x, x_matrices + slots.matrix * BLOCK_BYTES);
             add_domega(domega, x, now + OUTPUT_AT + mine);
         }
         if (o < tile.dz_end) {
@@ -320,7 +322,7 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
 #pragma unroll
                 for (int i = 1; i < BLOCKS; ++i) {
                     slot = earlier(slot);
-                    read_matrix(inputs[i], x_matrices + slot * BLOCK_BYTES, i <= s - tile.start);
+                    read_matrix(inputs[i], x_matrices + slot * BLOCK_BYTES);
                 }
                 word dy[OWN][2];
                 read_natural(dy, now + DY_AT + mine);
@@ -332,8 +334,8 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
         if (e >= 0)
             compute_dx(now + DY_AT + mine, now + SKIP_AT + mine, adds ? now + OUTPUT_AT + mine : nullptr,
                        reinterpret_cast<const float*>(shared + OMEGA_AT) + warp * OWN, dz, dz_matrices, slots.matrix,
-                       o - tile.dz_end + 1, table + backward_pair());
-        if (o < tile.dz_end) write_matrix(dz_matrices + slots.matrix * BLOCK_BYTES, dz);
+                       table + backward_pair());
+        write_matrix(dz_matrices + slots.matrix * BLOCK_BYTES, dz);
         slots.natural = later(slots.natural, 1, NATURAL);
         slots.matrix = later(slots.matrix, 1, MATRICES);
 #pragma unroll

@@ -16,7 +16,7 @@ struct Args {
     const number* input;
     const float* omega;
     long long time, channels, x_time, x_batch, input_time, input_batch;
-    long long dilation, factor, rows, before, own, segments, layer, dropped;
+    long long dilation, factor, rows, before, own, segments, steps, items, layer, dropped;
     double scale;
 };
 
@@ -38,6 +38,7 @@ struct Tile {
     int phase;
     long long row, channel;
     bool real;  // whether the warp's channels exist
+    int zeros;  // offset of 16 bytes of zeros behind the rows
 };
 
 // Where a block writes its outputs: row r of the tile to row r - `first`, if it is one of `count`.
@@ -46,12 +47,18 @@ struct Target {
     int first, count;
 };
 
-// Read a lane's part of a matrix whose step 2q is in `row` and step 2q + 1 in `row + hop`.
+// Read a lane's part of a matrix whose step 2q is in `row` and step 2q + 1 in `row + hop`; zeros for rows that the tile
+// does not have, where CHECKED.
+template <bool CHECKED>
 __device__ __forceinline__ void read_rows(word (&matrix)[PART][2], int h, const Tile& tile, int row, int hop) {
-    const int warp = threadIdx.x / 32;
-    Bytes16 even = {0, 0, 0, 0}, odd = {0, 0, 0, 0};
-    if (row >= 0 && row < tile.count) even = load16(tile.rows + row_place(row, warp));
-    if (row + hop >= 0 && row + hop < tile.count) odd = load16(tile.rows + row_place(row + hop, warp));
+    int at[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const int own = row + odd * hop;
+        at[odd] = row_place(own, threadIdx.x / 32);
+        if (CHECKED && static_cast<word>(own) >= static_cast<word>(tile.count)) at[odd] = tile.zeros;
+    }
+    const Bytes16 even = load16(tile.rows + at[0]), odd = load16(tile.rows + at[1]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         matrix[2 * j][h] = low_halves(even.part[j], odd.part[j]);
@@ -85,10 +92,11 @@ __device__ __forceinline__ void read_kernels(Kernels& kernels, const Args& args,
 }
 
 // Compute the outputs of a matrix of steps: those of step 2q + odd and half h of the chains belong to row
-// rows[h] + odd · hop. With `masks`, outputs of steps that do not count are zeros.
+// rows[h] + odd · hop. Those of the FIRST block are zeros for steps that do not count, and all rows exist.
+template <bool FIRST>
 __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], const Kernels& kernels,
                                         const Tile& tile, const Args& args, const Target& target,
-                                        const int (&rows)[2], int hop, bool masks) {
+                                        const int (&rows)[2], int hop) {
     const Dropout& dropout = kernels.dropout;
     const long long channel = tile.channel + threadIdx.x / 32 * PART;
     Bytes16 out[2][2];
@@ -116,7 +124,8 @@ __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], c
             for (int i = 0; i < 4; ++i) {
                 const word pair = inputs[(BLOCKS - AFTER) % BLOCKS][own][i / 2];
                 const float skip = RESIDUAL ? (i % 2 ? second(pair) : first(pair)) : 0.0f;
-                y_pair[c][i] = activate_scaled(z[i], DROPOUT ? dropout.scale : 1.0f) + skip;
+                const float y = activate_scaled(z[i], DROPOUT ? dropout.scale : 1.0f);
+                y_pair[c][i] = RESIDUAL ? y + skip : y;
                 if (DROPOUT && !is_kept(dropout, drawn[i], own)) y_pair[c][i] = skip;
             }
         }
@@ -128,69 +137,57 @@ __device__ __forceinline__ void compute(const word (&inputs)[BLOCKS][PART][2], c
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             const int row = rows[h] + odd * hop;
-            const bool counts = !masks || static_cast<word>(tile.first + row) < static_cast<word>(tile.length);
+            const bool counts = static_cast<word>(tile.first + row) < static_cast<word>(tile.length);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) out[odd][h].part[j] = counts ? out[odd][h].part[j] : 0;
-            if (static_cast<word>(row - target.first) < static_cast<word>(target.count))
+            for (int j = 0; FIRST && j < 4; ++j) out[odd][h].part[j] = counts ? out[odd][h].part[j] : 0;
+            if (FIRST || static_cast<word>(row - target.first) < static_cast<word>(target.count))
                 store16(target.rows + row_place(row - target.first, threadIdx.x / 32), out[odd][h]);
         }
 }
 
-// The first block. The rows are 16 segments, along which the inputs stay in registers.
-__device__ __forceinline__ void first_block(const Tile& tile, const Args& args, const Kernels& kernels) {
-    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, steps = tile.count / CHAINS;
-    const Target target = {tile.rows, 0, tile.count};
-    word inputs[BLOCKS][PART][2], behind[PART][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int begin = (g + 8 * h) * steps + 2 * q;
-        // The shift below makes these the older inputs.
-#pragma unroll
-        for (int i = 1; i < BLOCKS; ++i)
-            read_rows(inputs[(BLOCKS - i + 1) % BLOCKS], h, tile, begin + SPAN * (AFTER - i), 1);
-        if (AFTER) read_rows(behind, h, tile, begin + steps, 1);
-    }
-    __syncwarp();  // the rows around a segment belong to other lanes, which overwrite them
-#pragma unroll 1
-    for (int s = 0; s < steps; s += SPAN) {
-        const int rows[2] = {g * steps + s + 2 * q, (g + 8) * steps + s + 2 * q};
-        shift_matrices(inputs);
-        if (AFTER && s + SPAN == steps) {
-#pragma unroll
-            for (int c = 0; c < PART; ++c)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) inputs[0][c][h] = behind[c][h];
-        } else {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) read_rows(inputs[0], h, tile, rows[h] + SPAN * AFTER, 1);
-        }
-        compute(inputs, kernels, tile, args, target, rows, 1, true);
-    }
-}
-
-// The second block. Items are 8 steps of one of `factor` chains, neighboring chains first. The latest steps come first:
-// where outputs replace inputs, none is overwritten before all steps that depend on it are computed.
-__device__ __forceinline__ void second_block(const Tile& tile, const Args& args, const Kernels& kernels,
-                                             const Target& target) {
-    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, factor = static_cast<int>(args.factor);
-    const int steps = (tile.end - tile.begin + factor - 1) / factor;
-    const int items = (steps + SPAN - 1) / SPAN * factor;
+// Compute a block, 16 segments of chains at a time, along which the inputs stay in registers. In the FIRST block the
+// rows are one chain of 16 segments. In the second one there are `factor` chains of `steps` in a segment.
+//
+// Outputs may replace inputs: the inputs around the segments are read before, and the latest segments come first.
+template <bool FIRST>
+__device__ __forceinline__ void run_block(const Tile& tile, const Args& args, const Kernels& kernels,
+                                          const Target& target) {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    const int hop = FIRST ? 1 : static_cast<int>(args.factor), begin = FIRST ? 0 : tile.begin;
+    const int steps = FIRST ? tile.count / CHAINS : static_cast<int>(args.steps);
+    const int items = FIRST ? CHAINS : static_cast<int>(args.items);
 #pragma unroll 1
     for (int item = (items - 1) / CHAINS * CHAINS; item >= 0; item -= CHAINS) {
         int rows[2];
-        word inputs[BLOCKS][PART][2];
+        word inputs[BLOCKS][PART][2], behind[PART][2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int own = item + g + 8 * h, block = own / factor, chain = own - block * factor;
-            const int row = tile.begin + chain + (block * SPAN + 2 * q) * factor;
-            // Items behind the last one write nothing.
-            rows[h] = own < items ? row : tile.count;
+            const int own = item + g + 8 * h, segment = FIRST ? own : own / hop;
+            rows[h] = begin + (FIRST ? 0 : own - segment * hop) + (segment * steps + 2 * q) * hop;
+            if (own >= items) rows[h] = tile.count;  // nothing to read or to write from here on
+            // The shift below makes these the older inputs.
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i)
-                read_rows(inputs[(BLOCKS - i) % BLOCKS], h, tile, row + (AFTER - i) * SPAN * factor, factor);
+            for (int i = 1; i < BLOCKS; ++i)
+                read_rows<true>(inputs[(BLOCKS - i + 1) % BLOCKS], h, tile, rows[h] + SPAN * (AFTER - i) * hop, hop);
+            if (FIRST && AFTER) read_rows<true>(behind, h, tile, rows[h] + steps, 1);
         }
-        __syncwarp();
-        compute(inputs, kernels, tile, args, target, rows, factor, false);
+        __syncwarp();  // the rows around a segment belong to other lanes, which may replace them
+#pragma unroll 1
+        for (int s = 0; s < steps; s += SPAN) {
+            shift_matrices(inputs);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (!FIRST || !AFTER || s + SPAN < steps) {
+                    read_rows<!FIRST>(inputs[0], h, tile, rows[h] + SPAN * AFTER * hop, hop);
+                } else {
+#pragma unroll
+                    for (int c = 0; c < PART; ++c) inputs[0][c][h] = behind[c][h];
+                }
+            }
+            compute<FIRST>(inputs, kernels, tile, args, target, rows, hop);
+            rows[0] += SPAN * hop;
+            rows[1] += SPAN * hop;
+        }
         __syncwarp();
     }
 }
@@ -242,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair
     tile.phase = static_cast<int>(index % phases);
     tile.row = index / phases;
     tile.channel = static_cast<long long>(group) * PART * PARTS;
+    tile.zeros = (tile.count + (AHEAD ? static_cast<int>(args.own) : 0)) * ROW_BYTES;
     tile.real = tile.channel + threadIdx.x / 32 * PART < args.channels;
     tile.chain = steps_before(args.time, tile.phase, phases);
     tile.length = LENGTHS ? steps_before(args.lengths[tile.row], tile.phase, phases) : tile.chain;
@@ -255,12 +253,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair
         copy_async(shared + row_place(row, part), source + step * args.dilation * args.x_time, valid);
     }
     commit_group();
+    if (threadIdx.x == 0) store16(shared + tile.zeros, {0, 0, 0, 0});
     Kernels kernels;
     read_kernels(kernels, args, tile, 0);
     wait_group<0>();
     __syncthreads();
-    first_block(tile, args, kernels);
     const Target in_place = {shared, 0, tile.count};
+    run_block<true>(tile, args, kernels, in_place);
     if (args.inner != nullptr) {
         __syncthreads();
         store_tile(tile, args, in_place, args.inner, nullptr);
@@ -269,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair
     __syncthreads();
     const Target other = {shared + tile.count * ROW_BYTES, tile.begin, tile.end - tile.begin};
     const Target target = AHEAD ? other : in_place;
-    second_block(tile, args, kernels, target);
+    run_block<false>(tile, args, kernels, target);
     __syncthreads();
     store_tile(tile, args, target, args.y, args.omega);
 }

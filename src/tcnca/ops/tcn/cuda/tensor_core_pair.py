@@ -16,6 +16,8 @@ WARPS = 4  # per block of threads, each with eight channels
 ROW_BYTES = 16 * WARPS
 ROW_STEP = 128  # rows are 16 segments of groups of eight steps
 MAX_ROWS = 14 * ROW_STEP  # in shared memory, so that a multiprocessor has room for two blocks
+ZERO_BYTES = 128  # of zeros behind the rows
+MAX_MEMORY = MAX_ROWS * ROW_BYTES + ZERO_BYTES
 MAX_KERNEL_SIZE = 17
 MAX_BLOCKS = (1 << 31) - 1  # of a grid
 
@@ -27,12 +29,16 @@ class Tiles(NamedTuple):
     before: rows on which only later ones depend.
     own: rows whose outputs the tile computes, after those before; the rest is behind them.
     segments: tiles of a chain.
+    steps: of the chains of the second block that are computed in one go.
+    items: as many times.
     """
 
     rows: int
     before: int
     own: int
     segments: int
+    steps: int
+    items: int
 
 
 def source(block: Block) -> nvrtc.Source:
@@ -50,13 +56,30 @@ def cut_time(call: Call, pair: int) -> Tiles | None:
     chain = -(-call.time // dilation)
     rows = -(-chain // ROW_STEP) * ROW_STEP
     if memory_rows(block, rows, rows) <= MAX_ROWS:
-        return Tiles(rows, 0, rows, 1)
+        return Tiles(rows, 0, rows, 1, *cut_chains(rows, call.settings.factor))
     before, after = (
         -(-taps * (1 + call.settings.factor) // 8) * 8 for taps in (block.kernel_size - 1 - block.ahead, block.ahead)
     )
     rows = MAX_ROWS if block.causal else (MAX_ROWS + before + after) // 2 // ROW_STEP * ROW_STEP
     own = rows - before - after
-    return None if 2 * own < rows else Tiles(rows, before, own, -(-chain // own))
+    if 2 * own < rows:
+        return None
+    return Tiles(rows, before, own, -(-chain // own), *cut_chains(own, call.settings.factor))
+
+
+def cut_chains(rows: int, factor: int) -> tuple[int, int]:
+    """Return the steps of a segment of the second block's chains, and the number of segments of all chains.
+
+    16 segments are computed at a time, eight steps of each after the ones before.
+    """
+    factor = min(factor, rows)
+    groups = -(-rows // (8 * factor))  # of eight steps in a chain
+
+    def cost(length: int) -> int:
+        return -(-factor * -(-groups // length) // 16) * (2 * length + 1)
+
+    length = min(range(1, groups + 1), key=cost)
+    return 8 * length, factor * -(-groups // length)
 
 
 def memory_rows(block: Block, rows: int, own: int) -> int:
@@ -69,7 +92,7 @@ def forward_fits(call: Call) -> bool:
     block = call.block
     if block.dtype == torch.float32 or block.kernel_size > MAX_KERNEL_SIZE or call.depth % 2:
         return False
-    if call.channels % 8 or not call.x.aligned(8) or driver.max_shared_memory(call.device) < MAX_ROWS * ROW_BYTES:
+    if call.channels % 8 or not call.x.aligned(8) or driver.max_shared_memory(call.device) < MAX_MEMORY:
         return False
     cuts = [cut_time(call, pair) for pair in range(call.depth // 2)]
     return all(cut is not None and _grid(call, pair, cut) <= MAX_BLOCKS for pair, cut in enumerate(cuts))
@@ -93,11 +116,11 @@ class Forward:
         assert tiles is not None
         x = call.x if pair == 0 else call.packed
         block = dataclasses.replace(call.block, omega=call.omega and 2 * pair + 2 == call.depth)
-        kernel = nvrtc.load(source(block), "tensor_core_pair", MAX_ROWS * ROW_BYTES, call.device)
+        kernel = nvrtc.load(source(block), "tensor_core_pair", MAX_MEMORY, call.device)
         # A factor beyond the chain has the same effect as any larger one.
         factors = (call.dilations[2 * pair], min(call.settings.factor, tiles.rows))
         numbers = (call.time, call.channels, *x.steps, *call.x.steps, *factors, *tiles, 2 * pair)
-        memory = memory_rows(block, tiles.rows, tiles.own) * ROW_BYTES
+        memory = memory_rows(block, tiles.rows, tiles.own) * ROW_BYTES + ZERO_BYTES
         return driver.Launch(
             kernel,
             (_grid(call, pair, tiles), 1, 1),
