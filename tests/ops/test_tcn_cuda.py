@@ -280,7 +280,7 @@ def test_pairs_of_blocks_run_where_they_fit(
 def test_pairs_of_blocks_cover_all_of_time(causal: bool) -> None:
     settings = Settings(1, 20, "none", False, causal, 0.0)
     call = Call(_layout(8, 131072, 64), (4, 1, 64, 17), False, False, settings)
-    near, far = (tensor_core_pair.cut_time(call, pair) for pair in range(2))
+    near, far = (tensor_core_pair.cut_time(call, pair, 264) for pair in range(2))
     assert near is not None
     assert far is not None
     assert near.before >= (16 if causal else 8) * (1 + 20)

@@ -16,11 +16,19 @@ struct Args {
     const number* input;
     const float* omega;
     long long time, channels, x_time, x_batch, input_time, input_batch;
-    long long dilation, factor, rows, before, own, segments, steps, items, layer, dropped;
+    long long dilation, factor, rows, before, own, segments, steps, items, tiles, layer, dropped;
     double scale;
 };
 
 static_assert(AFTER <= 1, "one block of steps behind a segment is kept in registers");
+
+// Before the rows, shared memory has the pairs of neighboring taps of both kernels of each warp's channels, from which
+// the Toeplitz matrices are read, and zeros.
+#define TAPS (SPAN * BLOCKS + 6)
+#define PAIR_BYTES (4 * PART)
+#define TABLE_BYTES (TAPS * PAIR_BYTES)
+#define ZEROS_AT (WARPS * 2 * TABLE_BYTES)
+#define ROWS_AT (ZEROS_AT + 128)
 
 // Offset of the 16 bytes of a part of a row. Two rows are 128 bytes; they are swizzled so that the rows of neighboring
 // steps of both dilations are in different banks.
@@ -37,8 +45,6 @@ struct Tile {
     int chain, length;  // steps in the chain, and those that are not padding
     int phase;
     long long row, channel;
-    bool real;  // whether the warp's channels exist
-    int zeros;  // offset of 16 bytes of zeros behind the rows
 };
 
 // Where a block writes its outputs: row r of the tile to row r - `first`, if it is one of `count`.
@@ -56,7 +62,7 @@ __device__ __forceinline__ void read_rows(word (&matrix)[PART][2], int h, const 
     for (int odd = 0; odd < 2; ++odd) {
         const int own = row + odd * hop;
         at[odd] = row_place(own, threadIdx.x / 32);
-        if (CHECKED && static_cast<word>(own) >= static_cast<word>(tile.count)) at[odd] = tile.zeros;
+        if (CHECKED && static_cast<word>(own) >= static_cast<word>(tile.count)) at[odd] = ZEROS_AT - ROWS_AT;
     }
     const Bytes16 even = load16(tile.rows + at[0]), odd = load16(tile.rows + at[1]);
 #pragma unroll
@@ -73,19 +79,42 @@ struct Kernels {
     Dropout dropout;
 };
 
-__device__ __forceinline__ void read_kernels(Kernels& kernels, const Args& args, const Tile& tile, int block) {
+__device__ __forceinline__ float tap_at(const float* kernel, int j) { return j >= 0 && j < K ? kernel[j] : 0.0f; }
+
+// Write the pairs of taps of both blocks, each tap with the one before it.
+__device__ __forceinline__ void write_tables(char* table, const Args& args, long long channel) {
+    for (int t = threadIdx.x % 32; t < 2 * TAPS; t += 32) {
+        const int block = t / TAPS, j = AHEAD - SPAN * AFTER - 6 + t % TAPS;
+        Bytes16 pairs[2];
+#pragma unroll
+        for (int c = 0; c < PART; ++c) {
+            const bool real = channel + c < args.channels;
+            const float* kernel = args.weight + (block * args.channels + (real ? channel + c : 0)) * K;
+            const word pair = pack(Z_SCALE * tap_at(kernel, j), Z_SCALE * tap_at(kernel, j - 1));
+            pairs[c / 4].part[c % 4] = real ? pair : 0;
+        }
+        store16(table + t * PAIR_BYTES, pairs[0]);
+        store16(table + t * PAIR_BYTES + 16, pairs[1]);
+    }
+}
+
+__device__ __forceinline__ void read_kernels(Kernels& kernels, const char* table, const Args& args, const Tile& tile,
+                                             int block) {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    const long long channel = tile.channel + threadIdx.x / 32 * PART;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const char* from = table + (block * TAPS + SPAN * i + g - 2 * q + 6) * PAIR_BYTES + half * 16;
+            const Bytes16 v = load16(from);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) kernels.toeplitz[i][half * 4 + c] = v.part[c];
+        }
 #pragma unroll
     for (int c = 0; c < PART; ++c) {
-        const long long own = block * args.channels + channel + c;
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-            const float* kernel = args.weight + (tile.real ? own : 0) * K;
-            kernels.toeplitz[i][c] =
-                tile.real ? pack(Z_SCALE * tap(kernel, i, g, 2 * q), Z_SCALE * tap(kernel, i, g, 2 * q + 1)) : 0;
-        }
-        kernels.bias[c] = BIAS && tile.real ? Z_SCALE * args.bias[own] : 0.0f;
+        const long long channel = tile.channel + threadIdx.x / 32 * PART + c;
+        const bool real = BIAS && channel < args.channels;
+        kernels.bias[c] = real ? Z_SCALE * args.bias[block * args.channels + channel] : 0.0f;
     }
     kernels.dropout =
         dropout_of(args.seed, args.layer + block, tile.row, args.channels, args.dropped, args.scale);
@@ -219,56 +248,65 @@ __device__ __forceinline__ void store_tile(const Tile& tile, const Args& args, c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair(const Args args) {
-    extern __shared__ __align__(128) char shared[];
-    // Neighboring blocks have the other channels of the same rows, then the next segment, then the next phase.
-    const word groups = static_cast<word>((args.channels + PART * PARTS - 1) / (PART * PARTS));
-    word index = blockIdx.x;
-    const word group = index % groups;
-    index /= groups;
-    const word segment = index % static_cast<word>(args.segments);
-    index /= static_cast<word>(args.segments);
-    const word phases = static_cast<word>(args.dilation);
-
+__device__ __forceinline__ Tile tile_of(char* shared, const Args& args, word index, word groups) {
+    const word segments = static_cast<word>(args.segments), phases = static_cast<word>(args.dilation);
+    // The other channels of the same rows come next, then the next segment, then the next phase.
+    const word group = index % groups, chain = index / groups, segment = chain % segments, phase = chain / segments;
     Tile tile;
-    tile.rows = shared;
+    tile.rows = shared + ROWS_AT;
     tile.count = static_cast<int>(args.rows);
     tile.begin = static_cast<int>(args.before);
     tile.end = static_cast<int>(args.before + args.own);
     tile.first = static_cast<int>(segment * args.own) - tile.begin;
-    tile.phase = static_cast<int>(index % phases);
-    tile.row = index / phases;
+    tile.phase = static_cast<int>(phase % phases);
+    tile.row = phase / phases;
     tile.channel = static_cast<long long>(group) * PART * PARTS;
-    tile.zeros = (tile.count + (AHEAD ? static_cast<int>(args.own) : 0)) * ROW_BYTES;
-    tile.real = tile.channel + threadIdx.x / 32 * PART < args.channels;
     tile.chain = steps_before(args.time, tile.phase, phases);
     tile.length = LENGTHS ? steps_before(args.lengths[tile.row], tile.phase, phases) : tile.chain;
+    return tile;
+}
 
+__device__ __forceinline__ void load_tile(const Tile& tile, const Args& args) {
     const int part = threadIdx.x % PARTS;
     const bool real = tile.channel + part * PART < args.channels;
     const number* source = args.x + tile.row * args.x_batch + tile.phase * args.x_time + tile.channel + part * PART;
     for (int row = threadIdx.x / PARTS; row < tile.count; row += THREADS / PARTS) {
         const int step = tile.first + row;
         const bool valid = real && static_cast<word>(step) < static_cast<word>(tile.length);
-        copy_async(shared + row_place(row, part), source + step * args.dilation * args.x_time, valid);
+        copy_async(tile.rows + row_place(row, part), source + step * args.dilation * args.x_time, valid);
     }
     commit_group();
-    if (threadIdx.x == 0) store16(shared + tile.zeros, {0, 0, 0, 0});
-    Kernels kernels;
-    read_kernels(kernels, args, tile, 0);
-    wait_group<0>();
-    __syncthreads();
-    const Target in_place = {shared, 0, tile.count};
-    run_block<true>(tile, args, kernels, in_place);
-    if (args.inner != nullptr) {
+}
+
+// A block of threads computes `tiles` of the grid's tiles, all of the same channels.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_pair(const Args args) {
+    extern __shared__ __align__(128) char shared[];
+    const word groups = static_cast<word>((args.channels + PART * PARTS - 1) / (PART * PARTS));
+    char* table = shared + threadIdx.x / 32 * 2 * TABLE_BYTES;
+    for (word index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+        const Tile tile = tile_of(shared, args, index, groups);
+        load_tile(tile, args);
+        if (index == blockIdx.x) {
+            write_tables(table, args, tile.channel + threadIdx.x / 32 * PART);
+            if (threadIdx.x == 0) store16(shared + ZEROS_AT, {0, 0, 0, 0});
+        }
+        wait_group<0>();
         __syncthreads();
-        store_tile(tile, args, in_place, args.inner, nullptr);
+        Kernels kernels;
+        read_kernels(kernels, table, args, tile, 0);
+        const Target in_place = {tile.rows, 0, tile.count};
+        run_block<true>(tile, args, kernels, in_place);
+        __syncthreads();
+        if (args.inner != nullptr) {
+            store_tile(tile, args, in_place, args.inner, nullptr);
+            __syncthreads();
+        }
+        read_kernels(kernels, table, args, tile, 1);
+        const Target other = {tile.rows + tile.count * ROW_BYTES, tile.begin, tile.end - tile.begin};
+        const Target target = AHEAD ? other : in_place;
+        run_block<false>(tile, args, kernels, target);
+        __syncthreads();
+        store_tile(tile, args, target, args.y, args.omega);
+        __syncthreads();
     }
-    read_kernels(kernels, args, tile, 1);
-    __syncthreads();
-    const Target other = {shared + tile.count * ROW_BYTES, tile.begin, tile.end - tile.begin};
-    const Target target = AHEAD ? other : in_place;
-    run_block<false>(tile, args, kernels, target);
-    __syncthreads();
-    store_tile(tile, args, target, args.y, args.omega);
 }

@@ -15,10 +15,11 @@ ENABLED = False  # whether `forward_plan` uses these kernels
 WARPS = 4  # per block of threads, each with eight channels
 ROW_BYTES = 16 * WARPS
 ROW_STEP = 128  # rows are 16 segments of groups of eight steps
-MAX_ROWS = 14 * ROW_STEP  # in shared memory, so that a multiprocessor has room for two blocks
-ZERO_BYTES = 128  # of zeros behind the rows
-MAX_MEMORY = MAX_ROWS * ROW_BYTES + ZERO_BYTES
+MAX_ROWS = 13 * ROW_STEP  # in shared memory, so that a multiprocessor has room for two blocks
+FIXED_BYTES = WARPS * 2 * (8 * 3 + 6) * 32 + 128  # of kernels and zeros before the rows
+MAX_MEMORY = FIXED_BYTES + MAX_ROWS * ROW_BYTES
 MAX_KERNEL_SIZE = 17
+ROWS_PER_BLOCK = 1536  # of small tiles, so that reading the kernels takes little of the time
 MAX_BLOCKS = (1 << 31) - 1  # of a grid
 
 
@@ -50,21 +51,30 @@ def source(block: Block) -> nvrtc.Source:
     return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_pair.cu"), macros)
 
 
-def cut_time(call: Call, pair: int) -> Tiles | None:
-    """Return the tiles of a pair of blocks, or None if they would be mostly halo."""
-    block, dilation = call.block, call.dilations[2 * pair]
-    chain = -(-call.time // dilation)
-    rows = -(-chain // ROW_STEP) * ROW_STEP
-    if memory_rows(block, rows, rows) <= MAX_ROWS:
-        return Tiles(rows, 0, rows, 1, *cut_chains(rows, call.settings.factor))
-    before, after = (
-        -(-taps * (1 + call.settings.factor) // 8) * 8 for taps in (block.kernel_size - 1 - block.ahead, block.ahead)
-    )
-    rows = MAX_ROWS if block.causal else (MAX_ROWS + before + after) // 2 // ROW_STEP * ROW_STEP
-    own = rows - before - after
-    if 2 * own < rows:
-        return None
-    return Tiles(rows, before, own, -(-chain // own), *cut_chains(own, call.settings.factor))
+def cut_time(call: Call, pair: int, resident: int) -> Tiles | None:
+    """Return the tiles of a pair of blocks that are fastest if `resident` run at a time, or None if none fits."""
+    block, factor = call.block, call.settings.factor
+    chain = -(-call.time // call.dilations[2 * pair])
+    before, after = (-(-taps * (1 + factor) // 8) * 8 for taps in (block.kernel_size - 1 - block.ahead, block.ahead))
+    whole = -(-chain // ROW_STEP) * ROW_STEP
+    sizes = [(whole, 0, whole)]
+    sizes += [(rows, before, rows - before - after) for rows in range(ROW_STEP, MAX_ROWS + 1, ROW_STEP)]
+    found = [
+        Tiles(rows, first, own, -(-chain // own), *cut_chains(own, factor))
+        for rows, first, own in sizes
+        # Where most of a tile is halo, one block after the other is faster.
+        if 2 * own >= rows and memory_rows(block, rows, own) <= MAX_ROWS
+    ]
+
+    def cost(tiles: Tiles) -> int:
+        return -(-_grid(call, pair, tiles) // resident) * (tiles.rows + ROW_STEP // 2)
+
+    return min(found, key=cost, default=None)
+
+
+def memory_rows(block: Block, rows: int, own: int) -> int:
+    """Return the rows of shared memory of a tile: blocks that look ahead cannot compute in place."""
+    return rows if block.causal else rows + own
 
 
 def cut_chains(rows: int, factor: int) -> tuple[int, int]:
@@ -82,11 +92,6 @@ def cut_chains(rows: int, factor: int) -> tuple[int, int]:
     return 8 * length, factor * -(-groups // length)
 
 
-def memory_rows(block: Block, rows: int, own: int) -> int:
-    """Return the rows of shared memory of a tile: blocks that look ahead cannot compute in place."""
-    return rows if block.causal else rows + own
-
-
 def forward_fits(call: Call) -> bool:
     """Return whether `Forward` can run a call."""
     block = call.block
@@ -94,7 +99,7 @@ def forward_fits(call: Call) -> bool:
         return False
     if call.channels % 8 or not call.x.aligned(8) or driver.max_shared_memory(call.device) < MAX_MEMORY:
         return False
-    cuts = [cut_time(call, pair) for pair in range(call.depth // 2)]
+    cuts = [cut_time(call, pair, 1) for pair in range(call.depth // 2)]
     return all(cut is not None and _grid(call, pair, cut) <= MAX_BLOCKS for pair, cut in enumerate(cuts))
 
 
@@ -112,18 +117,24 @@ class Forward:
         self.needs_scratch = call.depth > 2
 
     def _launch(self, pair: int) -> driver.Launch:
-        call, tiles = self._call, cut_time(self._call, pair)
-        assert tiles is not None
+        call = self._call
         x = call.x if pair == 0 else call.packed
         block = dataclasses.replace(call.block, omega=call.omega and 2 * pair + 2 == call.depth)
         kernel = nvrtc.load(source(block), "tensor_core_pair", MAX_MEMORY, call.device)
+        resident = nvrtc.resident_blocks(kernel, 32 * WARPS, call.device)
+        tiles = cut_time(call, pair, resident)
+        assert tiles is not None
+        total, groups = _grid(call, pair, tiles), -(-call.channels // (8 * WARPS))
+        turns = max(min(ROWS_PER_BLOCK // tiles.rows, total // (4 * resident)), 1)
+        # The tiles of a block have the same channels.
+        grid = -(-total // turns // groups) * groups
         # A factor beyond the chain has the same effect as any larger one.
         factors = (call.dilations[2 * pair], min(call.settings.factor, tiles.rows))
-        numbers = (call.time, call.channels, *x.steps, *call.x.steps, *factors, *tiles, 2 * pair)
-        memory = memory_rows(block, tiles.rows, tiles.own) * ROW_BYTES + ZERO_BYTES
+        numbers = (call.time, call.channels, *x.steps, *call.x.steps, *factors, *tiles, total, 2 * pair)
+        memory = FIXED_BYTES + memory_rows(block, tiles.rows, tiles.own) * ROW_BYTES
         return driver.Launch(
             kernel,
-            (_grid(call, pair, tiles), 1, 1),
+            (grid, 1, 1),
             (32 * WARPS, 1, 1),
             9,
             (*numbers, *call.dropout_arguments),
