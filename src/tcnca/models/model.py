@@ -255,7 +255,8 @@ class SequenceModel(nn.Module):
             second: the second document of a pair, like `x`.
             lengths: `[batch]`, valid tokens of each row; the rest is padding.
             attention_mask: `[batch, time]`, true for valid tokens; padding can be anywhere in the row.
-            lengths2, attention_mask2: the same for `second`.
+            lengths2: `lengths` of `second`.
+            attention_mask2: `attention_mask` of `second`.
             cu_seqlens: `[documents + 1]`: `x` is one row of documents, document `i` from `cu_seqlens[i]` to
                 `cu_seqlens[i + 1]`. Each is a separate sequence, also in the state. The cost is that of as many rows of
                 the longest document: pack documents of similar lengths.

@@ -112,8 +112,11 @@ def ema(
 
     Args:
         x: `[batch, time, channels]`.
-        delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
-            looks into the future and both see the present.
+        delta: `[directions, channels, d_state]`. One direction is causal; with two, the second looks into the future
+            and both see the present.
+        alpha: of the same shape.
+        beta: of the same shape.
+        gamma: of the same shape.
         backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
             `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
             truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`
