@@ -87,9 +87,10 @@ class ModelConfig(LayerConfig):
 class ModelState(State):
     """The streaming state of a causal model.
 
-    layers: one state for each layer.
-    pool: the state of the head, if it pools over time.
-    signature: the structure of the model that the state belongs to.
+    Attributes:
+        layers: one state for each layer.
+        pool: the state of the head, if it pools over time.
+        signature: the structure of the model that the state belongs to.
     """
 
     layers: tuple[LayerState, ...]
@@ -100,9 +101,10 @@ class ModelState(State):
 class ModelOutput(NamedTuple):
     """What a model returns.
 
-    logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
-        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
-    state: the state of a causal model after these tokens; None if it was not requested or there is none.
+    Attributes:
+        logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
+            `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
+        state: the state of a causal model after these tokens; None if it was not requested or there is none.
     """
 
     logits: Tensor

@@ -29,10 +29,11 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, d_state]`, the hidden states.
-    window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
-        input is subtracted again after `truncation` steps. None otherwise.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state]`, the hidden states.
+        window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where
+            each input is subtracted again after `truncation` steps. None otherwise.
+        position: `[batch]`, tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"window"})

@@ -28,9 +28,10 @@ TRITON_MAX_STATES = 64
 class SSMState(State):
     """What a causal state-space model remembers.
 
-    hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and imaginary
-        parts of the hidden states.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and
+            imaginary parts of the hidden states.
+        position: `[batch]`, tokens seen so far.
     """
 
     hidden: Tensor
