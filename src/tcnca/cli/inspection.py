@@ -21,7 +21,7 @@ from rich.table import Table
 from tcnca import pretrained
 from tcnca.cli.reporting import Threads, progress_bar, use_threads
 from tcnca.config import check_choice
-from tcnca.errors import ConfigError, escape_control, shown
+from tcnca.errors import ConfigError, escape_control, plural, shown
 from tcnca.files import atomic_write, check_no_links, to_json
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _print_tables(console: Console, subject: _Subject, numbers: dict[str, Any]) 
     table = Table("receptive field", "tokens", box=box.MARKDOWN)
     table.columns[1].justify = "right"
     for name, field in fields.items():
-        what = "mixer of a layer" if name == "mixer" else f"all {len(model.layers)} layers"
+        what = "mixer of a layer" if name == "mixer" else f"whole stack, {plural(len(model.layers), 'layer')}"
         table.add_row(what, "unlimited" if field is None else f"{field:,}")
     console.print(table)
     console.print(
@@ -232,7 +232,8 @@ def _costs_table(costs: Costs, num_layers: int) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     total = costs.total
     rows = {part: cost for part, cost in costs.parts.items() if any(vars(cost).values())}
-    for name, cost in {**rows, f"one of {num_layers} layers": costs.layer, "total": total}.items():
+    inner = {} if num_layers == 1 else {f"one of {num_layers} layers": costs.layer}
+    for name, cost in {**rows, **inner, "total": total}.items():
         moved, state = (_size(cost.bytes_per_token), _size(cost.state_bytes)) if costs.streams else ("–", "–")
         share = f"{cost.parameters / total.parameters:.1%}"
         table.add_row(name, f"{cost.parameters:,}", share, f"{cost.macs / 1e6:.3f}", moved, state)
@@ -327,19 +328,19 @@ def _draw_attention(
     subject: _Subject, folder: Path, sample: Sample, layers: list[int], numbers: dict[str, Any]
 ) -> Iterator[Path]:
     from tcnca.inspection import plots
-    from tcnca.inspection.probes import attention_maps
+    from tcnca.inspection.probes import attention_maps, mean_weights, visible_keys
 
-    config = subject.model.config.attention
-    if config is None:
+    config = subject.model.config
+    if config.attention is None:
         return
-    maps = attention_maps(subject.model, sample.x[:, :_MAP_TOKENS], layers)
-    numbers["attention"] = {"data": sample.about, "tokens": min(sample.x.shape[1], _MAP_TOKENS), "layers": {}}
+    x = sample.x[:, :_MAP_TOKENS]
+    maps, visible = attention_maps(subject.model, x, layers), visible_keys(config.attention, config.causal, x.shape[1])
+    numbers["attention"] = {"data": sample.about, "tokens": x.shape[1], "layers": {}}
     for layer, weights in maps.items():
-        lags, means = plots.mean_weights(weights)
+        lags, means = mean_weights(weights, visible)
         numbers["attention"]["layers"][str(layer)] = {"first_lag": int(lags[0]), "mean_weights": means.tolist()}
     title = subject.title("Attention weights") + f" · {sample.about}"
-    draw = functools.partial(plots.draw_attention, maps, title, config.chunk_size)
-    yield plots.save(draw, folder / "attention.png")
+    yield plots.save(functools.partial(plots.draw_attention, maps, visible, title), folder / "attention.png")
 
 
 def _draw_influence(subject: _Subject, folder: Path, sample: Sample, numbers: dict[str, Any]) -> Iterator[Path]:
@@ -356,7 +357,7 @@ def _draw_influence(subject: _Subject, folder: Path, sample: Sample, numbers: di
         "receptive field": fields["stack"],
     }
     title = subject.title("Effective receptive field")
-    draw = functools.partial(plots.draw_influence, found, title, marks, about=sample.about)
+    draw = functools.partial(plots.draw_influence, found, title, marks, f"{sample.about}, {found.tokens:,} tokens")
     yield plots.save(draw, folder / "receptive-field.png")
 
 

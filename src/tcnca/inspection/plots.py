@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from tcnca.errors import plural
 from tcnca.files import atomic_path, disk_errors
 from tcnca.inspection.costs import Dilated
-from tcnca.inspection.probes import Array, Influence, Response
+from tcnca.inspection.probes import Array, Influence, Response, mean_weights
 from tcnca.training.report import GRAY, STYLE
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Distinguishable for color-blind readers.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 _LEVELS = (BLUE, ORANGE, GREEN, PINK)
+_COLORS = ("black", BLUE, GREEN, "#e69f00", ORANGE)
 _ENLARGE = 40
 """Ratio of receptive fields from which the smaller part of a tree is drawn again, larger."""
 _CLEAR = 200
@@ -32,10 +34,10 @@ _MAX_STEPS = 1000
 """Bars next to each other in one panel."""
 _MAX_LINEAR_COUNT = 40
 """Largest count that is drawn on a linear axis."""
-_MAX_HEADS = 8
-"""Heads of a layer whose maps are drawn."""
-_EXAMPLES = 5
-"""Channels of a layer whose responses are drawn as lines."""
+_MAX_COLUMNS = 8
+"""Convolutions or heads of a layer that are drawn."""
+_FAINT = 1e-4
+"""Smallest magnitude or weight that has a color of its own."""
 
 
 def save(draw: Callable[[], Figure], path: Path) -> Path:
@@ -260,69 +262,50 @@ def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
 # Influence of inputs
 
 
-def draw_influence(found: Influence, title: str, marks: Mapping[str, int | None], *, about: str) -> Figure:
+def draw_influence(found: Influence, title: str, marks: Mapping[str, int | None], about: str) -> Figure:
     """Draw the influence of inputs over the lag, and how it accumulates. `marks` are distances with a name."""
     figure = _figure(9.0, 3.7, title)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    sides = {"past": (found.lags >= 0, BLUE), "future": (found.lags <= 0, ORANGE)}
-    positive = found.norms[found.norms > 0]
+    both, last = bool((found.lags < 0).any()), int(np.abs(found.lags).max())
+    sides = {"past": (found.lags >= 0, BLUE), **({"future": (found.lags <= 0, ORANGE)} if both else {})}
     for name, (side, color) in sides.items():
-        if name == "future" and not (found.lags < 0).any():
-            continue
-        distance, norms = np.abs(found.lags[side]), found.norms[side]
-        order = np.argsort(distance)
-        distance, norms = distance[order], norms[order]
-        centers, means = _log_bins(distance, norms)
+        order = np.argsort(np.abs(found.lags[side]))
+        distance, norms = np.abs(found.lags[side])[order], found.norms[side][order]
         shown = norms > 0
-        left.plot(distance[shown] + 1, norms[shown], ".", ms=1.6, color=color, alpha=0.25, mew=0, rasterized=True)
-        left.plot(centers + 1, means, color=color, lw=1.6, label=name)
-        sums = np.cumsum(norms)
-        right.plot(distance + 1, sums / max(found.norms.sum(), 1e-300), color=color, lw=1.6, label=name)
-    left.set_yscale("log")
+        left.plot(distance[shown], norms[shown], ".", ms=2.2, color=color, alpha=0.3, mew=0)
+        left.plot(*_log_bins(distance, norms), color=color, lw=1.6, ls="-" if name == "past" else "--", label=name)
+    order = np.argsort(np.abs(found.lags), kind="stable")
+    shares = np.cumsum(found.norms[order]) / max(found.norms.sum(), 1e-300)
+    right.plot(np.abs(found.lags)[order], shares, color=BLUE, lw=1.6)
+    positive = found.norms[found.norms > 0]
     if len(positive):
+        left.set_yscale("log")
         left.set_ylim(np.quantile(positive, 0.002) / 3, positive.max() * 4)
     for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xlim(0.9, np.abs(found.lags).max() + 1)
-        axes.set_xlabel("lag + 1, tokens", color=GRAY)
+        _lag_axis(axes, np.array([0, last]))
         axes.grid(alpha=0.25, linewidth=0.6)
-        for mark in marks.values():
-            if mark is not None and mark <= np.abs(found.lags).max():
-                axes.axvline(mark, color=GRAY, lw=0.9, ls="--")
+        axes.set_xlabel("distance, tokens" if both else "lag, tokens", color=GRAY)
     for name, mark in marks.items():
-        if mark is not None and mark <= np.abs(found.lags).max():
-            left.text(
-                mark * 0.96,
-                0.98,
-                f"{name}, {mark:,}",
-                rotation=90,
-                fontsize=7.5,
-                color=GRAY,
-                ha="right",
-                va="top",
-                transform=left.get_xaxis_transform(),
-            )
-    what = "features" if found.pooled else "outputs"
-    left.set_ylabel("norm of the derivative, root mean square")
-    left.set_title(f"{what} by input embeddings; {about}", loc="left", fontsize=9)
+        if mark is not None and mark <= last:
+            for axes in (left, right):
+                axes.axvline(mark, color=GRAY, lw=0.9, ls="--")
+            place = {"rotation": 90, "ha": "right", "va": "top", "transform": left.get_xaxis_transform()}
+            left.text(mark * 0.96, 0.98, f"{name}, {mark:,}", fontsize=7.5, color=GRAY, **place)
+    what = "features of the last layer" if found.pooled else "outputs"
+    left.set_ylabel("norm of the derivative, RMS")
+    left.set_title(f"{what} by input embeddings; {_plain(about)}", loc="left", fontsize=9)
     right.set_ylim(0, 1.02)
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_title("sum of norms within a lag", loc="left", fontsize=9)
-    if (found.lags < 0).any():
+    right.set_title("share of the sum of norms", loc="left", fontsize=9)
+    if both:
         left.legend(frameon=False, fontsize=8, loc="lower left")
-    else:
-        for share in (0.5, 0.9):
-            reach = found.reach(share)
-            right.plot([reach + 1], [share], "o", color=BLUE, ms=4)
-            right.annotate(
-                f"{share:.0%} within {plural(reach, 'token')}",
-                (reach + 1, share),
-                (-6, 4),
-                textcoords="offset points",
-                ha="right",
-                fontsize=8,
-                color=BLUE,
-            )
+    for share in (0.5, 0.9):
+        reach = found.reach(share)
+        right.plot([reach], [share], "o", color=BLUE, ms=4)
+        text = f"{share:.0%} within {plural(reach, 'token')}"
+        near = reach < last**0.5
+        place = {"xytext": (6, -10) if near else (-6, 4), "ha": "left" if near else "right"}
+        right.annotate(text, (reach, share), textcoords="offset points", fontsize=8, color=BLUE, **place)
     return figure
 
 
@@ -339,56 +322,52 @@ def _log_bins(distance: NDArray[np.int64], values: Array, per_octave: int = 4) -
 
 
 def draw_responses(responses: Mapping[int, Response], title: str) -> Figure:
-    """Draw the impulse responses of the mixers of some layers: all channels by size, and some of them as lines."""
+    """Draw the impulse responses of the mixers of some layers: all channels as a picture, and some of them as lines."""
     from matplotlib.colors import LogNorm
 
-    figure = _figure(9.0, 0.7 + 2.5 * len(responses), title)
-    panels = figure.subplots(len(responses), 2, squeeze=False, width_ratios=[1, 1.15])
+    figure = _figure(9.0, 0.8 + 2.4 * len(responses), title)
+    panels = figure.subplots(len(responses), 2, squeeze=False)
     image: Any = None
     for (layer, response), (left, right) in zip(responses.items(), panels, strict=True):
-        order = np.argsort(response.reach(0.5), kind="stable")
+        weights = np.abs(response.values)
+        distance = (weights * np.log1p(np.abs(response.lags))).sum(-1) / np.maximum(weights.sum(-1), 1e-300)
+        order = np.argsort(distance, kind="stable")
         picture, edges = _binned_magnitudes(response, order)
-        image = left.pcolormesh(
-            edges,
-            np.arange(len(order) + 1),
-            picture,
-            norm=LogNorm(1e-4, 1.0, clip=True),
-            cmap="viridis",
-            rasterized=True,
-        )
-        left.set_title(f"layer {layer}: magnitude, largest of a channel = 1", loc="left", fontsize=9)
-        left.set_ylabel(f"channels, {len(order)}, by reach")
+        norm = LogNorm(_FAINT, 1.0, clip=True)
+        image = left.pcolormesh(edges, np.arange(len(order) + 1), picture, norm=norm, cmap="viridis", rasterized=True)
+        left.set_title(f"layer {layer}: {plural(len(order), 'channel')}", loc="left", fontsize=9)
+        left.set_ylabel("channel, by mean lag")
         left.set_yticks([])
-        picked = order[np.linspace(0, len(order) - 1, min(_EXAMPLES, len(order))).round().astype(int)]
-        colors = ("#440154", BLUE, GREEN, "#e69f00", ORANGE)
-        for place, (channel, color) in enumerate(zip(picked, colors, strict=False)):
-            values = response.values[channel] / max(np.abs(response.values[channel]).max(), 1e-300)
-            number = response.channels[channel]
-            right.plot(response.lags, values - 1.1 * place, color=color, lw=0.9, label=f"{number}")
-            right.axhline(-1.1 * place, color=color, lw=0.4, alpha=0.5)
-        right.set_title(f"layer {layer}: responses of {len(picked)} channels", loc="left", fontsize=9)
-        right.set_yticks([])
-        right.legend(
-            frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), title="channel", title_fontsize=7
-        )
+        picked = np.unique(np.linspace(0, len(order) - 1, min(len(_COLORS), len(order))).round().astype(int))
+        for row, color in zip(picked, _COLORS, strict=False):
+            label = f"{response.channels[order[row]]}"
+            right.plot(edges[:-1], np.maximum(picture[row], _FAINT / 10), color=color, lw=1.1, label=label)
+        right.set_title(f"layer {layer}: some channels", loc="left", fontsize=9)
+        right.set_yscale("log")
+        right.set_ylim(_FAINT / 3, 2.0)
+        right.set_ylabel("magnitude")
+        right.grid(alpha=0.25, linewidth=0.6)
+        legend = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "title": "channel", "title_fontsize": 7.5}
+        right.legend(frameon=False, fontsize=7.5, **legend)
         for axes in (left, right):
-            axes.set_xscale("symlog", linthresh=1.0, linscale=0.4)
-            axes.set_xlim(response.lags[0], response.lags[-1] + 1)
-            _decade_ticks(axes, response.lags)
+            _lag_axis(axes, response.lags)
     for axes in panels[-1]:
         axes.set_xlabel("lag, tokens", color=GRAY)
-    figure.colorbar(image, ax=panels[:, 0].tolist(), location="left", shrink=0.8, label="magnitude", aspect=30)
+    label = "magnitude, largest of a channel = 1"
+    figure.colorbar(image, ax=panels.ravel().tolist(), location="bottom", label=label, aspect=70)
     return figure
 
 
-def _decade_ticks(axes: Axes, lags: NDArray[np.int64]) -> None:
-    """Put ticks at 0 and at powers of ten, on both sides if there are lags on both."""
+def _lag_axis(axes: Axes, lags: NDArray[np.int64]) -> None:
+    """Scale the axis of lags logarithmically from lag 1 on, with ticks at 0 and at powers of ten."""
     from matplotlib.ticker import NullLocator
 
+    axes.set_xscale("symlog", linthresh=1.0, linscale=0.4)
+    axes.set_xlim(lags[0], max(lags[-1] + 1, 2))
     powers = [10**power for power in range(10) if 10**power <= np.abs(lags).max()]
-    ticks = [tick for tick in (*(-power for power in powers), 0, *powers) if lags[0] <= tick <= lags[-1]]
+    ticks = [tick for tick in (*(-power for power in powers[::-1]), 0, *powers) if lags[0] <= tick <= lags[-1]]
     names = [f"{tick // 1000}k" if abs(tick) >= 1000 else f"{tick}" for tick in ticks]
-    axes.set_xticks(ticks, names)
+    axes.set_xticks(ticks, [name.replace("-", "\N{MINUS SIGN}") for name in names])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
@@ -408,99 +387,74 @@ def _binned_magnitudes(response: Response, order: NDArray[np.int64]) -> tuple[Ar
 
 def draw_kernels(kernels: Mapping[int, Array], structure: Dilated, title: str) -> Figure:
     """Draw the kernels `[convolutions, channels, taps]` of some layers, as they are learned."""
-    convolutions = next(iter(kernels.values())).shape[0]
-    figure = _figure(1.6 + 1.9 * convolutions, 0.9 + 2.3 * len(kernels), title)
+    from matplotlib.colors import SymLogNorm
+
+    convolutions = min(next(iter(kernels.values())).shape[0], _MAX_COLUMNS)
+    figure = _figure(2.6 + 1.6 * convolutions, 0.9 + 1.9 * len(kernels), title)
     panels = figure.subplots(len(kernels), convolutions, squeeze=False, sharex=True)
     lead = 0 if structure.causal else (structure.kernel_size - 1) // 2
+    limit = max(float(np.abs(values).max()) for values in kernels.values()) or 1.0
+    # The tap of lag 0, which starts at 1, is far larger than the others of later convolutions.
+    norm = SymLogNorm(limit / 30, vmin=-limit, vmax=limit)
+    image: Any = None
+    for number, axes in enumerate(panels[0]):
+        text = f"convolution {number + 1},\ndilation {structure.dilations[number]:,}"
+        axes.set_title(text, loc="left", fontsize=9)
     for (layer, values), row in zip(kernels.items(), panels, strict=True):
         taps = np.arange(values.shape[2])
-        # By where the first kernel, which starts as an average over the past, has its center of mass.
         weight = np.abs(values[0])
         order = np.argsort((weight * np.abs(taps - lead)).sum(-1) / np.maximum(weight.sum(-1), 1e-300))
         for number, axes in enumerate(row):
-            picture = values[number, order]
-            limit = max(float(np.quantile(np.abs(picture), 0.995)), 1e-12)
-            image = axes.imshow(
-                picture,
-                cmap="RdBu_r",
-                vmin=-limit,
-                vmax=limit,
-                aspect="auto",
-                interpolation="nearest",
-                extent=(-0.5 - lead, taps[-1] + 0.5 - lead, len(order), 0),
-            )
-            figure.colorbar(image, ax=axes, location="bottom", aspect=14, pad=0.02, shrink=0.9).ax.tick_params(
-                labelsize=7
-            )
+            extent = (-0.5 - lead, taps[-1] + 0.5 - lead, 0, len(order))
+            style: dict[str, Any] = {"cmap": "RdBu_r", "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+            image = axes.imshow(values[number, order], norm=norm, extent=extent, **style)
             axes.set_yticks([])
-            if layer == next(iter(kernels)):
-                axes.set_title(
-                    f"convolution {number + 1},\ndilation {structure.dilations[number]:,}", loc="left", fontsize=9
-                )
             axes.locator_params("x", integer=True)
-        row[0].set_ylabel(f"layer {layer}\n{len(order)} channels")
+        row[0].set_ylabel(f"layer {layer}\n{plural(len(order), 'channel')}")
     for axes in panels[-1]:
-        axes.set_xlabel("lag / dilation, taps", color=GRAY, fontsize=8)
+        axes.set_xlabel("lag / dilation", color=GRAY)
+    figure.colorbar(image, ax=panels.ravel().tolist(), label="weight of the tap", aspect=35)
     return figure
 
 
 # Attention
 
 
-def draw_attention(maps: Mapping[int, Array], title: str, chunk_size: int | None) -> Figure:
-    """Draw the attention weights of some layers, and their mean over the lag."""
+def draw_attention(maps: Mapping[int, Array], visible: NDArray[np.bool_], title: str) -> Figure:
+    """Draw the attention weights of some layers, and their mean over the lag; `visible` as `visible_keys` returns."""
     from matplotlib.colors import LogNorm
 
-    heads = min(next(iter(maps.values())).shape[0], _MAX_HEADS)
-    size = 2.9 if heads == 1 else 1.7
-    columns = len(maps) if heads == 1 else heads
-    rows = 1 if heads == 1 else len(maps)
+    heads = min(next(iter(maps.values())).shape[0], _MAX_COLUMNS)
+    cells = [(layer, head) for layer in maps for head in range(heads)]
+    size, columns = (2.9, min(len(maps), 4)) if heads == 1 else (1.7, heads)
+    rows = -(-len(cells) // columns)
     figure = _figure(max(1.2 + size * columns, 6.0), 0.9 + (size + 0.2) * rows + 2.1, title)
     grid = figure.add_gridspec(rows + 1, columns, height_ratios=[size] * rows + [1.7])
-    for index, (layer, weights) in enumerate(maps.items()):
-        for head in range(heads):
-            axes = figure.add_subplot(grid[(0, index) if heads == 1 else (index, head)])
-            time = weights.shape[1]
-            image = axes.imshow(
-                np.where(weights[head] > 0, weights[head], np.nan),
-                cmap="viridis",
-                norm=LogNorm(1e-4, 1.0, clip=True),
-                interpolation="nearest",
-            )
-            axes.set_title(f"layer {layer}" + (f", head {head}" if heads > 1 else ""), loc="left", fontsize=9)
-            for border in range(chunk_size or time, time, chunk_size or time):
-                for line in (axes.axhline, axes.axvline):
-                    line(border - 0.5, color=GRAY, lw=0.5)
-            axes.locator_params(nbins=4, integer=True)
-            if heads == 1 or index == len(maps) - 1:
-                axes.set_xlabel("key, token", color=GRAY)
-            if (heads == 1 and index == 0) or (heads > 1 and head == 0):
-                axes.set_ylabel("query, token", color=GRAY)
-    maps_axes = list(figure.axes)
-    figure.colorbar(image, ax=maps_axes, location="right", label="attention weight", shrink=0.9, aspect=25)
+    style: dict[str, Any] = {"cmap": "viridis", "norm": LogNorm(_FAINT, 1.0, clip=True), "interpolation": "nearest"}
+    image: Any = None
+    for index, (layer, head) in enumerate(cells):
+        axes = figure.add_subplot(grid[divmod(index, columns)])
+        image = axes.imshow(np.where(visible, np.maximum(maps[layer][head], _FAINT), np.nan), **style)
+        axes.set_title(f"layer {layer}" + (f", head {head}" if heads > 1 else ""), loc="left", fontsize=9)
+        axes.locator_params(nbins=4, integer=True)
+        if index + columns < len(cells):
+            axes.set_xticklabels([])
+        else:
+            axes.set_xlabel("key, token", color=GRAY)
+        if index % columns:
+            axes.set_yticklabels([])
+        else:
+            axes.set_ylabel("query, token", color=GRAY)
+    figure.colorbar(image, ax=list(figure.axes), location="right", label="attention weight", shrink=0.9, aspect=25)
     axes = figure.add_subplot(grid[rows, :])
-    colors = (BLUE, ORANGE, GREEN, PINK, "#e69f00", "#56b4e9", "black")
-    for (layer, weights), color in zip(maps.items(), [colors[n % len(colors)] for n in range(len(maps))], strict=True):
-        lags, means = mean_weights(weights)
-        shown = means > 0
-        axes.plot(lags[shown], means[shown], color=color, lw=1.2, label=f"layer {layer}")
+    colors = itertools.cycle((*_LEVELS, "#e69f00", "#56b4e9", "black"))
+    for (layer, weights), color in zip(maps.items(), colors, strict=False):
+        lags, means = mean_weights(weights, visible)
+        axes.plot(lags, means, color=color, lw=1.2, label=f"layer {layer}")
     axes.set_yscale("log")
     axes.set_xlabel("lag between query and key, tokens", color=GRAY)
     axes.set_ylabel("mean weight")
     axes.set_title("mean over the queries that see a key at this lag", loc="left", fontsize=9)
     axes.grid(alpha=0.25, linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8, ncols=min(len(maps), 4))
+    axes.legend(frameon=False, fontsize=8, ncols=min(len(maps), 6))
     return figure
-
-
-def mean_weights(weights: Array) -> tuple[NDArray[np.int64], Array]:
-    """Return lags, and the mean weight at each over heads and the queries that see a key there."""
-    time = weights.shape[1]
-    lags, means = np.arange(1 - time, time), np.zeros(2 * time - 1)
-    for index, lag in enumerate(lags):
-        diagonal = np.diagonal(weights, -lag, 1, 2)
-        seen = diagonal > 0
-        means[index] = diagonal[seen].mean() if seen.any() else 0.0
-    known = np.flatnonzero(means > 0)
-    kept = slice(known[0], known[-1] + 1) if len(known) else slice(0, 0)
-    return lags[kept], means[kept]

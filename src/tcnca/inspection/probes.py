@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tcnca.errors import ConfigError
-from tcnca.layers import TCN, ChunkedAttention, Layer, Mixer
+from tcnca.layers import TCN, AttentionConfig, ChunkedAttention, Layer, Mixer
 from tcnca.layers.norm import weight_norm
 from tcnca.models import SequenceModel, evaluating
 from tcnca.models.heads import PooledHead
@@ -284,3 +284,19 @@ def attention_weights(attention: ChunkedAttention, q: Tensor, k: Tensor) -> Tens
     identity = torch.eye(q.shape[1], dtype=q.dtype, device=q.device).repeat(1, heads)
     weights = cast(Tensor, attention(q, k, identity.unsqueeze(0)))
     return split_heads(weights[0], heads).movedim(1, 0)
+
+
+def visible_keys(attention: AttentionConfig, causal: bool, time: int) -> NDArray[np.bool_]:
+    """Return which keys a query sees, `[queries, keys]`."""
+    query, key = np.arange(time)[:, None], np.arange(time)
+    chunk = attention.chunk_size or time
+    distance = query // chunk - key // chunk
+    visible = (distance == 0) | (attention.memory & (distance == 1))
+    return visible & (key <= query) if causal else visible
+
+
+def mean_weights(weights: Array, visible: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Array]:
+    """Return lags, and the mean weight at each, over heads and the queries that see a key there."""
+    lags = [lag for lag in range(1 - len(visible), len(visible)) if np.diagonal(visible, -lag).any()]
+    means = [np.diagonal(weights, -lag, 1, 2)[:, np.diagonal(visible, -lag)].mean() for lag in lags]
+    return np.array(lags), np.array(means)
