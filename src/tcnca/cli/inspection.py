@@ -127,6 +127,8 @@ def inspect(
                 for path in _draw(subject, folder, data, chosen, tokens, numbers):
                     numbers.setdefault("pictures", []).append(str(path))
                     console.print(escape_control(f"wrote {path}"), markup=False, soft_wrap=True)
+                about = f"The last ones show the model on {numbers['influence']['data']}."
+                console.print(escape_control(about), markup=False, soft_wrap=True)
             numbers["complete"] = True
         finally:
             # Also after Ctrl-C, with what was measured so far.

@@ -226,10 +226,14 @@ def stack_receptive_field(model: SequenceModel) -> int | None:
         return None
     structure = dilated_structure(config)
     lead = 0 if config.causal else field // 2 if structure is None else structure.lead
-    # The key of a shifted token is that of the one before; a memory is one more chunk.
-    before = config.attention.shift_keys + chunk * config.attention.memory
+    # A shifted key is that of the token before; a memory is one more chunk.
+    shift, before = int(config.attention.shift_keys), chunk * config.attention.memory
     first = last = np.arange(chunk)
     for _ in range(config.num_layers):
-        first = first // chunk * chunk - before - (field - 1 - lead)
-        last = (last if config.causal else last // chunk * chunk + chunk - 1) + lead
+        first = first // chunk * chunk - before - shift - (field - 1 - lead)
+        if not config.causal:
+            end = last // chunk * chunk + chunk - 1
+            # Of queries, keys and values. Those of a gated block are not mixed.
+            latest = (last + lead, end - shift + lead, end + (0 if config.gated else lead))
+            last = np.maximum.reduce(latest)
     return int((last - first).max()) + 1
