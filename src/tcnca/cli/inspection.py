@@ -127,7 +127,7 @@ def inspect(
                 for path in _draw(subject, folder, data, chosen, tokens, numbers):
                     numbers.setdefault("pictures", []).append(str(path))
                     console.print(escape_control(f"wrote {path}"), markup=False, soft_wrap=True)
-                about = f"The last ones show the model on {numbers['influence']['data']}."
+                about = f"Attention and effective receptive field: on {numbers['influence']['data']}."
                 console.print(escape_control(about), markup=False, soft_wrap=True)
             numbers["complete"] = True
         finally:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcnca.data.custom.streams import read_errors
-from tcnca.data.npy import array_errors
+from tcnca.data.npy import array_errors, map_array
 from tcnca.errors import ConfigError, DataError, InputError
 from tcnca.files import check_regular
 from tcnca.models import SequenceModel, TokenInputConfig, ValueInputConfig
@@ -45,8 +45,8 @@ def read_sample(model: SequenceModel, path: Path, tokens: int) -> Sample:
             )
         with array_errors(path, "give an .npy file with one or more sequences"):
             check_regular(path)
-            example = np.load(path, mmap_mode="r", allow_pickle=False)
-        example = example if is_one_sequence(model, example.shape) else example[0]
+            array = map_array(path)
+            example = array if is_one_sequence(model, array.shape) else array[0]
     else:
         with read_errors(path):
             check_regular(path)
