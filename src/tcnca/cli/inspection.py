@@ -108,6 +108,12 @@ def inspect(
     Tables: parameters, operations, bytes and streaming state by part, and the receptive field. Pictures: connectivity
     and coverage of the TCN, effective receptive field, kernels, attention. See docs/inspect.md.
     """
+    for option, value in {"--out": out, "--data": data, "--layers": layers or None, "--tokens": tokens}.items():
+        if value is not None and not plots:
+            raise ConfigError(
+                f"{option}: expected it with pictures only, got it with --no-plots; leave one of them out"
+            )
+
     from tcnca.training.distributed import dist_context
 
     console = Console(emoji=False, highlight=False, stderr=json_file == _STDOUT)
@@ -265,12 +271,11 @@ def _draw(
     from tcnca.inspection.probes import default_tokens
     from tcnca.inspection.samples import find_sample, read_sample
 
-    yield from _draw_structure(subject, folder, numbers)
     # Half precision would round what is measured.
     model = subject.model.float()
-    # Models of images and other examples of one length are not longer than these.
     count = default_tokens(model, subject.length) if tokens is None else tokens
     sample = read_sample(model, data, count) if data is not None else find_sample(model, subject.folder, count)
+    yield from _draw_structure(subject, folder, numbers)
     yield from _draw_responses(subject, folder, layers, numbers)
     yield from _draw_attention(subject, folder, sample, layers, numbers)
     yield from _draw_influence(subject, folder, sample, numbers)

@@ -45,6 +45,9 @@ def default_layers(count: int) -> list[int]:
 
 def default_tokens(model: SequenceModel, length: int) -> int:
     """Return how many tokens influences are measured on: fewer for larger models, so that the time is bounded."""
+    attention = model.config.attention
+    if attention is not None and attention.chunk_size is None and attention.position == "simple":
+        length = min(length, attention.reach)
     affordable = int(_MAX_MACS / ((POSITIONS + 2) * max(model.macs_per_token(length), 1)))
     return min(length, MAX_TOKENS, max(_MIN_TOKENS, 1 << (affordable.bit_length() - 1)))
 
