@@ -19,7 +19,7 @@ LAYERS = (
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "hf", "inference", "search"),
+    ("bench", "export", "hf", "inference", "inspection", "search"),
     ("report",),
     ("cli", "__init__", "__main__"),
 )

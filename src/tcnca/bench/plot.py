@@ -31,6 +31,9 @@ _COLORS = {
     "mega-fft": "#0072b2",
     "mega-scan": "#009e73",
     "mega": "#0072b2",
+    "transformer": "#56b4e9",
+    "gated-deltanet": "#cc79a7",
+    "mamba2": "#f0e442",
 }
 # Hatches of candidates that are another one in a different way, and lines of ways to generate.
 _VARIANTS = {"-compiled": "//"}

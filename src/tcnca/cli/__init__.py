@@ -22,6 +22,10 @@ from tcnca.version import __version__
 COMMANDS = {
     "demo": ("tcnca.cli.demo:demo", "Continue a text, train a small model on associative recall, and query it."),
     "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
+    "inspect": (
+        "tcnca.cli.inspection:inspect",
+        "Show size, cost and receptive field of a model, and pictures of what it has learned.",
+    ),
     "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),

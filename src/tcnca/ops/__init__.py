@@ -28,7 +28,7 @@ from tcnca.ops.ssm.api import ScanBackend, SSMBackend, SSMState, diagonal_scan, 
 from tcnca.ops.ssm.naive import ssm_kernel
 from tcnca.ops.state import State
 from tcnca.ops.tcn.api import TCNBackend, tcn
-from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, receptive_field
+from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, lag_counts, receptive_field
 
 __all__ = [
     "ACTIVATIONS",
@@ -63,6 +63,7 @@ __all__ = [
     "initial_long_conv_state",
     "initial_ssm_state",
     "initial_tcn_state",
+    "lag_counts",
     "length_mask",
     "long_conv",
     "offset_bias",

@@ -69,8 +69,18 @@ class BatchConfig(Config, shorthand="size"):
     """Examples per step, over all processes; for a language model, tokens."""
     grad_accum_steps: PositiveInt = 1
     """Parts into which each process cuts its share, computed one after the other, to need less memory."""
+    initial_size: PositiveInt | None = None
+    """`size` at the start of the run, a divisor of it; None for `size` throughout. Small batches take more steps on the
+    same data, which gains most early on."""
+    grow_at: Fraction = 0.5
+    """Fraction of the run after which batches grow from `initial_size` to `size`."""
     seed: Seed = 0
     """Seed of the order of examples, of the weights and of dropout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_size is not None and self.size % self.initial_size:
+            raise ConfigError(f"initial_size: expected a divisor of batch.size, {self.size}, got {self.initial_size}")
 
 
 class OptimizerConfig(Config, shorthand="name"):

@@ -136,8 +136,9 @@ class Trainer:
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
-        # Compile once for all lengths of rows: code for one length is 1 to 5 % faster, but takes 10 s for each of them.
-        dynamic = isinstance(self.task, LanguageTask) and len(set(self.task.chunks_per_row)) > 1
+        # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
+        grows = recipe.batch.initial_size is not None
+        dynamic = isinstance(self.task, LanguageTask) and (grows or len(set(self.task.chunks_per_row)) > 1)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist, dynamic=dynamic)
         self.graphed_step: TrainingGraphs | None = None
         if should_capture(recipe.runtime, self.dist):
@@ -154,7 +155,7 @@ class Trainer:
         started = saved = time.monotonic()
         earlier, first_step = state.seconds, state.step
         with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as stack:
-            upcoming = pool.submit(self._load_batches, state.step)
+            upcoming = pool.submit(self._load_batches, *self._batch_size_and_index(state.step))
             if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
                 # A process that ends while the thread computes may crash.
                 stack.callback(self._preload_kernels(upcoming.result()[0]).join)
@@ -185,7 +186,8 @@ class Trainer:
                     return caught[0] if caught else "SIGPIPE" if self.logger.broken_pipe else "another process"
 
                 # One step; the batches of the next one are loaded meanwhile.
-                batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
+                following = self._batch_size_and_index(state.step + 1)
+                batches, upcoming = upcoming, pool.submit(self._load_batches, *following)
                 meter.add(state.step, self._step(self._lr(progress), batches))
                 state.step += 1
                 stack.close()  # after the first step
@@ -251,8 +253,21 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def _load_batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of this process for a step."""
+    def _batch_size_and_index(self, step: int) -> tuple[int, int]:
+        """Return the size of the batch of a step, and its index among all batches of that size."""
+        config, state = self.recipe.batch, self.state
+        if config.initial_size is None:
+            return config.size, step
+        if state.grown_at is None and self._progress(step) >= config.grow_at:
+            state.grown_at = step
+        if state.grown_at is None or step < state.grown_at:
+            return config.initial_size, step
+        # Continue after the data that the small batches have read.
+        read = math.ceil(state.grown_at * config.initial_size / config.size)
+        return config.size, read + step - state.grown_at
+
+    def _load_batches(self, size: int, index: int) -> list[Batch]:
+        """Return the micro-batches of this process, of the batch at `index` among those of `size`."""
         config, parts = self.recipe.batch, self.recipe.batch.grad_accum_steps
         on_gpu, batches = self.dist.device.type == "cuda", []
         # Code is compiled, and graphs are captured, for few shapes.
@@ -260,9 +275,9 @@ class Trainer:
         if on_gpu:
             # A thread starts on the first GPU, not on the one that its process uses.
             torch.cuda.set_device(self.dist.device)
-        for index in range(parts):
-            rank = self.dist.rank * parts + index
-            batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
+        for part in range(parts):
+            rank = self.dist.rank * parts + part
+            batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size * parts)
             if pads and self.task.kind not in ("language", "forecast"):
                 batch = batch.pad_to_bucket()
             batches.append(batch.pin_memory() if on_gpu else batch)
@@ -291,10 +306,10 @@ class Trainer:
         thread.start()
         return thread
 
-    def _progress(self) -> float:
-        """Return the share of the run that is done: of its steps, or of its time budget."""
+    def _progress(self, step: int | None = None) -> float:
+        """Return the share of the run that is done before a step, by default the next: of its steps, or of its time."""
         if self.budget is None:
-            return self.state.step / self.recipe.schedule.max_steps
+            return (self.state.step if step is None else step) / self.recipe.schedule.max_steps
         seconds = self.state.seconds
         # Not more than all seconds, whatever a file says.
         compiling = min(self.state.compile_seconds, seconds)
