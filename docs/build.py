@@ -119,7 +119,10 @@ def _recipes() -> str:
             parts.append(f"\n### {name}\n\n")
             data = " data=FILE" if "data=FILE" in title else ""
             parts.append(f"{group[name]}. `tcnca train {name}{data}`\n\n")
-            parts += [_collapsed(f"{path.stem}.yaml", path) for path in _chain(name)]
+            parts += [
+                _collapsed(path.name if path.stem == name else f"{path.name}, which it extends", path)
+                for path in _chain(name)
+            ]
         parts.append("\n")
     return "".join(parts)
 

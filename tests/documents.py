@@ -67,7 +67,8 @@ def anchors(page: str) -> set[str]:
 
 def commands(page: str) -> list[list[str]]:
     """Return the arguments of each `tcnca …` in blocks that do not run, and in sentences."""
-    lines = [line for block in blocks(page, "sh") if not block.runs for line in block.text.splitlines()]
+    code = "".join(block.text for block in blocks(page, "sh") if not block.runs)
+    lines = code.replace("\\\n", " ").splitlines()
     lines += re.findall(r"`(tcnca [^`]+)`", " ".join(prose(page).split()))
     found = [re.split(r" (?:>|\|) ", line)[0] for line in lines if re.search(r"\btcnca ", line) and "…" not in line]
     words = [shlex.split(line, comments=True) for line in found]
