@@ -162,9 +162,13 @@ class ChunkedAttention(nn.Module):
         """Attend inside chunks.
 
         Args:
-            q, k: `[batch, time, d_key]`.
-            v: `[batch, time, d_value]`.
-            lengths, state, return_state, inplace: as in `Mixer.forward`.
+            q: queries, `[batch, time, d_key]`.
+            k: keys, `[batch, time, d_key]`.
+            v: values, `[batch, time, d_value]`.
+            lengths: `[batch]`, valid tokens of each row; the rest is padding.
+            state: the state that the previous call returned; None at the start of the sequence. Causal only.
+            return_state: whether to return the new state; by default if `state` is given.
+            inplace: whether the memory of `state` may be reused. `state` must not be used again.
 
         Returns:
             `[batch, time, d_value]`, or a tuple of it and the new state.

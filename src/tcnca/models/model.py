@@ -87,9 +87,10 @@ class ModelConfig(LayerConfig):
 class ModelState(State):
     """The streaming state of a causal model.
 
-    layers: one state for each layer.
-    pool: the state of the head, if it pools over time.
-    signature: the structure of the model that the state belongs to.
+    Attributes:
+        layers: one state for each layer.
+        pool: the state of the head, if it pools over time.
+        signature: the structure of the model that the state belongs to.
     """
 
     layers: tuple[LayerState, ...]
@@ -100,9 +101,10 @@ class ModelState(State):
 class ModelOutput(NamedTuple):
     """What a model returns.
 
-    logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
-        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
-    state: the state of a causal model after these tokens; None if it was not requested or there is none.
+    Attributes:
+        logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
+            `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
+        state: the state of a causal model after these tokens; None if it was not requested or there is none.
     """
 
     logits: Tensor
@@ -255,7 +257,8 @@ class SequenceModel(nn.Module):
             second: the second document of a pair, like `x`.
             lengths: `[batch]`, valid tokens of each row; the rest is padding.
             attention_mask: `[batch, time]`, true for valid tokens; padding can be anywhere in the row.
-            lengths2, attention_mask2: the same for `second`.
+            lengths2: `lengths` of `second`.
+            attention_mask2: `attention_mask` of `second`.
             cu_seqlens: `[documents + 1]`: `x` is one row of documents, document `i` from `cu_seqlens[i]` to
                 `cu_seqlens[i + 1]`. Each is a separate sequence, also in the state. The cost is that of as many rows of
                 the longest document: pack documents of similar lengths.

@@ -29,10 +29,11 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, d_state]`, the hidden states.
-    window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
-        input is subtracted again after `truncation` steps. None otherwise.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state]`, the hidden states.
+        window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where
+            each input is subtracted again after `truncation` steps. None otherwise.
+        position: `[batch]`, tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"window"})
@@ -112,8 +113,11 @@ def ema(
 
     Args:
         x: `[batch, time, channels]`.
-        delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
-            looks into the future and both see the present.
+        delta: `[directions, channels, d_state]`. One direction is causal; with two, the second looks into the future
+            and both see the present.
+        alpha: of the same shape.
+        beta: of the same shape.
+        gamma: of the same shape.
         backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
             `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
             truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`

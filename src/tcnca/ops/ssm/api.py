@@ -28,9 +28,10 @@ TRITON_MAX_STATES = 64
 class SSMState(State):
     """What a causal state-space model remembers.
 
-    hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and imaginary
-        parts of the hidden states.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and
+            imaginary parts of the hidden states.
+        position: `[batch]`, tokens seen so far.
     """
 
     hidden: Tensor
@@ -111,8 +112,9 @@ def ssm(
 
     Args:
         x: `[batch, time, channels]`, real.
-        log_decay, weight: `[directions, channels, d_state]`, complex. The real parts of `log_decay` should be negative.
-            One direction is causal; with two, the second looks into the future and both see the present.
+        log_decay: `[directions, channels, d_state]`, complex, with negative real parts. One direction is causal; with
+            two, the second looks into the future and both see the present.
+        weight: of the same shape, complex.
         backend: `chunked` (matrix products over blocks of time), `fft` (convolution in the frequency domain),
             `recurrent` (token by token), `triton` (fused matrix products for NVIDIA GPUs: no float64, up to 64 states,
             first derivatives only) or `auto` (`chunked`).

@@ -27,8 +27,9 @@ NormFn = Callable[[Tensor, int], Tensor]
 class TCNState(State):
     """The inputs that the convolutions of a causal TCN still need.
 
-    buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
-    position: `[batch]`, number of tokens seen so far.
+    Attributes:
+        buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
+        position: `[batch]`, number of tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"buffers"})
