@@ -12,6 +12,7 @@ from rich.console import Console
 from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.errors import ConfigError
+from tcnca.extras import missing
 from tcnca.recipes import builtin, find
 
 _BUILTIN = ", ".join(builtin("variants"))
@@ -75,6 +76,8 @@ def sweep(
     drawn = [path.name for path in (sweeps.save_scores(wanted, rows), sweeps.save_curves(wanted)) if path]
     typer.echo(f"\n{sweeps.to_markdown(wanted, rows)}")
     typer.echo(f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
+    if reason := missing("plots"):
+        typer.echo(f"Figures are not drawn: {reason}")
     if stopped:
         typer.echo(f"stopped by {stopped}; nothing is lost, continue with\n{wanted.command}")
         raise typer.Exit(exit_code(stopped))

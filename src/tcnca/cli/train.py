@@ -18,6 +18,7 @@ from rich.table import Table
 from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.reporting import check_changes, parse_duration
 from tcnca.errors import ConfigError, escape_control, shown
+from tcnca.extras import require
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _print_result(out: Path, result: Result, again: str) -> None:
     for name, value in cost_rows(result):
         costs.add_row(name, value)
     console.print(scores, costs)
-    typer.echo(f"\nThe run is in {out}: the model, {REPORT}, {CURVES} and checkpoints.")
+    curves = f", {CURVES}" if (out / CURVES).is_file() else ""
+    typer.echo(f"\nThe run is in {out}: the model, {REPORT}{curves} and checkpoints.")
 
 
 def eval_(
@@ -157,6 +159,8 @@ def compare(
     """
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {shown(str(plot))}")
+    if plot is not None:
+        require("plots", "--plot")
 
     from tcnca.training.comparison import comparison_rows, group_by_metric, read_runs, save_comparison
     from tcnca.training.report import markdown_table

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tcnca.config import NonNegativeInt, Range, Seconds, check
 from tcnca.errors import ConfigError, format_score
+from tcnca.extras import missing
 from tcnca.files import atomic_write, disk_errors, parse_json, to_json
 from tcnca.training.distributed import DistContext
 
@@ -223,7 +224,7 @@ class Logger:
 
     def preload(self) -> None:
         """Import what writes TensorBoard files, which is slow, so that the first steps do not wait for it."""
-        if self.enabled:
+        if self.enabled and not missing("tensorboard"):
             importlib.import_module("tensorboard.summary.writer.record_writer")
 
     def print(self, text: str) -> None:
@@ -290,14 +291,16 @@ class Logger:
 
     def _store(self, values: Mapping[str, Any]) -> None:
         with disk_errors(self.folder):
-            if self._file is None or self._tensorboard is None:
+            if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = _open_log(self.folder)
                 path = self.folder / TENSORBOARD
-                self._tensorboard = _TensorBoardWriter(path, values["step"] if path.exists() else None)
+                if not missing("tensorboard"):
+                    self._tensorboard = _TensorBoardWriter(path, values["step"] if path.exists() else None)
             self._file.write(to_json({"time": time.time(), **values}) + "\n")
             self._file.flush()
-            self._tensorboard.add(_scalars(values), values["step"])
+            if self._tensorboard is not None:
+                self._tensorboard.add(_scalars(values), values["step"])
 
     def _text(self, step: int) -> str:
         values = self._values

@@ -20,6 +20,7 @@ from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import LanguageTask
 from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
+from tcnca.extras import missing
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
@@ -461,6 +462,9 @@ class Trainer:
         dist.barrier()
         for note in self.task.notes():
             self.logger.print(f"warning: {note}")
+        for extra, what in (("plots", f"{report.CURVES} is not drawn"), ("tensorboard", "no files for TensorBoard")):
+            if reason := missing(extra):
+                self.logger.print(f"{what}: {reason}")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
         sizes = self.task.value_shape

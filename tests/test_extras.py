@@ -1,0 +1,115 @@
+"""The library works without its optional packages, and names what is missing with the command that installs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tcnca
+from tcnca.cli import app
+from tcnca.errors import InputError, MissingPackageError, TcncaError
+from tcnca.extras import EXTRAS, missing, require
+from tcnca.generation.dispatch import ModelStep, check_rounding, make_step
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = [module for modules in EXTRAS.values() for module in modules]
+
+
+@pytest.fixture
+def without_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No optional package can be found, in an empty folder."""
+    for module in OPTIONAL:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert set(extras) == {*EXTRAS, "all", "dev"}
+    assert extras["all"] == [f"tcnca[{','.join(sorted(EXTRAS))}]"]
+    # What a plain installation has, besides PyTorch and NumPy.
+    names = {text.partition(">")[0] for text in project["dependencies"]}
+    assert names == {"filelock", "numpy", "pyyaml", "rich", "safetensors", "torch", "typer"}
+
+
+def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in EXTRAS:
+        assert missing(extra) is None
+        require(extra, "this")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert missing("plots") == "matplotlib is not installed; pip install 'tcnca[plots]'"
+    with pytest.raises(
+        MissingPackageError, match=r"^--plot: matplotlib is not installed; pip install 'tcnca\[plots\]'"
+    ):
+        require("plots", "--plot")
+    assert issubclass(MissingPackageError, TcncaError)
+    assert issubclass(MissingPackageError, ImportError)
+
+
+def test_training_and_generation_run_without_extras(tmp_path: Path) -> None:
+    """In a process of its own, which has not imported any of them."""
+    (tmp_path / "jobs.log").write_text("job 1: done\njob 2: done\n" * 200, encoding="utf-8")
+    changes = ["max_steps=2", "num_layers=1", "d_model=16", "d_ff=16", "mixer.depth=2", "eval.max_batches=1"]
+    commands = [
+        ["train", "lm", "data=jobs.log", *changes, "--device", "cpu"],
+        ["generate", "runs/lm", "--prompt", "job ", "--max-tokens", "2", "--device", "cpu"],
+    ]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))\n"
+        "from tcnca.cli import app\n"
+        f"for arguments in {commands}: app(arguments, standalone_mode=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("curves.png is not drawn: matplotlib is not installed; pip install 'tcnca[plots]'") == 1
+    assert done.stdout.count("no files for TensorBoard: tensorboard is not installed") == 1
+    assert "the model, report.md and checkpoints" in done.stdout
+    files = {path.name for path in (tmp_path / "runs" / "lm").iterdir()}
+    assert {"model.safetensors", "report.md", "log.jsonl"} <= files
+    assert not {"curves.png", "tensorboard"} & files
+
+
+def test_generation_on_a_cpu_says_once_that_it_could_be_faster(without_extras: Path) -> None:
+    model = tcnca.build("tcnca-linear-enwik8", vocab_size=7, num_layers=1, d_model=32, d_ff=32).eval()
+    state = model.initial_state(1)
+    with pytest.warns(RuntimeWarning, match=r"numba is not installed; pip install 'tcnca\[cpu\]'. Until then gener"):
+        assert isinstance(make_step(model, state), ModelStep)
+    make_step(model, state)  # a second warning would be an error
+    with pytest.raises(InputError, match=r"quantization: expected None for this model; numba is not installed"):
+        check_rounding(model, "int8", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "ops", "--plot", "x.png"], "--plot: matplotlib is not installed; pip install 'tcnca[plots]'"),
+        (["compare", "missing", "--plot", "x.png"], "--plot: matplotlib is not installed"),
+        (["score", "text.txt", "--plot", "x.png"], "--plot: matplotlib is not installed"),
+        (["report"], "figures of the report: matplotlib is not installed; pip install 'tcnca[plots]'"),
+        (["data", "prepare", "enwik8"], "enwik8: cannot be downloaded: requests is not installed"),
+        (["export", "--hf", "x"], "--hf: transformers is not installed; pip install 'tcnca[hf]'"),
+        (["export", "--onnx", "x.onnx"], "--onnx: onnx is not installed; pip install 'tcnca[onnx]'"),
+    ],
+    ids=lambda value: "-".join(value[:2]).lstrip("-") if isinstance(value, list) else "",
+)
+def test_commands_name_the_extra_they_need(without_extras: Path, arguments: list[str], message: str) -> None:
+    (without_extras / "text.txt").write_text("a text", encoding="utf-8")
+    (without_extras / "results").mkdir()
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"Error: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in without_extras.iterdir()} <= {"text.txt", "data", "results"}
+
+
+def test_the_version_is_in_one_place() -> None:
+    files = [ROOT / "pyproject.toml", ROOT / "CITATION.cff", *(ROOT / "src").rglob("*.py")]
+    found = [path.name for path in files if f'"{tcnca.__version__}"' in path.read_text(encoding="utf-8")]
+    assert found == ["version.py"]
