@@ -317,7 +317,7 @@ def test_a_kernel_that_triton_cannot_compile_is_named(launcher: Any) -> None:
 
 def plan_ema(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
-    monkeypatch.setattr(plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     # What is unrolled takes long to compile, and changes no argument.
     for name in ("ENDS_GROUP", "OUTPUTS_GROUP", "WEIGHTS_GROUP"):
         monkeypatch.setattr(plan, name, 1)

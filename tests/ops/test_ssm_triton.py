@@ -108,7 +108,7 @@ def _widened(handle: Any) -> Any:
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make programs so small that few numbers have several blocks, segments and tiles."""
     plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
-    for name in ("HALF_CONFIG", "FULL_CONFIG"):
+    for name in ("HALF_CONFIG", "FULL_CONFIG", "LEAN_CONFIG"):
         monkeypatch.setattr(plan, name, getattr(plan, name)._replace(block=16, rows=16))
     sizes = {"MIN_TOKENS": 16, "CHANNELS": 4, "SSM_CARRY": (2, 4), "SCAN_CARRY": (2, 4)}
     scan = {"TILE": 4, "MIN_SEGMENT": 4, "GROUP": 4, "GRADIENT_GROUP": 2}
