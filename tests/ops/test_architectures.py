@@ -191,6 +191,6 @@ def test_the_fused_step_fits(
     monkeypatch.setattr(launcher, "Launch", lambda *given, device, **options: launch(*given, device=0, **options))
     model = tcnca.build("tcnca-linear-enwik8", vocab_size=256, num_layers=1).eval().to(dtype)
     state = model.initial_state(batch)
-    fits = fused._tile_bytes(model, state) <= SMALL
+    assert fused._tile_bytes(model, state) <= SMALL  # or `unsupported_reason` refuses the model
     fused.FusedStep(model, state)
-    assert (max(shared.values()) <= SMALL) or not fits
+    assert max(shared.values()) <= SMALL

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import parse_duration
+from tcnca.cli.reporting import Device, parse_duration
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError
 from tcnca.report.tables import SPEED, SUITES, TABLES
@@ -28,7 +28,7 @@ def reproduce(
     seeds: Annotated[str, typer.Option(metavar="N,N", help="Seeds of each cell.")] = "0",
     resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time; they share the GPUs or cores.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs if there are any)")] = None,
+    device: Device = None,
     results: _Results = Path("results"),
     runs: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs/reproduce"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import check_changes, parse_duration
+from tcnca.cli.completion import complete_recipe, complete_run
+from tcnca.cli.reporting import Device, check_changes, parse_duration
 from tcnca.errors import ConfigError, escape_control, shown
 from tcnca.extras import require
 from tcnca.recipes import find
@@ -27,19 +28,22 @@ if TYPE_CHECKING:
 _Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
 ]
-_Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")]
 
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.")
+        str,
+        typer.Argument(
+            autocompletion=complete_recipe,
+            help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.",
+        ),
     ],
     changes: _Changes = None,
     data: Annotated[str, typer.Option(help="Data set, file or folder; the same as data=X.")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory. (default: runs/RECIPE)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     budget: Annotated[str, typer.Option(help="Time to train, such as 90s, 20m or 2h, instead of max_steps.")] = "",
-    device: _Device = None,
+    device: Device = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Check and print the recipe, then exit.")
     ] = False,
@@ -117,7 +121,9 @@ def eval_(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)"
+            metavar="RUN",
+            autocompletion=complete_run,
+            help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)",
         ),
     ] = None,
     changes: Annotated[
@@ -128,7 +134,7 @@ def eval_(
     ] = None,
     split: Annotated[str, typer.Option(help="Split.")] = "test",
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: _Device = None,
+    device: Device = None,
 ) -> None:
     """Evaluate a trained model on a split."""
     changes = changes or []
@@ -142,7 +148,7 @@ def eval_(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", autocompletion=complete_run, help="Run directories.")],
     reach: Annotated[
         list[float] | None,
         typer.Option(metavar="SCORE", help="Also print when a validation first reached this score; can be repeated."),

@@ -48,7 +48,7 @@ def make_step(
         if device.type == "cuda" and (rounded or max_new_tokens is None or max_new_tokens >= MIN_GRAPH_TOKENS):
             if fused.unsupported_reason(model, state) is None:
                 return fused.FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
-            if has_fixed_state(model):
+            if has_fixed_state(model) and torch.version.hip is None:
                 return GraphedStep(model, state, sampler)
     return ModelStep(model, state, sampler)
 

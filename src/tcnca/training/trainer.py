@@ -60,7 +60,7 @@ class Trainer:
         out: the run directory; None for `runs/` and the name of the recipe.
         budget: seconds to train, in place of a number of steps. A resumed run keeps the budget it was started with.
         resume: continue from the last checkpoint in `out`.
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
         command: command that repeats the run, for the report.
         verbose: print progress.
@@ -389,7 +389,7 @@ class Trainer:
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
-        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda")}
+        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda", "mps")}
         self.recipe = wanted[self.dist.device.type]
         if self.resume and (self.out / RECIPE).is_file():
             started = load_recipe(str(self.out / RECIPE))
