@@ -168,6 +168,17 @@ def test_programs_of_the_usual_size_are_right(dtype: torch.dtype, monkeypatch: p
 
 @interpreted
 @pytest.mark.slow
+def test_programs_of_gpus_with_less_shared_memory_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    monkeypatch.setattr(plan, "max_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(plan, "SSM_CARRY", (2, 2))
+    _forget_plans()
+    assert_right(Case("ssm", 2, 70, 1, 33, dtype=torch.bfloat16), "cpu")
+    _forget_plans()
+
+
+@interpreted
+@pytest.mark.slow
 def test_scans_of_the_usual_size_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("tcnca.ops.ssm.triton_launch"), "SCAN_CARRY", (2, 16))
     assert_right(Case("scan", 2, 270, 33, state=True), "cpu")
