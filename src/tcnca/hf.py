@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -221,9 +222,15 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
 
 
 class TcncaForSequenceClassification(TcncaPreTrainedModel):
-    """A classifier of sequences."""
+    """A classifier of sequences. From the files of a language model, it gets a new head for `num_labels` classes."""
 
     def __init__(self, config: TcncaConfig) -> None:
+        if config.model["head"]["kind"] == LanguageModelHeadConfig._kind:
+            config = copy.deepcopy(config)
+            names: Any = config.id2label  # by number; two classes unless `num_labels` says otherwise
+            config.model["head"] = ClassifierHeadConfig(num_classes=len(names)).to_dict()
+            task = {"task": "classification", "class_names": [names[index] for index in range(len(names))]}
+            config.preprocessing = {**config.preprocessing, **task}
         super().__init__(config)
         head = self.model.config.head
         if not isinstance(head, ClassifierHeadConfig) or head.documents != 1:
