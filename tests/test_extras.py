@@ -1,8 +1,10 @@
-"""The library works without its optional packages, and names what is missing with the command that installs it."""
+"""What is missing of the optional packages is named with the command that installs it.
+
+`test_platforms.py` trains and generates without all of them.
+"""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -51,29 +53,6 @@ def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
         require("plots", "--plot")
     assert issubclass(MissingPackageError, TcncaError)
     assert issubclass(MissingPackageError, ImportError)
-
-
-def test_training_and_generation_run_without_extras(tmp_path: Path) -> None:
-    """In a process of its own, which has not imported any of them."""
-    (tmp_path / "jobs.log").write_text("job 1: done\njob 2: done\n" * 200, encoding="utf-8")
-    changes = ["max_steps=2", "num_layers=1", "d_model=16", "d_ff=16", "mixer.depth=2", "eval.max_batches=1"]
-    commands = [
-        ["train", "lm", "data=jobs.log", *changes, "--device", "cpu"],
-        ["generate", "runs/lm", "--prompt", "job ", "--max-tokens", "2", "--device", "cpu"],
-    ]
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))\n"
-        "from tcnca.cli import app\n"
-        f"for arguments in {commands}: app(arguments, standalone_mode=False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("curves.png is not drawn: matplotlib is not installed; pip install 'tcnca[plots]'") == 1
-    assert done.stdout.count("no files for TensorBoard: tensorboard is not installed") == 1
-    assert "the model, report.md and checkpoints" in done.stdout
-    files = {path.name for path in (tmp_path / "runs" / "lm").iterdir()}
-    assert {"model.safetensors", "report.md", "log.jsonl"} <= files
-    assert not {"curves.png", "tensorboard"} & files
 
 
 def test_generation_on_a_cpu_says_once_that_it_could_be_faster(without_extras: Path) -> None:

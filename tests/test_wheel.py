@@ -70,8 +70,9 @@ def test_the_wheel_in_a_clean_environment(tmp_path: Path, monkeypatch: pytest.Mo
     table.write_text("text,label\n" + "".join(rows), encoding="utf-8")
     said = run(command, "train", "classify", "data=reviews.csv", "max_steps=10", folder=tmp_path)
     assert "pip install 'tcnca[plots]'" in said
-    answers = run(command, "predict", "runs/classify", "a superb hour", folder=tmp_path)
-    assert "good" in answers
+    run(command, "export", "runs/classify", "--model", "small", "--dtype", "int8", folder=tmp_path)
+    for model in ("runs/classify", "small"):
+        assert "good" in run(command, "predict", model, "a superb hour", folder=tmp_path)
     text = run(command, "generate", "--prompt", "The history of ", "--max-tokens", 20, folder=tmp_path)
     assert len(text.strip()) > 5
 
