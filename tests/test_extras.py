@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import InputError, MissingPackageError, TcncaError
+from tcnca.errors import MissingPackageError, TcncaError
 from tcnca.extras import EXTRAS, missing, require
-from tcnca.generation.dispatch import ModelStep, check_rounding, make_step
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = [module for modules in EXTRAS.values() for module in modules]
@@ -53,16 +52,6 @@ def test_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
         require("plots", "--plot")
     assert issubclass(MissingPackageError, TcncaError)
     assert issubclass(MissingPackageError, ImportError)
-
-
-def test_generation_on_a_cpu_says_once_that_it_could_be_faster(without_extras: Path) -> None:
-    model = tcnca.build("tcnca-linear-enwik8", vocab_size=7, num_layers=1, d_model=32, d_ff=32).eval()
-    state = model.initial_state(1)
-    with pytest.warns(RuntimeWarning, match=r"numba is not installed; pip install 'tcnca\[cpu\]'. Until then gener"):
-        assert isinstance(make_step(model, state), ModelStep)
-    make_step(model, state)  # a second warning would be an error
-    with pytest.raises(InputError, match=r"quantization: expected None for this model; numba is not installed"):
-        check_rounding(model, "int8", None)
 
 
 @pytest.mark.parametrize(
