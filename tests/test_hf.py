@@ -185,9 +185,13 @@ def test_weights_that_a_file_lacks_are_initialized(tmp_path: Path) -> None:
     assert 0.2 < float(mixers[1].omega.detach().std()) < 3
 
 
-def test_a_classifier_answers_as_ours(tmp_path: Path) -> None:
+def test_a_classifier_answers_as_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = classifier()
-    hf.save_pretrained(model, tmp_path)
+    assert hf.save_pretrained(model, tmp_path) == "AutoModelForSequenceClassification"
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "mixer: tcn, attention: in chunks of 8; 256 tokens" in card
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path)), {})
+    assert capsys.readouterr().out == f"{model.predict(['a text']).labels[0]}\n"  # type: ignore[index]
     read = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)

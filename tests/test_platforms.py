@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from typer.testing import CliRunner
 
 from tcnca import CheckpointError, ClassifierHeadConfig, InputError
-from tcnca.cli import app
+from tcnca.cli import app, score
 from tcnca.data import npy
 from tcnca.errors import ConfigError, DataError
 from tcnca.extras import EXTRAS
@@ -132,6 +133,28 @@ def test_files_that_others_have_open_are_replaced_later(monkeypatch: pytest.Monk
     with pytest.raises(DataError, match="cannot be written"):
         atomic_write(target, "4")
     assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+
+
+def test_files_are_closed_before_they_are_renamed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handles, replace = Path("/proc/self/fd"), Path.replace
+    if not handles.exists():
+        pytest.skip("needs /proc")
+
+    def check(source: Path, target: Path) -> Path:
+        assert str(source) not in {os.path.realpath(handle) for handle in handles.iterdir()}
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", check)
+    place: Any = SimpleNamespace(to_dict=lambda: {"line": 1})
+
+    def stop() -> None:
+        with score._line_writer(tmp_path / "lines.jsonl") as write:
+            write(iter([place]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert (tmp_path / "lines.jsonl.partial").read_text() == '{"line": 1}\n'
 
 
 def test_files_are_not_mapped_where_that_blocks_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
             yield write
         except BaseException as error:
             if path != _STDIO and count and not isinstance(error, OSError):
+                file.close()  # Windows renames no file that is open
                 replace_file(temporary, partial_path(path))
                 error.add_note(f"{plural(count, 'line')} saved in {partial_path(path)}")
             raise
