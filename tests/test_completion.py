@@ -36,6 +36,7 @@ def test_names() -> None:
     assert completed("tcnca train recall-sm") == ["recall-small"]
     assert completed("tcnca sweep classi") == ["classify"]
     assert completed("tcnca models mega-path") == ["mega-pathfinder", "mega-pathx"]
+    assert completed("tcnca reproduce recall-1") == ["recall-10"]
     assert set(complete_preset("")) == set(presets())
     assert complete_recipe("") == recipes.builtin()
     assert complete_variants("") == recipes.builtin("variants")

@@ -19,9 +19,16 @@ _NAMES = ", ".join([*TABLES, SPEED])
 _Results = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
+def _complete_table(incomplete: str) -> list[str]:
+    return [name for name in (*TABLES, SPEED, "all") if name.startswith(incomplete)]
+
+
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(metavar="[TABLE]...", help=f"{_NAMES}, or all. (default: list them)")
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE]...", autocompletion=_complete_table, help=f"{_NAMES}, or all. (default: list them)"
+        ),
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Rows and columns to run. (default: all)")] = "",
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h. (default: by table)")] = "",
