@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: help demo test test-all check format docs clean
+.PHONY: help demo test test-all check format docs wheel clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is too old: tcnca needs Python 3.11 or newer; try make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,hf,onnx]'
+	$(INSTALL) '.[all,dev]'
 	@touch $@
 
 $(DOCS_READY): $(READY)
@@ -43,5 +43,9 @@ format: $(READY)  ## Format the code and fix what the linter can
 docs: $(DOCS_READY)  ## Build the documentation site; open site/index.html
 	$(BIN)/python docs/build.py
 
-clean:  ## Remove the virtual environment, caches and the site
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site
+wheel: $(READY)  ## Build the wheel and the source distribution in dist/
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
+clean:  ## Remove the virtual environment, caches and what was built
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

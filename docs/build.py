@@ -33,6 +33,7 @@ from tcnca.recipes import FAMILIES, builtin, descriptions, find
 ROOT = Path(__file__).parent.parent
 PAGES = {
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "measurements.md",
     "results/report.md": "report.md",

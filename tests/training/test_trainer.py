@@ -497,7 +497,7 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
     for words, message in [
         (["eval", str(tmp_path)], "expected a run directory, as `tcnca train` writes it"),
         (["eval", run, "num_layers=4"], "model: is fixed by training; only keys of data, eval and runtime"),
-        (["eval", run, "--device", "tpu"], "--device: expected cpu or cuda, got tpu"),
+        (["eval", run, "--device", "tpu"], "--device: expected cpu, cuda or mps, got tpu"),
         ([*arguments(tmp_path / "other"), "--device", "tpu"], "--device: expected cpu"),
         ([*wanted, "--budget", "soon"], "--budget: expected a time such as 90s, 20m or 2h, got 'soon'"),
         ([*wanted, "--lr", "1e-3"], "Error: --lr: did you mean lr=1e-3?"),

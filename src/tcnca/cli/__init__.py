@@ -84,10 +84,10 @@ class _LazyCommand(TyperCommand):
 class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        _improve_help(self)
         self.commands = {name: _LazyCommand(name, *entry) for name, entry in COMMANDS.items()}
 
     def main(self, *args: Any, **settings: Any) -> Any:
+        _improve_help(self)  # here, since Typer adds the options of completion after the group is made
         with report_errors():
             return super().main(*args, **settings)
 
@@ -106,7 +106,6 @@ app = typer.Typer(
     name="tcnca",
     cls=_LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

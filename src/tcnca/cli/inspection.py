@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tcnca import pretrained
-from tcnca.cli.reporting import Threads, progress_bar, use_threads
+from tcnca.cli.completion import complete_preset, complete_run
+from tcnca.cli.reporting import Device, Threads, progress_bar, use_threads
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError, escape_control, plural, shown
+from tcnca.extras import require
 from tcnca.files import atomic_write, check_no_links, to_json
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
+            autocompletion=lambda incomplete: complete_preset(incomplete) + complete_run(incomplete),
             help="A preset that `tcnca models` lists, a run directory, or the folder of a saved model. "
             "(default: the pretrained model)",
         ),
@@ -100,7 +103,7 @@ def inspect(
         Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers as JSON; - for standard output.")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     threads: Threads = None,
 ) -> None:
     """Show what a model consists of, what a token costs, how far it sees, and what it has learned.
@@ -113,6 +116,8 @@ def inspect(
             raise ConfigError(
                 f"{option}: expected it with pictures only, got it with --no-plots; leave one of them out"
             )
+    if plots:
+        require("plots", "the pictures of tcnca inspect, which --no-plots leaves out")
 
     from tcnca.training.distributed import dist_context
 

@@ -57,6 +57,8 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copy the batch to a device."""
+        # Only CUDA keeps the order of copies and of what follows them.
+        non_blocking = non_blocking and torch.device(device).type == "cuda"
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:

@@ -18,6 +18,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Packing
 from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import Activation, State, activation, advance, take_time, zero_padding
+from tcnca.ops.checks import has_float64
 
 Pooling = Literal["mean", "last", "first", "none"]
 Combination = Literal["concat", "features"]
@@ -140,8 +141,8 @@ def _check_classes(preprocessing: Preprocessing, num_classes: int) -> None:
 class PoolState(State):
     """The state of pooling.
 
-    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, since a
-        sum in float32 stops growing after some ten million values.
+    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, if the
+        device has it, since a sum in float32 stops growing after some ten million values.
     position: `[batch]`, tokens seen so far.
     """
 
@@ -277,7 +278,8 @@ class PooledHead(Head):
         """Return the state before the first token, for features with the dtype of `like`; None without pooling."""
         if self.pooling == "none":
             return None
-        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=torch.float64)
+        precise = torch.float64 if has_float64(like.device) else torch.float32
+        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=precise)
         return PoolState(summary, torch.zeros(batch, dtype=torch.long, device=like.device))
 
     def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:

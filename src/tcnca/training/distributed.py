@@ -96,9 +96,11 @@ def check_device(device: str | None) -> None:
     """Raise a ConfigError unless `device` is None or available here."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: expected cpu, since no GPU was found, got cuda")
-    if device not in (None, "cpu", "cuda"):
-        hint = "; a GPU is called cuda" if device == "gpu" else ""
-        raise ConfigError(f"--device: expected cpu or cuda, got {device}{hint}")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("--device: expected cpu, since no GPU of Apple was found, got mps")
+    if device not in (None, "cpu", "cuda", "mps"):
+        hint = "; a GPU is called cuda, that of Apple mps" if device == "gpu" else ""
+        raise ConfigError(f"--device: expected cpu, cuda or mps, got {device}{hint}")
 
 
 @contextlib.contextmanager
@@ -106,10 +108,12 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
     """Join the process group if `torchrun` started this process, and leave it at the end.
 
     Args:
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
     """
     check_device(device)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "mps" and world_size > 1:
+        raise ConfigError(f"--device: expected cpu or cuda for {world_size} processes, got mps")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":

@@ -20,6 +20,7 @@ from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import LanguageTask
 from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
+from tcnca.extras import missing
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
@@ -59,7 +60,7 @@ class Trainer:
         out: the run directory; None for `runs/` and the name of the recipe.
         budget: seconds to train, in place of a number of steps. A resumed run keeps the budget it was started with.
         resume: continue from the last checkpoint in `out`.
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
         command: command that repeats the run, for the report.
         verbose: print progress.
@@ -403,7 +404,7 @@ class Trainer:
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
-        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda")}
+        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda", "mps")}
         self.recipe = wanted[self.dist.device.type]
         if self.resume and (self.out / RECIPE).is_file():
             started = load_recipe(str(self.out / RECIPE))
@@ -476,6 +477,9 @@ class Trainer:
         dist.barrier()
         for note in self.task.notes():
             self.logger.print(f"warning: {note}")
+        for extra, what in (("plots", f"{report.CURVES} is not drawn"), ("tensorboard", "no files for TensorBoard")):
+            if reason := missing(extra):
+                self.logger.print(f"{what}: {reason}")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
         sizes = self.task.value_shape

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.checks import check_float64, check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
@@ -271,6 +271,8 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
 def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
     x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
+    if truncation is not None:
+        check_float64("truncation", x.device)
     check_sequence("x", x)
     directions, channels, d_state = delta.shape if delta.dim() == 3 else (0, 0, 0)
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.checks import check_float64, check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
@@ -288,6 +288,7 @@ def _check_complex(name: str, value: Tensor) -> None:
 
 
 def _check_common(call: SSMCall, sizes: list[int], future: bool) -> None:
+    check_float64("state-space model", call.x.device)
     check_lengths(call.lengths, call.x.shape[0], call.x.shape[1])
     if future and (call.state is not None or call.return_state):
         raise StateError("state: expected None if the future is seen, only causal calls have a state")

@@ -24,7 +24,7 @@ from tcnca.errors import format_score, plural
 from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
-from tcnca.training.signals import catch_signals
+from tcnca.training.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
@@ -96,7 +96,7 @@ def run_jobs(
                     console.print(f"{caught[handled]}: runs save and end; another signal ends them at once")
                     for job in running:
                         # A second signal does not wait until the runs have saved.
-                        job.process.kill() if handled else job.process.terminate()
+                        job.process.kill() if handled else ask_to_end(job.process)
                     handled = arrived
                 time.sleep(0.1)
                 for job in [job for job in running if job.process.poll() is not None]:
@@ -110,7 +110,7 @@ def run_jobs(
                 job.process.kill()
         finally:
             for job in running:
-                job.process.terminate()
+                ask_to_end(job.process)
             for job in running:
                 job.close(asked=True)
         return caught[0] if caught else ""
@@ -134,12 +134,13 @@ class _Job:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            **start_options(),
         )
 
     def close(self, *, asked: bool) -> None:
         """Wait for the process, and log how it ended; `asked` says that it was told to."""
         status = self.process.wait()
-        codes = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)]
+        codes = [code for number in STOP_SIGNALS for code in (128 + number, -number)]
         stopped = asked or status in codes
         last = "done" if status == 0 else "stopped" if stopped else FAILED + self._reason(status)
         # On its own line, even if the process was killed in the middle of one.
@@ -148,8 +149,8 @@ class _Job:
 
     def _reason(self, status: int) -> str:
         if status < 0:
-            memory = "; it may have run out of memory" if -status == signal.SIGKILL else ""
-            return f"ended by {signal.Signals(-status).name}{memory}"
+            name = signal.Signals(-status).name
+            return f"ended by {name}" + ("; it may have run out of memory" if name == "SIGKILL" else "")
         printed = read_end(self.folder / LOG, self._start).split("\n")
         lines = [line.strip() for line in printed if line.strip()] or [f"ended with status {status}"]
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
