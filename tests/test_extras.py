@@ -33,7 +33,7 @@ def without_extras(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {*EXTRAS, "all", "dev"}
+    assert set(extras) == {*EXTRAS, "all", "dev", "docs"}
     assert extras["all"] == [f"tcnca[{','.join(sorted(EXTRAS))}]"]
     # What a plain installation has, besides PyTorch and NumPy.
     names = {text.partition(">")[0] for text in project["dependencies"]}
