@@ -19,8 +19,8 @@ LAYERS = (
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "hf", "inference", "search"),
-    ("report",),
+    ("bench", "export", "hf", "inference"),
+    ("report", "search"),
     ("cli", "__init__", "__main__"),
 )
 PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
