@@ -17,9 +17,11 @@ from tcnca.errors import ConfigError, shown
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
-    from tcnca.search import SearchReport, Size, Structure
+    from tcnca.search import Limits, SearchReport, Size, Structure
 
 _PAPER: dict[str, Any] = {"block": "residual", "output": "none", "init": "decay", "norm": "weight"}
+_BUDGET = 600.0
+"""Seconds of a search that trains, by default."""
 _TRAINING = ("--budget", "--finalists", "--out", "--jobs")
 
 
@@ -116,13 +118,15 @@ def search(
     with use_threads(threads), continue_with(f"continue with\n{command}"):
         size = _size(length, causal, channels, batch, block, dtype, device, train, changes or [])
         folder = out or Path("searches") / f"{Path(train or '').stem}-{length}"
-        report = _stopped_report(folder, size, limits, whole) if train else None
+        report = _stopped_report(folder, size, limits, train, changes or [], whole) if train else None
         if report is None:
+            # Most of the time is for training.
+            seconds = seconds if train is None else min(seconds, (whole or _BUDGET) / 3)
             report = _measure(console, size, structures, limits, measure, seconds, refit, command)
         stopped = ""
         if train is not None:
             report, stopped = _train(
-                report, train, changes or [], whole or 600.0, begun, finalists, folder, device, jobs
+                report, train, changes or [], whole or _BUDGET, begun, finalists, folder, device, jobs
             )
     if json is not None:
         write_json(json, report)
@@ -199,7 +203,7 @@ def _measure(
     console: Console,
     size: Size,
     structures: list[Structure],
-    limits: Any,
+    limits: Limits,
     measure: int,
     seconds: float,
     refit: bool,
@@ -212,8 +216,10 @@ def _measure(
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     bar = progress.add_task("measuring", total=None)
 
-    def show(structure: Structure, done: int, total: int) -> None:
-        progress.update(bar, completed=done, total=total, description=f"measuring {structure}")
+    def show(purpose: str, structure: Structure, done: int, total: int) -> None:
+        progress.update(bar, completed=done, total=total, description=f"{purpose}: {structure}")
+        if done == 0 and not console.is_terminal:
+            typer.echo(f"{purpose} …")
 
     with progress:
         return run_search(
@@ -228,17 +234,20 @@ def _measure(
         )
 
 
-def _stopped_report(folder: Path, size: Size, limits: Any, budget: float | None) -> SearchReport | None:
+def _stopped_report(
+    folder: Path, size: Size, limits: Limits, recipe: str, changes: list[str], budget: float | None
+) -> SearchReport | None:
     """Return the report of a search that was stopped in a directory; None if there is none."""
     from tcnca.search.halving import read_report
 
     report = read_report(folder)
-    if report is None:
+    if report is None or report.training is None:
         return None
-    wanted = {"size": size.facts(), "limits": limits}
-    differing = [name for name, value in wanted.items() if getattr(report, name) != value]
-    if report.training and budget not in (None, report.training.budget):
-        differing.append("budget")
+    found = {"size": report.size, "limits": report.limits}
+    found |= {name: getattr(report.training, name) for name in ("recipe", "changes", "budget")}
+    wanted = {"size": size.facts(), "limits": limits, "recipe": recipe, "changes": changes}
+    wanted["budget"] = budget or report.training.budget
+    differing = [name for name in wanted if found[name] != wanted[name]]
     if differing:
         raise ConfigError(
             f"{folder}: holds another search, which differs in {', '.join(differing)}; choose another directory with "

@@ -42,8 +42,8 @@ _ROBUST_STEPS, _ROBUST_SCALE = 8, 0.1
 """Refits in which structures with a relative error above the scale count less, as a busy machine delays some."""
 
 Array = NDArray[np.float64]
-OnMeasured = Callable[[Structure, int, int], None]
-"""Called with a structure, the number of measurements done, and how many there are."""
+OnMeasured = Callable[[str, Structure, int, int], None]
+"""Called with the purpose of a measurement, the structure, how many are done, and how many there are at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,12 @@ def workload(size: Size, structure: Structure) -> Workload:
 
 
 def measure_seconds(
-    size: Size, structures: Sequence[Structure], *, seconds: float, on_measured: OnMeasured | None = None
+    size: Size,
+    structures: Sequence[Structure],
+    *,
+    seconds: float,
+    purpose: str = "measuring",
+    on_measured: OnMeasured | None = None,
 ) -> list[float]:
     """Return the time of a forward and backward pass of each structure.
 
@@ -116,6 +121,7 @@ def measure_seconds(
         size: what to measure on.
         structures: what to measure.
         seconds: no round starts after this time, but the first.
+        purpose: for `on_measured`.
         on_measured: called before each measurement.
     """
     timer = Timer(size.device, min(_SECONDS, seconds), 3)
@@ -124,7 +130,7 @@ def measure_seconds(
         before = best.copy()
         for place, structure in enumerate(structures):
             if on_measured is not None:
-                on_measured(structure, index * len(structures) + place, _MAX_ROUNDS * len(structures))
+                on_measured(purpose, structure, index * len(structures) + place, _MAX_ROUNDS * len(structures))
             with _memory_errors(structure):
                 (phases,) = workload(size, structure).phases()
                 # A GPU takes longer to launch small kernels than to run them, which a model in a graph does not see.
@@ -183,7 +189,7 @@ def _memory_errors(structure: Structure) -> Iterator[None]:
 
 # The model
 
-FEATURES = ("constant", "convolutions", "dilated", "padding", "taps", "rows", "row_taps")
+FEATURES = ("constant", "convolutions", "dilated", "padding", "taps", "rows")
 
 
 def features(size: Size, structure: Structure) -> Array:
@@ -196,15 +202,14 @@ def features(size: Size, structure: Structure) -> Array:
     - `dilated`: 1 if the dilation is more than 1, for memory that is not read in order;
     - `padding`: the zeros around the rows, per token;
     - `taps`: the taps that are used;
-    - `rows`, `row_taps`: the number of rows, per token, for work at the ends of each row, and that times the taps.
+    - `rows`: the number of rows, per token, for work at the ends of each row.
     """
     found = np.zeros(len(FEATURES))
     found[0] = 1.0
     for block in range(structure.depth):
         taps, dilation = _used_taps(size, structure, block)
         rows = dilation / size.length
-        padding = (taps - 1) * rows
-        terms = np.array([0.0, 1.0, float(dilation > 1), padding, taps, rows, rows * taps])
+        terms = np.array([0.0, 1.0, float(dilation > 1), (taps - 1) * rows, taps, rows])
         found += structure.convolutions * terms
     return found
 
@@ -333,7 +338,8 @@ def load_or_fit(
         with contextlib.suppress(ConfigError):
             stored: _Stored = parse_json(known, _Stored)
             return CostModel.fitted(size, stored.measurements), True
-    times = measure_seconds(size, chosen, seconds=seconds, on_measured=on_measured)
+    purpose = "fitting the cost model"
+    times = measure_seconds(size, chosen, seconds=seconds, purpose=purpose, on_measured=on_measured)
     measured = [
         Measurement(structure=structure, seconds=spent, bytes=measure_bytes(size, structure))
         for structure, spent in zip(chosen, times, strict=True)

@@ -252,61 +252,48 @@ def promising(candidates: Sequence[Candidate], limits: Limits, count: int) -> li
 def recommend(measured: Sequence[Candidate], limits: Limits, length: int) -> Recommendation:
     """Choose the structure that misses the fewest lags within the limits, of these the fastest.
 
-    Of structures that are as fast within `TIE`, the one with the fewest parameters is chosen.
+    Of structures that are as fast within `TIE`, the one with the fewest parameters is chosen. If none is within the
+    time, the fastest is.
     """
     within = [each for each in measured if not limits.seconds or (each.seconds or 0.0) <= limits.seconds]
-    pool = within or measured
-    fewest = min(each.missed_lags for each in pool) if within else None
-    level = [each for each in pool if fewest is None or each.missed_lags == fewest]
+    missed = min((each.missed_lags for each in within), default=0)
+    level = [each for each in within if each.missed_lags == missed] or list(measured)
     fastest = min(each.seconds or 0.0 for each in level)
     ties = [each for each in level if (each.seconds or 0.0) <= TIE * fastest]
     best = min(ties, key=lambda each: (each.parameters, each.seconds))
     lags = f"reaches all {length:,} lags" if not best.missed_lags else f"misses {best.missed_lags:,} of {length:,} lags"
+    rank = "the fastest" if best.seconds == fastest else f"the smallest of those within {TIE - 1:.0%} of the fastest"
+    limited = " within the limits" if limits.seconds or limits.parameters else ""
+    spent = f"{format_seconds(best.seconds)} for a forward and backward pass"
     if not within:
-        reason = (
-            f"is the fastest of {len(pool)}, but none of them is within {format_seconds(limits.seconds)}; it {lags}"
-        )
+        reason = f"{lags}. No measured structure is within {format_seconds(limits.seconds)}; this is {rank}: {spent}"
+    elif best.missed_lags:
+        reason = f"{lags}, the fewest of the {len(within)} measured structures{limited}: {spent}"
     else:
-        rank = (
-            "is the fastest"
-            if best.seconds == fastest
-            else f"has the fewest parameters within {TIE - 1:.0%} of the fastest"
-        )
-        limited = " within the limits" if limits.seconds or limits.parameters else ""
-        among = (
-            f"of the {len(level)} measured structures{limited} that do"
-            if not best.missed_lags
-            else f"of those{limited}"
-        )
-        fewest_text = "" if not best.missed_lags else ", the fewest of those within the limits,"
-        reason = (
-            f"{lags}{fewest_text} and {rank} {among}: {format_seconds(best.seconds)} for a forward and backward pass"
-        )
+        reason = f"{lags}, and is {rank} of the {len(level)} measured structures{limited} that do: {spent}"
     return Recommendation(structure=best.structure, reason=reason, overrides=best.structure.overrides())
 
 
 def result_table(report: SearchReport, *, everything: bool = False) -> Table:
-    """Return a table of the Pareto front and the recommendation, or of everything measured, the fastest first."""
-    trained = report.training is not None
-    shown = [it for it in report.measured if everything or it.front or it.score is not None]
-    columns = ["K", "f", "D", "B", "field", "missed\nlags", "params"]
-    columns += ["state"] if report.size["causal"] else []
-    columns += ["MB", "predicted", "measured", *(["rung", report.training.metric] if report.training else [])]
-    length = report.size["length"]
-    title = f"Pareto front for {length:,} tokens" if not everything else f"Measured for {length:,} tokens"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
+    """Return a table of the Pareto front and of what was trained, or of everything measured, the fastest first."""
+    training, causal = report.training, report.size["causal"]
+    title = f"{'Measured' if everything else 'Pareto front'} for {report.size['length']:,} tokens"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    columns = ["K", "f", "D", "B", "field", "missed\nlags", "params", *(["state"] if causal else []), "MB"]
+    for column in (*columns, "predicted", "measured", *(["rung", training.metric] if training else [])):
         table.add_column(column, justify="right", overflow="fold")
-    for each in shown:
-        chosen = each.structure == report.recommendation.structure
+    for each in report.measured:
+        if not (everything or each.front or each.rung):
+            continue
         cells = [str(number) for number in dataclasses.astuple(each.structure)]
         cells += [f"{each.receptive_field:,}", f"{each.missed_lags:,}", f"{each.parameters:,}"]
-        cells += [f"{each.state_values:,}"] if each.state_values is not None else []
-        cells += [format_number((each.bytes or 0) / 1e6), format_seconds(each.predicted_seconds)]
-        cells += [format_seconds(each.seconds)]
-        if trained:
+        cells += [f"{each.state_values:,}"] if causal else []
+        cells += [format_number((each.bytes or 0) / 1e6)]
+        cells += [format_seconds(each.predicted_seconds), format_seconds(each.seconds)]
+        if training:
             cells += [str(each.rung or "–"), "–" if each.score is None else format_score(each.score)]
-        table.add_row(*(Text(cell) for cell in cells), style="bold green" if chosen else None)
+        style = "bold green" if each.structure == report.recommendation.structure else None
+        table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
 
 

@@ -42,7 +42,7 @@ class Structure:
         With `m = convolutions · (kernel_size - 1)`, the lags are the numbers whose digits to the base of the dilation
         factor are 0 to `m`. Consecutive blocks leave no gap if and only if the factor is at most `m + 1`.
         """
-        return self.depth == 1 or self.dilation_factor <= self._digits
+        return self.depth == 1 or self.kernel_size == 1 or self.dilation_factor <= self._digits
 
     @property
     def _digits(self) -> int:
