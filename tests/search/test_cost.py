@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcnca.bench import timing
 from tcnca.errors import ConfigError
 from tcnca.layers import TCNConfig
 from tcnca.search import CostModel, Size, Structure, enumerate_structures, run_search
@@ -149,15 +146,8 @@ def test_fits_are_kept_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not load_or_fit(SIZE, structures, seconds=0.0)[1]
 
 
-@pytest.fixture
-def cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the CPU time of the one thread of the tests, which depends less on what else the machine does."""
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=time.thread_time))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.usefixtures("cpu_time")
 def test_times_of_other_structures_are_predicted(causal: bool) -> None:
     size = Size(length=2048, channels=64, causal=causal)
     structures = enumerate_structures(size.length)
@@ -171,7 +161,6 @@ def test_times_of_other_structures_are_predicted(causal: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cpu_time")
 def test_the_recommendation_is_nearly_the_best_of_all() -> None:
     size = Size(length=2048, channels=64)
     sizes = (3, 5, 7, 9, 13, 17, 25, 33, 49, 65)

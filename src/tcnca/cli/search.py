@@ -106,7 +106,7 @@ def search(
     from tcnca.bench.plot import check_plot_path
     from tcnca.search import Limits, enumerate_structures, write_json
     from tcnca.search.plot import save_plot
-    from tcnca.search.search import result_table, summary_lines
+    from tcnca.search.search import is_busy, load_average, result_table, summary_lines
     from tcnca.training.provenance import command_line
 
     if plot is not None:
@@ -115,6 +115,12 @@ def search(
     options = {"kernel_sizes": sizes} if sizes else {}
     structures = enumerate_structures(length, max_depth=max_depth, partial=partial, **options)
     command = command_line(sys.argv[1:])
+    if threads is None and is_busy(load_average()):
+        # Several threads wait for each other, for the longer the busier the machine is.
+        typer.echo(
+            f"the machine is busy (load {load_average():.1f}): measuring with one thread; --threads sets another"
+        )
+        threads = 1
     with use_threads(threads), continue_with(f"continue with\n{command}"):
         size = _size(length, causal, channels, batch, block, dtype, device, train, changes or [])
         folder = out or Path("searches") / f"{Path(train or '').stem}-{length}"

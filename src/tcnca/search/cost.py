@@ -124,7 +124,7 @@ def measure_seconds(
         purpose: for `on_measured`.
         on_measured: called before each measurement.
     """
-    timer = Timer(size.device, min(_SECONDS, seconds), 3)
+    timer = Timer(size.device, min(_SECONDS, seconds), 3, cpu_time=measures_cpu_time())
     best, end = np.full(len(structures), np.inf), time.monotonic() + seconds
     for index in range(_MAX_ROUNDS):
         before = best.copy()
@@ -140,6 +140,14 @@ def measure_seconds(
         if time.monotonic() > end or (best >= _SETTLED * before).all():
             break
     return best.tolist()
+
+
+def measures_cpu_time() -> bool:
+    """Return whether times on a CPU are those that the thread computes, which other processes hardly change.
+
+    With several threads, which wait for each other, there is no such time.
+    """
+    return torch.get_num_threads() == 1
 
 
 def measure_bytes(size: Size, structure: Structure) -> int:

@@ -176,7 +176,7 @@ def run_search(
         on_measured: called before each measurement.
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    limits, load = limits or Limits(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    limits, load = limits or Limits(), load_average()
     structures = structures or enumerate_structures(size.length)
     model, cached = load_or_fit(size, structures, seconds=seconds / 2, refit=refit, on_measured=on_measured)
     candidates = [_predict(size, model, structure) for structure in structures]
@@ -297,6 +297,16 @@ def result_table(report: SearchReport, *, everything: bool = False) -> Table:
     return table
 
 
+def load_average() -> float | None:
+    """Return how many processes want to run, averaged over a minute; None where it is not known."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def is_busy(load: float | None) -> bool:
+    """Return whether other processes compete for the cores, by the number of processes that want to run."""
+    return load is not None and load > 1.2 * available_cores()
+
+
 def summary_lines(report: SearchReport) -> list[str]:
     """Return what was done and how well the times were predicted."""
     errors = np.abs(report.errors)
@@ -306,10 +316,11 @@ def summary_lines(report: SearchReport) -> list[str]:
         f"predicted times of the measured ones: {np.mean(errors <= 0.2):.0%} within 20 %, median error "
         f"{np.median(errors):.0%}",
     ]
-    cores = available_cores()
-    if report.hardware["device"] == "cpu" and report.load is not None and report.load > cores:
+    if report.hardware["device"] == "cpu" and report.hardware["threads"] == 1:
+        lines.append("times are those that the one thread computes, without those in which other processes ran")
+    elif report.hardware["device"] == "cpu" and is_busy(report.load):
         lines.append(
-            f"note: the machine was busy ({report.load:.1f} processes on {plural(cores, 'core')}): times are too long, "
-            "and differences of less than 10 % mean little"
+            f"note: the machine was busy (load {report.load:.1f}): times are too long and unreliable; repeat the "
+            "search on a quiet machine, or with --threads 1"
         )
     return lines
