@@ -125,7 +125,7 @@ def test_directions_and_partial_structures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--length", "1"], "is not in the range x>=2"),
+        (["--length", "1"], "greater than or equal to 2"),
         (["--length", str(2**40)], "--length: expected a length that a TCN of at most 65 taps and 32 blocks covers"),
         (["--length", "99", "--kernel-sizes", "3", "--max-depth", "1"], "--length: expected a length that a TCN of at"),
         (["--length", "99", "--kernel-sizes", "3,x"], "--kernel-sizes: expected integers from 2 to 65536, such as"),

@@ -42,24 +42,12 @@ def draw(report: SearchReport) -> Figure:
             [it for it in report.measured if it.front],
             {"s": 30, "facecolors": "white", "edgecolors": _BLUE, "linewidths": 1.4},
         ),
-        "recommended": ([best], {"s": 60, "color": _ORANGE, "marker": "D", "zorder": 3}),
+        f"recommended, {best.structure}": ([best], {"s": 60, "color": _ORANGE, "marker": "D", "zorder": 3}),
     }
     for axes, value in ((left, lambda each: each.parameters), (right, reached)):
         for label, (members, style) in groups.items():
             times = [1e3 * (it.predicted_seconds if it.seconds is None else it.seconds) for it in members]
             axes.scatter([value(each) for each in members], times, label=label, **style)
-        axes.annotate(
-            str(best.structure),
-            (value(best), 1e3 * (best.seconds or 0.0)),
-            xytext=(-6, -26),
-            textcoords="offset points",
-            color=_ORANGE,
-            fontsize=8.5,
-            ha="right",
-            va="top",
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-            arrowprops={"arrowstyle": "-", "color": _ORANGE, "linewidth": 0.8},
-        )
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.margins(x=0.05, y=0.12)
         axes.set_yscale("log")

@@ -28,6 +28,8 @@ MEASURED = 16
 """Structures that are measured after the prediction."""
 ANCHORS = 3
 """Structures of the fit that are measured again, to compare the speed of the machine then and now."""
+_MARGIN = 1.1
+"""Factor by which the predicted time of a structure may exceed the limit for it to be measured."""
 TIE = 1.03
 """Times that differ by less than this factor count as equal."""
 
@@ -225,7 +227,10 @@ def _predict(size: Size, model: CostModel, structure: Structure) -> Candidate:
 
 
 def promising(candidates: Sequence[Candidate], limits: Limits, count: int) -> list[Candidate]:
-    """Return the structures to measure: most of them the best by prediction, the others along the Pareto front."""
+    """Return the structures to measure: most of them the best by prediction, the others of the predicted Pareto front.
+
+    The others are spread over the numbers of lags that structures miss.
+    """
     within = [each for each in candidates if not limits.parameters or each.parameters <= limits.parameters]
     if not within:
         least = min(each.parameters for each in candidates)
@@ -233,18 +238,16 @@ def promising(candidates: Sequence[Candidate], limits: Limits, count: int) -> li
             f"--params: expected at least {least:,}, the parameters of the smallest structure that covers the length, "
             f"got {limits.parameters:,}"
         )
-    # The best by prediction that keep the time limit come first, then the others.
-    late = [bool(limits.seconds) and each.predicted_seconds > (limits.seconds or 0.0) for each in within]
-    ranked = [
-        each
-        for _, each in sorted(
-            zip(late, within, strict=True),
-            key=lambda it: (it[0], 0 if it[0] else it[1].missed_lags, it[1].predicted_seconds),
-        )
-    ]
+
+    def order(each: Candidate) -> tuple[bool, int, float]:
+        late = limits.seconds is not None and each.predicted_seconds > _MARGIN * limits.seconds
+        return late, 0 if late else each.missed_lags, each.predicted_seconds
+
+    ranked = sorted(within, key=order)
     best = ranked[: max(1, 3 * count // 4)]
     front = pareto_front(np.array([each.objectives() for each in within]))
-    rest = sorted((it for it, on in zip(within, front, strict=True) if on and it not in best), key=Candidate.objectives)
+    rest = [each for each, on in zip(within, front, strict=True) if on and each not in best]
+    rest.sort(key=lambda each: (each.missed_lags, each.predicted_seconds))
     places = np.linspace(0, len(rest) - 1, min(count - len(best), len(rest))).round().astype(int)
     return [*best, *(rest[place] for place in dict.fromkeys(places.tolist()))]
 
