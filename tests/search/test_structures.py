@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_lags_are_counted_as_by_brute_force(structure: Structure, length: int) -
 def test_counted_lags_are_those_of_the_module(block: str, causal: bool) -> None:
     """The skip connections of residual blocks change no lag: every kernel has a tap of lag 0."""
     structure, length, place = Structure(3, 5, 3, 2), 200, 100
-    fields = {"output": "none", "init": "normal", "block": block}
+    fields: dict[str, Any] = {"output": "none", "init": "normal", "block": block}
     tcn = TCN(1, structure.config(TCNConfig(**fields)), causal).double()
     x = torch.randn(1, length, 1, dtype=torch.float64, requires_grad=True)
     last = length - 1 if causal else place

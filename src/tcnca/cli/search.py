@@ -254,6 +254,8 @@ def _stopped_report(
     wanted = {"size": size.facts(), "limits": limits, "recipe": recipe, "changes": changes}
     wanted["budget"] = budget or report.training.budget
     differing = [name for name in wanted if found[name] != wanted[name]]
+    if differing and not report.training.rungs:
+        return None  # nothing was trained
     if differing:
         raise ConfigError(
             f"{folder}: holds another search, which differs in {', '.join(differing)}; choose another directory with "

@@ -30,6 +30,8 @@ REPORT, VARIANTS = "search.json", "variants.yaml"
 FINALISTS = 8
 _OVERHEAD = 10.0
 """Seconds that a run takes beyond its training, before that is known."""
+_SHARE = 0.95
+"""Share of the time that is planned; the rest is for runs that take longer to start or to evaluate."""
 _MIN_SECONDS = 2.0
 """Shortest training of a run."""
 
@@ -103,7 +105,7 @@ def train_finalists(
     stopped, begun = "", time.monotonic()
     training = report.training
     assert training is not None
-    earlier = training.spent
+    earlier, resumed = training.spent, True
 
     def save(changed: Training) -> Training:
         changed = dataclasses.replace(changed, spent=earlier + time.monotonic() - begun)
@@ -116,21 +118,23 @@ def train_finalists(
             rungs, left = training.rungs, training.budget - training.spent
             if not rungs or rungs[-1].scores is not None:
                 structures = _survivors(training)
-                following = _next_rung(structures, len(rungs), left, jobs, _overhead(training))
+                following = _next_rung(structures, len(rungs), left, jobs, _overhead(training, jobs))
                 if following is None:
                     break
+                resumed = False
                 training = save(dataclasses.replace(training, rungs=[*rungs, following]))
             sweep = _plan(training, folder, device, jobs)
             rung = training.rungs[-1]
             console.print(f"rung {len(training.rungs)}: {len(rung.structures)} structures, {rung.seconds:g} s each")
             started = time.monotonic()
-            stopped = run_sweep(sweep, console, deadline=started + max(left, 0.0))
+            stopped = run_sweep(sweep, console, deadline=begun + training.budget - earlier)
             rows = read_rows(sweep)
             write_tables(sweep, rows)
             if stopped:
                 break
             scores = [None if math.isnan(score := row.score(sweep.split)) else score for row in rows]
-            done = dataclasses.replace(rung, scores=scores, wall_seconds=time.monotonic() - started)
+            spent = None if resumed else time.monotonic() - started
+            done = dataclasses.replace(rung, scores=scores, wall_seconds=spent)
             training = dataclasses.replace(
                 training,
                 rungs=[*training.rungs[:-1], done],
@@ -163,26 +167,27 @@ def _next_rung(structures: Sequence[Structure], done: int, left: float, jobs: in
     """Return the next rung, whose runs share what is left with the rungs after it; None if there is nothing to do."""
     while len(structures) > 1:
         rungs = len(structures).bit_length() - 1
-        seconds = left / rungs / math.ceil(len(structures) / jobs) - overhead
+        seconds = _SHARE * left / rungs / math.ceil(len(structures) / jobs) - overhead
         if seconds >= _MIN_SECONDS:
             return Rung(structures=list(structures), seconds=math.floor(10 * seconds) / 10)
         if done:
             return None
         structures = structures[: len(structures) // 2]
     if not done:
+        least = 2 * (overhead + _MIN_SECONDS) / _SHARE
         raise ConfigError(
-            f"--budget: expected at least {2 * (overhead + _MIN_SECONDS):.0f}s more for two runs of a few seconds, got "
-            f"{max(left, 0.0):.0f}s after the measurements; give more time"
+            f"--budget: expected at least {least:.0f}s more for two runs of a few seconds, got {max(left, 0.0):.0f}s "
+            "after the measurements; give more time"
         )
     return None
 
 
-def _overhead(training: Training) -> float:
-    """Return the seconds that a run takes beyond its training, from the last rung if there was one."""
-    if not training.rungs or training.rungs[-1].wall_seconds is None:
+def _overhead(training: Training, jobs: int) -> float:
+    """Return the seconds that a run takes beyond its training, from the last rung if it was not interrupted."""
+    last = training.rungs[-1] if training.rungs else None
+    if last is None or last.wall_seconds is None:
         return _OVERHEAD
-    last = training.rungs[-1]
-    return max(0.0, (last.wall_seconds or 0.0) / len(last.structures) - last.seconds)
+    return max(0.0, last.wall_seconds / math.ceil(len(last.structures) / jobs) - last.seconds)
 
 
 def _plan(training: Training, folder: Path, device: str | None, jobs: int) -> Sweep:

@@ -94,7 +94,7 @@ class Rung:
     scores: list[float | None] | None = None
     """Score of each structure, None if it has none; None before the rung has ended."""
     wall_seconds: float | None = None
-    """Time of the whole rung, with the start and the evaluation of each run."""
+    """Time of the whole rung, with the start and the evaluation of each run; None if it was interrupted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
