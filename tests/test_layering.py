@@ -23,7 +23,10 @@ LAYERS = (
     ("report", "search"),
     ("cli", "__init__", "__main__"),
 )
-PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
+PUBLIC = [
+    "tcnca",
+    *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "search", "inference")),
+]
 
 
 def sources(package: str) -> list[Path]:

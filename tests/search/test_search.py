@@ -149,6 +149,22 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
     assert message in result.output
 
 
+def test_one_thread_is_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcnca.search.search.load_average", lambda: 1e4)
+    counts: list[int | None] = []
+
+    def use_threads(count: int | None) -> None:
+        counts.append(count)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("tcnca.cli.search.use_threads", use_threads)
+    busy = runner.invoke(app, ["search", *TINY])
+    assert "the machine is busy (load 10000.0): measuring with one thread; --threads sets another" in busy.output
+    given = runner.invoke(app, ["search", *TINY, "--threads", "3"])
+    assert "busy" not in given.output
+    assert counts == [1, 3]
+
+
 def test_an_interruption_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     from tcnca.search import cost
 

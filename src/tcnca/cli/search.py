@@ -23,6 +23,21 @@ _PAPER: dict[str, Any] = {"block": "residual", "output": "none", "init": "decay"
 _BUDGET = 600.0
 """Seconds of a search that trains, by default."""
 _TRAINING = ("--budget", "--finalists", "--out", "--jobs")
+_OPTIONS = (
+    *("--length", "--causal", "--bidirectional", "--channels", "--batch", "--block", "--budget-us", "--params"),
+    *(
+        "--kernel-sizes",
+        "--max-depth",
+        "--partial",
+        "--measure",
+        "--seconds",
+        "--refit",
+        "--all",
+        "--dtype",
+        "--device",
+    ),
+    *("--threads", "--train", *_TRAINING, "--json", "--plot"),
+)
 
 
 def search(
@@ -92,7 +107,7 @@ def search(
     The same command again continues a search that was stopped while it trained.
     """
     begun = time.monotonic()
-    check_changes(changes or [], ("--train", "--length", *_TRAINING))
+    check_changes(changes or [], _OPTIONS)
     whole = parse_duration("--budget", budget)
     sizes = _numbers(kernel_sizes)
     if train is None and (changes or whole or finalists or out):

@@ -21,15 +21,16 @@ from tcnca.errors import ConfigError, TrainingError, format_score
 from tcnca.files import atomic_write, read_json
 from tcnca.layers import TCNConfig
 from tcnca.models import ModelConfig
-from tcnca.search.search import Candidate, Recommendation, Rung, SearchReport, Training, write_json
+from tcnca.search.search import Candidate, Recommendation, Rung, SearchReport, Training, load_average, write_json
 from tcnca.search.structures import Structure
+from tcnca.training.distributed import available_cores
 from tcnca.training.recipe import load_recipe
 from tcnca.training.sweeps import Row, Sweep, load_variants, plan, read_rows, run_sweep, write_tables
 
 REPORT, VARIANTS = "search.json", "variants.yaml"
 FINALISTS = 8
-_OVERHEAD = 10.0
-"""Seconds that a run takes beyond its training, before that is known."""
+_OVERHEAD = 6.0
+"""Seconds that a run takes beyond its training on a quiet machine, before that is known."""
 _SHARE = 0.95
 """Share of the time that is planned; the rest is for runs that take longer to start or to evaluate."""
 _MIN_SECONDS = 2.0
@@ -186,7 +187,7 @@ def _overhead(training: Training, jobs: int) -> float:
     """Return the seconds that a run takes beyond its training, from the last rung if it was not interrupted."""
     last = training.rungs[-1] if training.rungs else None
     if last is None or last.wall_seconds is None:
-        return _OVERHEAD
+        return _OVERHEAD * max(1.0, (load_average() or 0.0) / available_cores())
     return max(0.0, last.wall_seconds / math.ceil(len(last.structures) / jobs) - last.seconds)
 
 
