@@ -35,14 +35,14 @@ def draw(report: SearchReport) -> Figure:
     best = next(each for each in report.measured if each.structure == report.recommendation.structure)
     predicted = [each for each in report.candidates if each.seconds is None]
     groups = {
-        "predicted, misses lags": ([it for it in predicted if it.missed_lags], {"s": 10, "color": _LIGHT}),
-        "predicted, all lags": ([it for it in predicted if not it.missed_lags], {"s": 10, "color": _GRAY}),
+        "predicted, with gaps": ([it for it in predicted if it.missed_lags], {"s": 10, "color": _LIGHT}),
+        "predicted, without gaps": ([it for it in predicted if not it.missed_lags], {"s": 10, "color": _GRAY}),
         "measured": ([it for it in report.measured if not it.front], {"s": 16, "color": _BLUE}),
-        "measured, Pareto front": (
+        "Pareto front": (
             [it for it in report.measured if it.front],
             {"s": 30, "facecolors": "white", "edgecolors": _BLUE, "linewidths": 1.4},
         ),
-        f"recommended, {best.structure}": ([best], {"s": 60, "color": _ORANGE, "marker": "D", "zorder": 3}),
+        f"recommended: {best.structure}": ([best], {"s": 60, "color": _ORANGE, "marker": "D", "zorder": 3}),
     }
     for axes, value in ((left, lambda each: each.parameters), (right, reached)):
         for label, (members, style) in groups.items():
@@ -58,7 +58,14 @@ def draw(report: SearchReport) -> Figure:
     left.set_xlabel("parameters", color=GRAY)
     left.set_ylabel("forward and backward, ms")
     right.set_xlabel("lags reached, %", color=GRAY)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", frameon=False, ncols=5)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside lower left",
+        frameon=False,
+        ncols=5,
+        columnspacing=0.8,
+        handletextpad=0.2,
+    )
     size = report.size
     shape = f"{size['batch']} × {length:,} × {size['channels']}, {'causal' if size['causal'] else 'bidirectional'}"
     title = f"TCN structures for {shape} · {report.hardware['name']} · {size['dtype']}"

@@ -248,8 +248,9 @@ def promising(candidates: Sequence[Candidate], limits: Limits, count: int) -> li
     front = pareto_front(np.array([each.objectives() for each in within]))
     rest = [each for each, on in zip(within, front, strict=True) if on and each not in best]
     rest.sort(key=lambda each: (each.missed_lags, each.predicted_seconds))
-    places = np.linspace(0, len(rest) - 1, min(count - len(best), len(rest))).round().astype(int)
-    return [*best, *(rest[place] for place in dict.fromkeys(places.tolist()))]
+    missed = np.array([each.missed_lags for each in rest])
+    wanted = np.linspace(missed[0], missed[-1], count - len(best)) if rest else ()
+    return [*best, *(rest[place] for place in dict.fromkeys(int(np.abs(missed - lags).argmin()) for lags in wanted))]
 
 
 def recommend(measured: Sequence[Candidate], limits: Limits, length: int) -> Recommendation:
