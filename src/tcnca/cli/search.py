@@ -118,6 +118,8 @@ def search(
         raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
     console = Console(emoji=False, highlight=False)
 
+    import torch
+
     from tcnca.bench.plot import check_plot_path
     from tcnca.search import Limits, enumerate_structures, write_json
     from tcnca.search.plot import save_plot
@@ -130,7 +132,8 @@ def search(
     options = {"kernel_sizes": sizes} if sizes else {}
     structures = enumerate_structures(length, max_depth=max_depth, partial=partial, **options)
     command = command_line(sys.argv[1:])
-    if threads is None and is_busy(load_average()):
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if threads is None and on_cpu and is_busy(load_average()):
         # Several threads wait for each other, for the longer the busier the machine is.
         typer.echo(
             f"the machine is busy (load {load_average():.1f}): measuring with one thread; --threads sets another"

@@ -284,7 +284,9 @@ def result_table(report: SearchReport, *, everything: bool = False) -> Table:
     title = f"{'Measured' if everything else 'Pareto front'} for {report.size['length']:,} tokens"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     columns = ["K", "f", "D", "B", "field", "missed\nlags", "params", *(["state"] if causal else []), "MB"]
-    for column in (*columns, "predicted", "measured", *(["rung", training.metric] if training else [])):
+    # A terminal of 80 columns has no room for both.
+    columns += ["measured", "rung", training.metric] if training else ["predicted", "measured"]
+    for column in columns:
         table.add_column(column, justify="right", overflow="fold")
     for each in report.measured:
         if not (everything or each.front or each.rung):
@@ -293,9 +295,11 @@ def result_table(report: SearchReport, *, everything: bool = False) -> Table:
         cells += [f"{each.receptive_field:,}", f"{each.missed_lags:,}", f"{each.parameters:,}"]
         cells += [f"{each.state_values:,}"] if causal else []
         cells += [format_number((each.bytes or 0) / 1e6)]
-        cells += [format_seconds(each.predicted_seconds), format_seconds(each.seconds)]
         if training:
-            cells += [str(each.rung or "–"), "–" if each.score is None else format_score(each.score)]
+            score = "–" if each.score is None else format_score(each.score)
+            cells += [format_seconds(each.seconds), str(each.rung or "–"), score]
+        else:
+            cells += [format_seconds(each.predicted_seconds), format_seconds(each.seconds)]
         style = "bold green" if each.structure == report.recommendation.structure else None
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
