@@ -19,11 +19,14 @@ LAYERS = (
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "hf", "inference", "inspection", "search"),
-    ("report",),
+    ("bench", "export", "hf", "inference", "inspection"),
+    ("report", "search"),
     ("cli", "__init__", "__main__"),
 )
-PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
+PUBLIC = [
+    "tcnca",
+    *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "search", "inference")),
+]
 
 
 def sources(package: str) -> list[Path]:

@@ -39,10 +39,11 @@ COMMANDS = {
     "watch": ("tcnca.cli.watch:watch", "Follow a growing log, and print its unusual lines."),
     "export": ("tcnca.cli.export:export", "Write a trained model to an ONNX file, or to a small folder."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
+    "search": ("tcnca.cli.search:search", "Choose kernel size, dilation factor and depth of the TCN for a length."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
 }
 # Unknown options reach these commands, which answer `--lr 1e-3` with `lr=1e-3`.
-_KEY_VALUE_COMMANDS = ("train", "sweep")
+_KEY_VALUE_COMMANDS = ("train", "sweep", "search")
 
 
 def _improve_help(command: Any) -> None:

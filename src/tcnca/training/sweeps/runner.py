@@ -29,12 +29,13 @@ from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
 
-def run_sweep(sweep: Sweep, console: Console) -> str:
+def run_sweep(sweep: Sweep, console: Console, *, deadline: float | None = None) -> str:
     """Run the points that are not done, and write the tables after each.
 
     Args:
         sweep: the sweep.
         console: where to print; it must not interpret markup, since brackets occur in values.
+        deadline: time of `time.monotonic()` at which runs are stopped, to be resumed later; None for no limit.
 
     Returns:
         The name of the signal that stopped the sweep, if one did.
@@ -53,7 +54,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
             reason = f": {row.error} (see {folder / LOG})" if row.error else ""
             return f"{', '.join([row.state, *scores])}{reason}"
 
-        return run_jobs(waiting, finish, console, jobs=sweep.jobs, device=sweep.device)
+        return run_jobs(waiting, finish, console, jobs=sweep.jobs, device=sweep.device, deadline=deadline)
 
 
 def run_jobs(
@@ -63,6 +64,7 @@ def run_jobs(
     *,
     jobs: int = 1,
     device: str | None = None,
+    deadline: float | None = None,
 ) -> str:
     """Train runs, each in its own process, which logs to `sweep.log` in the directory of the run.
 
@@ -73,6 +75,7 @@ def run_jobs(
         console: where to print.
         jobs: runs at a time.
         device: `cpu` or `cuda`; None for GPUs if there are any.
+        deadline: time of `time.monotonic()` at which runs are stopped; None for no limit.
 
     Returns:
         The name of the signal that stopped the runs, if one did.
@@ -82,7 +85,7 @@ def run_jobs(
     with catch_signals() as caught, progress:
         waiting = list(commands)
         bar = progress.add_task("", total=len(waiting))
-        free, running, handled = _environments(jobs, device), list[_Job](), 0
+        free, running, handled, late = _environments(jobs, device), list[_Job](), 0, False
         try:
             while waiting or running:
                 while waiting and free and not caught:
@@ -98,11 +101,17 @@ def run_jobs(
                         # A second signal does not wait until the runs have saved.
                         job.process.kill() if handled else ask_to_end(job.process)
                     handled = arrived
+                if deadline is not None and time.monotonic() > deadline and not late:
+                    late = True
+                    waiting.clear()
+                    console.print("the time is over: runs save and end")
+                    for job in running:
+                        job.process.terminate()
                 time.sleep(0.1)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     free.append(job.environment)
-                    job.close(asked=bool(caught))
+                    job.close(asked=late or bool(caught))
                     console.print(f"{job.folder.name}: {finish(job.folder)}")
                     progress.advance(bar)
         except KeyboardInterrupt:
