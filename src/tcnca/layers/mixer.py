@@ -15,11 +15,13 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tcnca.config import Config, check_at_least
 from tcnca.errors import InputError, StateError
-from tcnca.ops import State, autocasts, check_tensor
+from tcnca.ops import ContextParallel, State, autocasts, check_tensor, current_context, zero_padding
+from tcnca.ops.context import continued
 
 
 class ParamOptions(NamedTuple):
@@ -88,7 +90,11 @@ class Mixer(nn.Module, abc.ABC):
         if not (state is None or isinstance(state, self.state_class)):
             raise StateError(f"state: expected a {self.state_class.__name__}, got a {type(state).__name__}")
         check_features("x", x, self.d_model, next(self.parameters(), None))
-        y, new = self.mix(x, lengths, state, return_state, inplace)
+        context, halo = current_context(), self.halo
+        if context is None or halo is None:
+            y, new = self.mix(x, lengths, state, return_state, inplace)
+        else:
+            y, new = self._mix_part(context, halo, x, lengths, state, return_state)
         if not return_state:
             return y
         assert new is not None
@@ -99,6 +105,38 @@ class Mixer(nn.Module, abc.ABC):
         self, x: Tensor, lengths: Tensor | None, state: Any, return_state: bool, inplace: bool
     ) -> tuple[Tensor, State | None]:
         """Implement `forward`: return the output, in the dtype of the operator's result, and the new state or None."""
+
+    @torch.compiler.disable
+    def _mix_part(
+        self,
+        context: ContextParallel,
+        halo: tuple[int, int],
+        x: Tensor,
+        lengths: Tensor | None,
+        state: Any,
+        return_state: bool,
+    ) -> tuple[Tensor, State | None]:
+        """Mix a part of a sequence together with its halo, whose outputs are dropped."""
+        time, start = x.shape[1], context.rank * x.shape[1]
+        extended, left = context.extend(zero_padding(x, lengths), *halo)
+        if state is not None or return_state:
+            batch = x.shape[0]
+            state = self.initial_state(batch) if state is None else state
+            if left < start:
+                # What is before the halo has no effect on the outputs of the part.
+                state = continued(self.initial_state(batch), state.position + start - left)
+        valid = context.extended_lengths(lengths, time, left, extended.shape[1])
+        with context.suspended():
+            y, new = self.mix(extended, valid, state, return_state, False)
+        return y[:, left : left + time], None if new is None else context.final_state(new, lengths, time)
+
+    @property
+    def halo(self) -> tuple[int, int] | None:
+        """Inputs before and after a part of a sequence that its outputs depend on, for context parallelism.
+
+        A part and its halo are then mixed as one sequence. None if the operators of the mixer exchange what they need.
+        """
+        return None
 
     @abc.abstractmethod
     def initial_state(self, batch: int) -> State:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
@@ -131,6 +132,9 @@ def ema(
     """
     call = EMACall(x, (delta, alpha, beta, gamma), truncation, kernel, lengths, state, return_state, inplace)
     _check(call)
+    context = current_context()
+    if context is not None:
+        return _run_part(call, backend, context)
     chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
     if backend == "auto" and _needs_kernel(call):
         chosen = "fft"
@@ -183,6 +187,51 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     else:
         position = advance(state.position, x.shape[1], call.lengths, call.inplace)
     return y, EMAState(hidden.mT, None, position)
+
+
+@torch.compiler.disable
+def _run_part(call: EMACall, backend: EMABackend, context: ContextParallel) -> tuple[Tensor, EMAState | None]:
+    """Compute the outputs of a part of a sequence from the state that the parts before it leave."""
+    if call.truncation is not None:
+        raise InputError(
+            f"truncation: expected None in a context of several processes, got {call.truncation}; use the layer EMA, "
+            "which exchanges the inputs that a truncated kernel sees"
+        )
+    x, lengths, state = zero_padding(call.x, call.lengths), call.lengths, call.state
+    y, new = _run_direction(call, backend, context, x, 0)
+    if len(call.parameters[0]) == 2:
+        y = y + _run_direction(call, backend, context, x.flip(1), 1)[0].flip(1)
+    if not call.return_state:
+        return y, None
+    if state is not None:
+        new = dataclasses.replace(new, position=new.position + state.position)
+    new = dataclasses.replace(new, position=new.position + context.rank * x.shape[1])
+    return y, context.final_state(new, lengths, x.shape[1])
+
+
+def _run_direction(
+    call: EMACall, backend: EMABackend, context: ContextParallel, x: Tensor, direction: int
+) -> tuple[Tensor, EMAState]:
+    """Return the outputs of one direction, and the state after the part, without the tokens before it."""
+    delta, alpha, beta, gamma = (part[direction : direction + 1] for part in call.parameters)
+    kernel = None if call.kernel is None else call.kernel[direction : direction + 1]
+    lengths, time = None if direction else call.lengths, x.shape[1]
+    with context.suspended():
+        y, new = ema(
+            x, delta, alpha, beta, gamma, backend=backend, kernel=kernel, lengths=lengths, return_state=True
+        )
+    assert new is not None
+    with without_autocast(x.device):
+        decay = ema_coefficients(delta, alpha, beta, gamma).decay[0]
+
+        def powers(steps: Tensor) -> Tensor:
+            return decay_powers(decay, steps).movedim(-1, 0)
+
+        first = None if call.state is None else call.state.hidden
+        hidden = context.state_before(new.hidden, first, powers, time, lengths, bool(direction))
+        y = y + _rest_of_past(x, (delta, alpha, beta, gamma), hidden)
+        steps = torch.full_like(new.position, time) if lengths is None else lengths
+        return y, dataclasses.replace(new, hidden=new.hidden + powers(steps) * hidden)
 
 
 def _run_pytorch(call: EMACall, backend: str) -> tuple[Tensor, EMAState | None]:

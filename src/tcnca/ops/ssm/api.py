@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
@@ -126,6 +127,9 @@ def ssm(
     """
     call = SSMCall(x, log_decay, weight, lengths, state, return_state, inplace)
     _check_ssm(call)
+    context = current_context()
+    if context is not None:
+        return _ssm_part(call, backend, context)
     chosen = select_backend("the state-space model", backend, x.device, call, SSM_CANDIDATES, SSM_BACKENDS)
     # Autocast would compute products in half precision.
     with without_autocast(x.device):
@@ -180,6 +184,9 @@ def diagonal_scan(
     """
     call = SSMCall(v, log_decay, None, lengths, state, return_state, inplace)
     _check_scan(call, reverse)
+    context = current_context()
+    if context is not None:
+        return _scan_part(call, backend, context, reverse)
     chosen = select_backend("the diagonal scan", backend, v.device, call, SCAN_CANDIDATES, SCAN_BACKENDS)
     with without_autocast(v.device):
         past = None if state is None else _complex(state.hidden)
@@ -196,6 +203,64 @@ def diagonal_scan(
             before = torch.zeros_like(hidden) if past is None else past
             hidden = torch.where((lengths > 0).unsqueeze(1), hidden, before)
         return h, _next_state(call, hidden)
+
+
+@torch.compiler.disable
+def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> tuple[Tensor, SSMState | None]:
+    """Compute `ssm` of a part of a sequence from the state that the parts before it leave."""
+    assert call.weight is not None
+    precise = torch.promote_types(call.log_decay.dtype, call.x.dtype)
+    log_decay, weight, time = call.log_decay.to(precise), call.weight.to(precise), call.x.shape[1]
+    rows, y, new = zero_padding(call.x, call.lengths), None, None
+    for index in range(len(log_decay)):
+        x = rows.flip(1) if index else rows
+        part = slice(index, index + 1)
+        lengths = None if index else call.lengths
+        with context.suspended():
+            own, end = ssm(x, log_decay[part], weight[part], backend=backend, lengths=lengths, return_state=True)
+        assert end is not None
+        before, after = _states_around(call, context, end, log_decay[index], lengths, bool(index))
+        with without_autocast(x.device):
+            own = own + _rest_of_past(before, log_decay[index], weight[index], time).to(own.dtype)
+        y, new = (own, after) if y is None else (y + own.flip(1), new)
+    assert y is not None and new is not None
+    return y, context.final_state(new, call.lengths, time) if call.return_state else None
+
+
+@torch.compiler.disable
+def _scan_part(
+    call: SSMCall, backend: ScanBackend, context: ContextParallel, reverse: bool
+) -> tuple[Tensor, SSMState | None]:
+    """Compute `diagonal_scan` of a part of a sequence from the state that the parts before it leave."""
+    v, time, lengths = zero_padding(call.x, call.lengths), call.x.shape[1], None if reverse else call.lengths
+    v = v.flip(1) if reverse else v
+    with context.suspended():
+        h, end = diagonal_scan(v, call.log_decay, backend=backend, lengths=lengths, return_state=True)
+    assert end is not None
+    before, after = _states_around(call, context, end, call.log_decay, lengths, reverse)
+    # The powers 1 to `time`, of which each is a product of two that are exact.
+    coarse, fine = (part.to(v.dtype) for part in split_powers(call.log_decay.to(torch.complex128), time + 1))
+    powers = (coarse.unsqueeze(-1) * fine.unsqueeze(-2)).flatten(-2)[:, 1 : time + 1].mT
+    h = h + powers * _complex(before.hidden).unsqueeze(1)
+    h = h.flip(1) if reverse else h
+    return h, context.final_state(after, call.lengths, time) if call.return_state else None
+
+
+def _states_around(
+    call: SSMCall, context: ContextParallel, end: SSMState, log_decay: Tensor, lengths: Tensor | None, reverse: bool
+) -> tuple[SSMState, SSMState]:
+    """Return the states before and after a part of a sequence, given that after the part alone."""
+    exact, time, state = log_decay.to(torch.complex128), call.x.shape[1], call.state
+
+    def powers(steps: Tensor) -> Tensor:
+        return torch.exp(exact * steps.view(-1, *[1] * exact.dim())).to(_complex(end.hidden).dtype)
+
+    first = None if state is None else _complex(state.hidden)
+    hidden = context.state_before(_complex(end.hidden), first, powers, time, lengths, reverse)
+    position = end.position + context.rank * time + (0 if state is None else state.position)
+    steps = torch.full_like(end.position, time) if lengths is None else lengths
+    after = torch.view_as_real(_complex(end.hidden) + powers(steps) * hidden)
+    return SSMState(torch.view_as_real(hidden), position), SSMState(after, position)
 
 
 def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: str, reverse: bool) -> Tensor:
