@@ -56,10 +56,14 @@ KINDS = {
     "bytes": BYTES,
     "bytes, accumulated": [*BYTES, "grad_accum_steps=2", "batch.size=640"],
     "bytes, sync_batch": [*BYTES, "norm=sync_batch"],
+    # Parts of rows that are no whole chunks, and TCN kernels that reach further than a part.
+    "bytes, far": [*BYTES, "model.chunk_size=12", "kernel_size=9", "dilation_factor=2", "depth=4"],
     # Odd heights: one process has more rows of a matrix than the other.
     "bytes, muon": [*BYTES, "optimizer=muon", "muon_beta2=0.9", "d_ff=7", "d_key=2", "d_value=9"],
 }
-QUICK = [("examples", "ddp"), ("bytes, muon", "fsdp")]
+CONTEXT = ["{context: 2}", "{strategy: fsdp, context: 2}"]
+"""Rows are divided over the processes."""
+QUICK = [("examples", "ddp"), ("bytes, muon", "fsdp"), ("bytes, far", CONTEXT[0])]
 
 
 def wanted(folder: Path, kind: str, *more: str) -> Recipe:
@@ -106,7 +110,7 @@ def assert_same_scores(one: Path, other: Path) -> None:
     [
         pytest.param(kind, parallel, marks=[] if (kind, parallel) in QUICK else [pytest.mark.slow])
         for kind in KINDS
-        for parallel in ("ddp", "fsdp")
+        for parallel in ("ddp", "fsdp", *CONTEXT)
     ],
 )
 def test_two_processes_equal_one(tmp_path: Path, parallel: str, kind: str) -> None:
