@@ -97,8 +97,8 @@ class Batch:
             targets = _divide(targets, rank, count, torch.nan if real else IGNORE)
             counted = [((~torch.isnan(each)) if real else (each != IGNORE)).sum() for each in (targets, self.targets)]
             weight = weight * float(counted[0] * count / counted[1].clamp(min=1))
-        divided = {"second": second, "second_lengths": second_lengths, "targets": targets, "weight": weight}
-        return dataclasses.replace(self, inputs=inputs, lengths=lengths, part=(rank, count), **divided)
+        divided = dataclasses.replace(self, inputs=inputs, lengths=lengths, targets=targets, weight=weight)
+        return dataclasses.replace(divided, second=second, second_lengths=second_lengths, part=(rank, count))
 
     @staticmethod
     def join(windows: Sequence[Batch]) -> Batch:

@@ -30,6 +30,7 @@ from tcnca.ops import (
 )
 from tcnca.ops.attention.naive import AttentionCall, bias_max_length, line_up, required_slots
 from tcnca.ops.checks import check_state
+from tcnca.ops.context import not_compiled
 from tcnca.ops.ring import push_ring, unroll_ring
 
 Position = Literal["none", "simple", "rotary", "rope"]
@@ -239,7 +240,7 @@ class ChunkedAttention(nn.Module):
             inplace=inplace,
         )
 
-    @torch.compiler.disable
+    @not_compiled
     def _attend_part(
         self,
         context: ContextParallel,

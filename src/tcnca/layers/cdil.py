@@ -23,6 +23,7 @@ from tcnca.ops import (
     roll_time,
     zero_padding,
 )
+from tcnca.ops.context import not_compiled
 
 BIAS_STD = 0.01
 
@@ -136,7 +137,7 @@ class CDIL(Mixer):
         return f"CDIL(kernel_size={self.config.kernel_size}, depth={self.config.depth})"
 
 
-@torch.compiler.disable
+@not_compiled
 def _roll_part(
     context: ContextParallel, x: Tensor, halo: int, shifts: list[int], lengths: Tensor | None
 ) -> list[Tensor]:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from tcnca.config import Config, check_at_least
 from tcnca.errors import InputError, StateError
 from tcnca.ops import ContextParallel, State, autocasts, check_tensor, current_context, zero_padding
-from tcnca.ops.context import continued
+from tcnca.ops.context import continued, not_compiled
 
 
 class ParamOptions(NamedTuple):
@@ -106,7 +105,7 @@ class Mixer(nn.Module, abc.ABC):
     ) -> tuple[Tensor, State | None]:
         """Implement `forward`: return the output, in the dtype of the operator's result, and the new state or None."""
 
-    @torch.compiler.disable
+    @not_compiled
     def _mix_part(
         self,
         context: ContextParallel,

@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from tcnca.errors import ConfigError, InputError
@@ -30,6 +31,7 @@ from tcnca.ops.checks import check_values
 from tcnca.ops.state import State
 
 AnyState = TypeVar("AnyState", bound=State)
+AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
 
 _current: ContextParallel | None = None
 """The context of the calls. Not a variable of one thread: PyTorch runs the backward pass, where activation
@@ -39,6 +41,12 @@ checkpointing recomputes layers, in threads of its own."""
 def current_context() -> ContextParallel | None:
     """Return the context in which a model runs; None if every process holds whole sequences."""
     return _current
+
+
+def not_compiled(function: AnyCallable) -> AnyCallable:
+    """Exclude a function that exchanges tensors from compiled graphs; what is before and after it is compiled."""
+    # `torch.compiler.disable` does the same, but imports the compiler at once, which takes seconds.
+    return cast(AnyCallable, _disable_dynamo(function))
 
 
 class ContextParallel:
@@ -97,8 +105,8 @@ class ContextParallel:
         """Return this process's part of `x` (`[batch, time, …]`), which every process has as a whole."""
         if x.shape[1] % self.size:
             raise InputError(
-                f"x: expected a multiple of {self.size} tokens, the processes of the context, got {x.shape[1]}; pad the "
-                "rows at the right, and pass their lengths"
+                f"x: expected a multiple of {self.size} tokens, the processes of the context, got {x.shape[1]}; "
+                "pad the rows at the right, and pass their lengths"
             )
         return x.chunk(self.size, 1)[self.rank]
 
@@ -131,7 +139,11 @@ class ContextParallel:
         """Raise an InputError unless the parts of all processes have `time` tokens."""
         bounds = torch.tensor([time, -time], device=device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self.group)
-        check_values(bounds == time * torch.tensor([1, -1], device=device), "x: expected as many tokens in all processes of the context", bounds)
+        check_values(
+            bounds == time * torch.tensor([1, -1], device=device),
+            "x: expected as many tokens in all processes of the context",
+            bounds,
+        )
 
     # Exchanges.
 
@@ -161,7 +173,10 @@ class ContextParallel:
             return begin, max(begin, end)
 
         others = [rank != self.rank for rank in range(self.size)]
-        sent = [overlap(window, self.rank) if other else (start, start) for window, other in zip(windows, others, strict=True)]
+        sent = [
+            overlap(window, self.rank) if other else (start, start)
+            for window, other in zip(windows, others, strict=True)
+        ]
         received = [overlap(windows[self.rank], rank) if other else (0, 0) for rank, other in enumerate(others)]
         rows = x.transpose(0, 1)
         outgoing = torch.cat([rows[begin - start : end - start] for begin, end in sent])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
-from tcnca.ops.context import ContextParallel, current_context
+from tcnca.ops.context import ContextParallel, current_context, not_compiled
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
@@ -205,29 +205,30 @@ def diagonal_scan(
         return h, _next_state(call, hidden)
 
 
-@torch.compiler.disable
+@not_compiled
 def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> tuple[Tensor, SSMState | None]:
     """Compute `ssm` of a part of a sequence from the state that the parts before it leave."""
     assert call.weight is not None
     precise = torch.promote_types(call.log_decay.dtype, call.x.dtype)
     log_decay, weight, time = call.log_decay.to(precise), call.weight.to(precise), call.x.shape[1]
-    rows, y, new = zero_padding(call.x, call.lengths), None, None
-    for index in range(len(log_decay)):
-        x = rows.flip(1) if index else rows
+
+    def direction(index: int, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, SSMState]:
         part = slice(index, index + 1)
-        lengths = None if index else call.lengths
         with context.suspended():
-            own, end = ssm(x, log_decay[part], weight[part], backend=backend, lengths=lengths, return_state=True)
+            y, end = ssm(x, log_decay[part], weight[part], backend=backend, lengths=lengths, return_state=True)
         assert end is not None
-        before, after = _states_around(call, context, end, log_decay[index], lengths, bool(index))
+        before, after = _states_around(call, context, end, log_decay[index], lengths, reverse=index == 1)
         with without_autocast(x.device):
-            own = own + _rest_of_past(before, log_decay[index], weight[index], time).to(own.dtype)
-        y, new = (own, after) if y is None else (y + own.flip(1), new)
-    assert y is not None and new is not None
+            return y + _rest_of_past(before, log_decay[index], weight[index], time).to(y.dtype), after
+
+    rows = zero_padding(call.x, call.lengths)
+    y, new = direction(0, rows, call.lengths)
+    if len(log_decay) == 2:
+        y = y + direction(1, rows.flip(1), None)[0].flip(1)
     return y, context.final_state(new, call.lengths, time) if call.return_state else None
 
 
-@torch.compiler.disable
+@not_compiled
 def _scan_part(
     call: SSMCall, backend: ScanBackend, context: ContextParallel, reverse: bool
 ) -> tuple[Tensor, SSMState | None]:
