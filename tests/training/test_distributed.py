@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -368,6 +370,57 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     again = [*start, *parts, "--resume"]
     done = subprocess.run(again, env=environment(), timeout=200, capture_output=True, text=True, check=True)
     assert done.stdout.count("the run is finished") == 1
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and the processes that it has started, which are in sessions of their own."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for process in (agent.pid, *map(int, children)):
+            os.kill(process, signal.SIGKILL)
+    agent.wait()
+
+
+@pytest.mark.slow
+def test_a_lost_agent_is_replaced(tmp_path: Path) -> None:
+    """Two agents, as on two machines, that find each other by a rendezvous: one is killed, and another takes over."""
+    changes = ["max_steps=300", "log_every=1", "checkpoint.every=20", "eval.every=0", "parallel={context: 2}"]
+    parts = arguments(tmp_path / "parts", *changes, "--resume")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "x"]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--max-restarts", "3"]
+
+    def agent(host: bool, output: TextIO) -> subprocess.Popen[bytes]:
+        command = [*start, "--rdzv-conf", f"is_host={int(host)}", "-m", "tcnca", *parts]
+        # Otherwise agents that stay do not publish the address of the store again, for which a new one waits.
+        settings = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return subprocess.Popen(command, env=settings, stdout=output, stderr=output)
+
+    lines, agents = tmp_path / "parts" / "log.jsonl", []
+    # The output goes to a file, since nobody reads a pipe.
+    with (tmp_path / "output.txt").open("w") as output:
+        try:
+            agents = [agent(True, output), agent(False, output)]
+            while agents[0].poll() is None and not (lines.is_file() and len(lines.read_bytes().splitlines()) > 50):
+                time.sleep(0.02)
+            # The agent and its process, as if the machine had lost power.
+            _kill(agents[1])
+            agents.append(agent(False, output))
+            codes = [agents[index].wait(300) for index in (0, 2)]
+        finally:
+            for each in agents:
+                _kill(each)
+    text = (tmp_path / "output.txt").read_text()
+    assert codes == [0, 0], text
+    assert "resuming from step" in text
+    launches = json.loads((tmp_path / "parts" / "provenance.json").read_text())["launches"]
+    assert [launch["processes"] for launch in launches] == [2, 2]
+    assert 20 <= launches[1]["step"] < 300
+    train(2, tmp_path / "whole", recipe(*changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_same(weights(tcnca.load(tmp_path / "parts")), weights(tcnca.load(tmp_path / "whole")))
 
 
 def _hesitant(folder: Path, changes: list[str]) -> None:

@@ -269,10 +269,12 @@ class ChunkedAttention(nn.Module):
                 begin -= begin % (2 * size) if return_state else 0
             return begin, end if self.causal else -(-end // size) * size
 
-        extended, left = context.fetch(_join(q, k, v), [window(rank) for rank in range(context.size)])
-        parts = _split(extended, q, k, v)
-        valid = context.extended_lengths(lengths, time, left, extended.shape[1])
-        y, new = self._attend(parts[0], parts[1], parts[2], valid, None, return_state)
+        windows, left, valid = [window(rank) for rank in range(context.size)], 0, lengths
+        if not context.aligned(windows, time):
+            extended, left = context.fetch(_join(q, k, v), windows)
+            valid = context.extended_lengths(lengths, time, left, extended.shape[1])
+            q, k, v = _split(extended, q, k, v)
+        y, new = self._attend(q, k, v, valid, None, return_state)
         y = y[:, left : left + time]
         if new is None:
             return y, None

@@ -164,7 +164,7 @@ class ContextParallel:
         time = x.shape[1]
         total = self.size * time
         windows = [(max(begin, 0), min(end, total)) for begin, end in windows]
-        if all(window == (rank * time, (rank + 1) * time) for rank, window in enumerate(windows)):
+        if self.aligned(windows, time):
             return x, 0
         start = self.rank * time
 
@@ -183,7 +183,12 @@ class ContextParallel:
         counts = [[end - begin for begin, end in parts] for parts in (sent, received)]
         incoming = _Exchange.apply(outgoing, counts[0], counts[1], self.group)
         left = start - windows[self.rank][0]
-        return torch.cat([incoming[:left], rows, incoming[left:]]).transpose(0, 1), left
+        before, after = (part.transpose(0, 1) for part in (incoming[:left], incoming[left:]))
+        return torch.cat([before, x, after], 1), left
+
+    def aligned(self, windows: Sequence[tuple[int, int]], time: int) -> bool:
+        """Return whether the windows of all processes are what they have, so that nothing has to be exchanged."""
+        return all(window == (rank * time, (rank + 1) * time) for rank, window in enumerate(windows))
 
     def previous(self, x: Tensor, first: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Return the token before those of `x` (`[batch, time, …]`), or `first` at the start, and `x`."""
