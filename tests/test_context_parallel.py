@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
+import re
 import resource
 import traceback
 from pathlib import Path
@@ -325,6 +327,60 @@ def test_misuse_is_answered_and_precision_and_checkpointing_work() -> None:
     with pytest.raises(ConfigError, match="mesh: expected a DeviceMesh or a ProcessGroup, got a str"):
         ContextParallel("cuda")  # type: ignore[arg-type]
     assert together(_misuse) == [0, 0]
+
+
+def _documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec(blocks[0], names)
+    gradients = [torch.as_tensor(parameter.grad).clone() for parameter in names["model"].parameters()]
+    names["model"].zero_grad()
+    tokens = names["tokens"]
+    logits, state = names["model"](tokens[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for parameter, gradient in zip(names["model"].parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+    dist.barrier()
+    dist.destroy_process_group()
+    # The table has the numbers that the code prints.
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(blocks[1], {})
+    rows = [row.strip("| ").split(" | ") for row in text.splitlines() if re.match(r"\| \d+ \| [\d,]+ \| \d+ ms", row)]
+    for row, line in zip(rows, output.getvalue().splitlines(), strict=True):
+        gpus, each, compute, exchange, share, reduction, twice = map(float, line.split())
+        assert row == [
+            *(f"{gpus:.0f}", f"{each:,.0f}", f"{1e3 * compute:.0f} ms", f"{1e3 * exchange:.1f} ms"),
+            *(f"{100 * share:.1f} %", f"{1e3 * reduction:.1f} ms", f"{100 * twice:.0f} %"),
+        ]
+
+
+def test_the_documentation_is_right() -> None:
+    assert together(_documented) == [0, 0]
+
+
+def _compiled() -> None:
+    """Run compiled layers, which are compiled once."""
+    dist.init_process_group("gloo")
+    context = ContextParallel(init_device_mesh("cpu", (2,)))
+    for name in ("tcnca", "tcnca-linear", "mega", "s5", "tcn-batch"):
+        net, x = SequenceModel(CASES[name].config), torch.randint(0, 9, (2, TIME))
+        with context:
+            expected = net(context.shard(x), return_state=False).logits
+        for layer in net.layers:
+            layer.compile(dynamic=False, backend="aot_eager")
+        for step in range(3):
+            with context, torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                logits = net(context.shard(x), return_state=False).logits
+                logits.sum().backward()
+            torch.testing.assert_close(logits, expected)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_compiled_layers_exchange_too() -> None:
+    assert together(_compiled) == [0, 0]
 
 
 LONG = 2**20

@@ -25,8 +25,10 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.data import Batch
-from tcnca.errors import DataError
-from tcnca.training import CheckpointManager, Recipe, dist_context, load_recipe, read_log
+from tcnca.errors import ConfigError, DataError
+from tcnca.training import CheckpointManager, DistContext, Recipe, dist_context, load_recipe, read_log
+from tcnca.training.config import ParallelConfig
+from tcnca.training.distributed import make_context
 from tests.training.tiny import (
     TinyTrainer,
     arguments,
@@ -136,6 +138,27 @@ def test_two_processes_equal_one(tmp_path: Path, parallel: str, kind: str) -> No
         assert losses(other) == pytest.approx(later, rel=1e-5)
         if exact:
             assert_same_scores(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["examples", "bytes, far"])
+def test_data_and_context_equal_one(tmp_path: Path, kind: str, strategy: str) -> None:
+    given = wanted(tmp_path, kind, f"parallel={{strategy: {strategy}, data: 2, context: 2}}")
+    train(1, tmp_path / "one", given)
+    train(4, tmp_path / "four", given)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert_same_scores(tmp_path / "one", tmp_path / "four")
+    assert [line["tokens"] for line in log(tmp_path / "four") if "loss" in line] == [
+        line["tokens"] for line in log(tmp_path / "one") if "loss" in line
+    ]
+
+
+def test_data_times_context_is_the_number_of_processes() -> None:
+    message = "runtime.parallel: expected data times context to be 6, the number of processes, got 2 times 2"
+    with pytest.raises(ConfigError, match=message):
+        make_context(ParallelConfig(data=2, context=2), DistContext(world_size=6))
+    assert make_context(ParallelConfig(context=2), DistContext()) is None
 
 
 def _fit_in_parts(folder: Path, given: Recipe) -> None:

@@ -23,7 +23,6 @@ from tcnca.ops import (
     roll_time,
     zero_padding,
 )
-from tcnca.ops.context import not_compiled
 
 BIAS_STD = 0.01
 
@@ -137,7 +136,6 @@ class CDIL(Mixer):
         return f"CDIL(kernel_size={self.config.kernel_size}, depth={self.config.depth})"
 
 
-@not_compiled
 def _roll_part(
     context: ContextParallel, x: Tensor, halo: int, shifts: list[int], lengths: Tensor | None
 ) -> list[Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tcnca.config import Config, check_at_least
@@ -54,6 +55,8 @@ class Mixer(nn.Module, abc.ABC):
 
     state_class: ClassVar[type[State]]
     """Class of the streaming state, whose tensors have the batch as their first dimension."""
+    rounds_inputs: ClassVar[bool] = False
+    """Whether inputs are rounded to the dtype of autocast, where it is on: a halo may be rounded before it is sent."""
 
     def __init__(self, d_model: int, config: MixerConfig, causal: bool) -> None:
         super().__init__()
@@ -89,11 +92,11 @@ class Mixer(nn.Module, abc.ABC):
         if not (state is None or isinstance(state, self.state_class)):
             raise StateError(f"state: expected a {self.state_class.__name__}, got a {type(state).__name__}")
         check_features("x", x, self.d_model, next(self.parameters(), None))
-        context, halo = current_context(), self.halo
-        if context is None or halo is None:
+        context = current_context()
+        if context is None:
             y, new = self.mix(x, lengths, state, return_state, inplace)
         else:
-            y, new = self._mix_part(context, halo, x, lengths, state, return_state)
+            y, new = self._mix_part(context, x, lengths, state, return_state)
         if not return_state:
             return y
         assert new is not None
@@ -109,13 +112,17 @@ class Mixer(nn.Module, abc.ABC):
     def _mix_part(
         self,
         context: ContextParallel,
-        halo: tuple[int, int],
         x: Tensor,
         lengths: Tensor | None,
         state: Any,
         return_state: bool,
     ) -> tuple[Tensor, State | None]:
-        """Mix a part of a sequence together with its halo, whose outputs are dropped."""
+        """Mix a part of a sequence, together with its halo if it has one, whose outputs are dropped."""
+        halo = self.halo
+        if halo is None:
+            return self.mix(x, lengths, state, return_state, False)
+        if self.rounds_inputs and autocasts(x.device):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         time, start = x.shape[1], context.rank * x.shape[1]
         extended, left = context.extend(zero_padding(x, lengths), *halo)
         if state is not None or return_state:

@@ -133,6 +133,7 @@ class TCN(Mixer):
     """
 
     state_class = TCNState
+    rounds_inputs = True
     config: TCNConfig
 
     def __init__(self, d_model: int, config: TCNConfig | None = None, causal: bool = True, **fields: Any) -> None:

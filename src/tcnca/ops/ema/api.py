@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
-from tcnca.ops.context import ContextParallel, current_context, not_compiled
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
@@ -189,7 +189,6 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     return y, EMAState(hidden.mT, None, position)
 
 
-@not_compiled
 def _run_part(call: EMACall, backend: EMABackend, context: ContextParallel) -> tuple[Tensor, EMAState | None]:
     """Compute the outputs of a part of a sequence from the state that the parts before it leave."""
     if call.truncation is not None:

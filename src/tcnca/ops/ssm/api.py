@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
-from tcnca.ops.context import ContextParallel, current_context, not_compiled
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
@@ -205,7 +205,6 @@ def diagonal_scan(
         return h, _next_state(call, hidden)
 
 
-@not_compiled
 def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> tuple[Tensor, SSMState | None]:
     """Compute `ssm` of a part of a sequence from the state that the parts before it leave."""
     assert call.weight is not None
@@ -228,7 +227,6 @@ def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> t
     return y, context.final_state(new, call.lengths, time) if call.return_state else None
 
 
-@not_compiled
 def _scan_part(
     call: SSMCall, backend: ScanBackend, context: ContextParallel, reverse: bool
 ) -> tuple[Tensor, SSMState | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops.activations import activation as activation_function
-from tcnca.ops.context import ContextParallel, current_context, not_compiled
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import Candidate, select_backend
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import zero_padding
@@ -99,7 +99,6 @@ def _run(spec: TCNSpec, backend: TCNBackend) -> tuple[Tensor, TCNState | None]:
     return _RUN[select_backend("the TCN", backend, spec.x.device, spec, _CANDIDATES, ("naive",))](spec)
 
 
-@not_compiled
 def _run_part(spec: TCNSpec, backend: TCNBackend, context: ContextParallel) -> tuple[Tensor, TCNState | None]:
     """Run a call on a part of a sequence: every convolution reads the inputs that it needs from the neighbors."""
     state, time, kernel_size = spec.state, spec.x.shape[1], spec.weight.shape[3]
