@@ -117,6 +117,11 @@ class CDIL(Mixer):
             added = added + F.relu(F.linear(torch.cat(rolled, -1), weight, self.bias[index]))
         return added, None
 
+    @property
+    def halo(self) -> None:
+        """None: each convolution exchanges its inputs, which wrap around."""
+        return None
+
     def initial_state(self, batch: int) -> NoReturn:
         """Raise an error: there is none."""
         raise StateError("state: expected a causal mixer, got a CDIL, which is bidirectional and has no state")

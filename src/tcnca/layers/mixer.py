@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.config import Config, check_at_least
-from tcnca.errors import InputError, StateError
+from tcnca.errors import ConfigError, InputError, StateError
 from tcnca.ops import ContextParallel, State, autocasts, check_tensor, current_context, zero_padding
 from tcnca.ops.context import continued, not_compiled
 
@@ -142,7 +142,13 @@ class Mixer(nn.Module, abc.ABC):
 
         A part and its halo are then mixed as one sequence. None if the operators of the mixer exchange what they need.
         """
-        return None
+        field = self.receptive_field
+        if field is None:
+            raise ConfigError(
+                f"mixer: expected one with a limited receptive field, or that exchanges its states, in a context of "
+                f"several processes, got {type(self).__name__}; override Mixer.halo"
+            )
+        return field - 1, 0 if self.causal else field - 1
 
     @abc.abstractmethod
     def initial_state(self, batch: int) -> State:
