@@ -155,6 +155,7 @@ class ContextParallel:
         time = x.shape[1]
         return self.fetch(x, [(rank * time - past, (rank + 1) * time + future) for rank in range(self.size)])
 
+    @not_compiled
     def fetch(self, x: Tensor, windows: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
         """Return the tokens from `begin` to `end` of the whole sequence, which contain those of `x`.
 

@@ -18,6 +18,7 @@ from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.ssm.naive import decayed_sum, sum_exponentials
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "chunked", "recurrent", "scan", "fft", "triton"]
@@ -196,39 +197,37 @@ def _run_part(call: EMACall, backend: EMABackend, context: ContextParallel) -> t
             f"truncation: expected None in a context of several processes, got {call.truncation}; use the layer EMA, "
             "which exchanges the inputs that a truncated kernel sees"
         )
-    x, lengths, state = zero_padding(call.x, call.lengths), call.lengths, call.state
+    x = zero_padding(call.x, call.lengths)
     y, new = _run_direction(call, backend, context, x, 0)
     if len(call.parameters[0]) == 2:
         y = y + _run_direction(call, backend, context, x.flip(1), 1)[0].flip(1)
-    if not call.return_state:
-        return y, None
-    if state is not None:
-        new = dataclasses.replace(new, position=new.position + state.position)
-    new = dataclasses.replace(new, position=new.position + context.rank * x.shape[1])
-    return y, context.final_state(new, lengths, x.shape[1])
+    return y, context.final_state(new, call.lengths, x.shape[1]) if call.return_state else None
 
 
 def _run_direction(
     call: EMACall, backend: EMABackend, context: ContextParallel, x: Tensor, direction: int
 ) -> tuple[Tensor, EMAState]:
-    """Return the outputs of one direction, and the state after the part, without the tokens before it."""
+    """Return the outputs of one direction, and the state after the part."""
     delta, alpha, beta, gamma = (part[direction : direction + 1] for part in call.parameters)
     kernel = None if call.kernel is None else call.kernel[direction : direction + 1]
     lengths, time = None if direction else call.lengths, x.shape[1]
     with context.suspended():
-        y, new = ema(x, delta, alpha, beta, gamma, backend=backend, kernel=kernel, lengths=lengths, return_state=True)
-    assert new is not None
+        y, _ = ema(x, delta, alpha, beta, gamma, backend=backend, kernel=kernel, lengths=lengths)
     with without_autocast(x.device):
-        decay = ema_coefficients(delta, alpha, beta, gamma).decay[0]
+        drive, decay, readout = (part[0] for part in ema_coefficients(delta, alpha, beta, gamma))
+        log_decay = torch.log(decay.clamp(min=torch.finfo(decay.dtype).tiny))
 
         def powers(steps: Tensor) -> Tensor:
             return decay_powers(decay, steps).movedim(-1, 0)
 
+        # By blocks of time: a power for each lag of a long part would take much memory.
+        end = decayed_sum(align_right(x, lengths).to(decay.dtype), log_decay) * drive
         first = None if call.state is None else call.state.hidden
-        hidden = context.state_before(new.hidden, first, powers, time, lengths, bool(direction))
-        y = y + _rest_of_past(x, (delta, alpha, beta, gamma), hidden)
-        steps = torch.full_like(new.position, time) if lengths is None else lengths
-        return y, dataclasses.replace(new, hidden=new.hidden + powers(steps) * hidden)
+        hidden = context.state_before(end, first, powers, time, lengths, bool(direction))
+        rest = sum_exponentials((hidden * readout * decay).transpose(0, 1), log_decay, time).permute(1, 2, 0)
+        steps = torch.full((x.shape[0],), time, device=x.device) if lengths is None else lengths
+        position = steps.long() + context.rank * time + (0 if call.state is None else call.state.position)
+        return y + rest.to(y.dtype), EMAState(end + powers(steps) * hidden, None, position)
 
 
 def _run_pytorch(call: EMACall, backend: str) -> tuple[Tensor, EMAState | None]:

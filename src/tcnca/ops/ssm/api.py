@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
@@ -16,7 +15,7 @@ from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_r
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, take_time, zero_padding
-from tcnca.ops.ssm.naive import scan_recurrent, split_powers, ssm_kernel, ssm_recurrent, sum_exponentials
+from tcnca.ops.ssm.naive import decayed_sum, scan_recurrent, ssm_kernel, ssm_recurrent, sum_exponentials
 from tcnca.ops.ssm.triton_op import fused_scan, fused_ssm
 from tcnca.ops.state import State
 
@@ -211,55 +210,49 @@ def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> t
     precise = torch.promote_types(call.log_decay.dtype, call.x.dtype)
     log_decay, weight, time = call.log_decay.to(precise), call.weight.to(precise), call.x.shape[1]
 
-    def direction(index: int, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, SSMState]:
-        part = slice(index, index + 1)
+    def direction(index: int, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, SSMState | None]:
+        kernel = log_decay[index : index + 1], weight[index : index + 1]
+        end = decayed_sum(align_right(x, lengths).to(log_decay.real.dtype), log_decay[index])
+        before = _state_before(call, context, end, log_decay[index], lengths, reverse=index == 1)
         with context.suspended():
-            y, end = ssm(x, log_decay[part], weight[part], backend=backend, lengths=lengths, return_state=True)
-        assert end is not None
-        before, after = _states_around(call, context, end, log_decay[index], lengths, reverse=index == 1)
-        with without_autocast(x.device):
-            return y + _rest_of_past(before, log_decay[index], weight[index], time).to(y.dtype), after
+            return ssm(x, *kernel, backend=backend, lengths=lengths, state=before, return_state=call.return_state)
 
     rows = zero_padding(call.x, call.lengths)
     y, new = direction(0, rows, call.lengths)
     if len(log_decay) == 2:
         y = y + direction(1, rows.flip(1), None)[0].flip(1)
-    return y, context.final_state(new, call.lengths, time) if call.return_state else None
+    return y, None if new is None else context.final_state(new, call.lengths, time)
 
 
 def _scan_part(
     call: SSMCall, backend: ScanBackend, context: ContextParallel, reverse: bool
 ) -> tuple[Tensor, SSMState | None]:
     """Compute `diagonal_scan` of a part of a sequence from the state that the parts before it leave."""
-    v, time, lengths = zero_padding(call.x, call.lengths), call.x.shape[1], None if reverse else call.lengths
+    v, log_decay, lengths = zero_padding(call.x, call.lengths), call.log_decay, None if reverse else call.lengths
     v = v.flip(1) if reverse else v
+    end = decayed_sum(align_right(v, lengths), log_decay.unsqueeze(1))[..., 0]
+    before = _state_before(call, context, end, log_decay, lengths, reverse)
     with context.suspended():
-        h, end = diagonal_scan(v, call.log_decay, backend=backend, lengths=lengths, return_state=True)
-    assert end is not None
-    before, after = _states_around(call, context, end, call.log_decay, lengths, reverse)
-    # The powers 1 to `time`, of which each is a product of two that are exact.
-    coarse, fine = (part.to(v.dtype) for part in split_powers(call.log_decay.to(torch.complex128), time + 1))
-    powers = (coarse.unsqueeze(-1) * fine.unsqueeze(-2)).flatten(-2)[:, 1 : time + 1].mT
-    h = h + powers * _complex(before.hidden).unsqueeze(1)
+        h, new = diagonal_scan(
+            v, log_decay, backend=backend, lengths=lengths, state=before, return_state=call.return_state
+        )
     h = h.flip(1) if reverse else h
-    return h, context.final_state(after, call.lengths, time) if call.return_state else None
+    return h, None if new is None else context.final_state(new, lengths, v.shape[1])
 
 
-def _states_around(
-    call: SSMCall, context: ContextParallel, end: SSMState, log_decay: Tensor, lengths: Tensor | None, reverse: bool
-) -> tuple[SSMState, SSMState]:
-    """Return the states before and after a part of a sequence, given that after the part alone."""
+def _state_before(
+    call: SSMCall, context: ContextParallel, end: Tensor, log_decay: Tensor, lengths: Tensor | None, reverse: bool
+) -> SSMState:
+    """Return the state before a part of a sequence, given the hidden states after the part alone."""
     exact, time, state = log_decay.to(torch.complex128), call.x.shape[1], call.state
 
     def powers(steps: Tensor) -> Tensor:
-        return torch.exp(exact * steps.view(-1, *[1] * exact.dim())).to(_complex(end.hidden).dtype)
+        return torch.exp(exact * steps.view(-1, *[1] * exact.dim())).to(end.dtype)
 
     first = None if state is None else _complex(state.hidden)
-    hidden = context.state_before(_complex(end.hidden), first, powers, time, lengths, reverse)
-    position = end.position + context.rank * time + (0 if state is None else state.position)
-    steps = torch.full_like(end.position, time) if lengths is None else lengths
-    after = torch.view_as_real(_complex(end.hidden) + powers(steps) * hidden)
-    return SSMState(torch.view_as_real(hidden), position), SSMState(after, position)
+    hidden = context.state_before(end, first, powers, time, lengths, reverse)
+    start = torch.zeros(len(end), dtype=torch.long, device=end.device) if state is None else state.position
+    return SSMState(torch.view_as_real(hidden.resolve_conj()), start + context.rank * time)
 
 
 def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: str, reverse: bool) -> Tensor:
@@ -297,21 +290,12 @@ def _rest_of_past(state: SSMState, log_decay: Tensor, weight: Tensor, time: int)
 
 def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
     """Return the hidden states after the tokens `x` (`[batch, time, channels]`), whose padding is zero."""
-    batch, time, channels = x.shape
-    # Phases of thousands of tokens are exact in float64 only.
-    exact = log_decay.to(torch.complex128)
-    coarse, fine = (part.to(log_decay.dtype) for part in split_powers(exact, time))
-    count, block = coarse.shape[-1], fine.shape[-1]
-    # The last token first, in whole blocks.
-    latest = align_right(x, call.lengths).flip(1)
-    latest = F.pad(latest, (0, 0, 0, count * block - time)).permute(2, 0, 1)
-    blocks = torch.bmm(latest.reshape(channels, batch * count, block), torch.cat((fine.real, fine.imag), 1).mT)
-    real, imag = blocks.view(channels, batch, count, 2, -1).unbind(3)
-    hidden = (torch.complex(real, imag) * coarse.mT.unsqueeze(1)).sum(2).transpose(0, 1)
+    hidden = decayed_sum(align_right(x, call.lengths), log_decay)
     if call.state is None:
         return hidden
-    steps = torch.full_like(call.state.position, time) if call.lengths is None else call.lengths
-    return hidden + torch.exp(exact * steps.view(-1, 1, 1)).to(hidden.dtype) * _complex(call.state.hidden)
+    steps = torch.full_like(call.state.position, x.shape[1]) if call.lengths is None else call.lengths
+    decay = torch.exp(log_decay.to(torch.complex128) * steps.view(-1, 1, 1)).to(hidden.dtype)
+    return hidden + decay * _complex(call.state.hidden)
 
 
 def _check_ssm(call: SSMCall) -> None:
