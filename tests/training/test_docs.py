@@ -50,6 +50,9 @@ def _rows(cls: type[Config], prefix: str) -> Iterator[str]:
     hints, texts = typing.get_type_hints(cls), field_texts(cls)
     for name, value in _defaults(cls).items():
         key = f"{prefix}{name}"
+        if isinstance(value, Config) and not value._kind:
+            yield from _rows(type(value), f"{key}.")
+            continue
         default = "from the task" if key.removeprefix("model.") in TASK_KEYS else _format(value)
         text = texts[name].rstrip(".")
         choices = [choice for choice in _choices(hints[name]) if f"`{choice}`" not in text]

@@ -22,7 +22,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.prediction import Predictions, predict
 from tcnca.models.preprocessing import Preprocessing
-from tcnca.ops import State, autocasts, check_values, length_mask, zero_padding
+from tcnca.ops import State, autocasts, check_values, current_context, length_mask, zero_padding
 from tcnca.ops.state import MAX_POSITION
 
 _LARGE_STATE = 2**30
@@ -313,6 +313,9 @@ class SequenceModel(nn.Module):
         pad_token_id = self.embedding.pad_token_id
         if pad_token_id is not None and lengths is None and attention_mask is None and cu_seqlens is None:
             attention_mask = x != pad_token_id
+        context = current_context()
+        if context is not None:
+            context.check_time(x.shape[1], x.device)
         packing = make_packing(x, lengths, attention_mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
         rows, valid = packing.rows(x), packing.lengths
         if state is not None:

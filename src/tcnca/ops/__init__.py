@@ -19,6 +19,7 @@ from tcnca.ops.attention.naive import (
     split_heads,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
@@ -36,6 +37,7 @@ __all__ = [
     "Activation",
     "AttentionActivation",
     "AttentionState",
+    "ContextParallel",
     "EMABackend",
     "EMAState",
     "LongConvState",
@@ -53,6 +55,7 @@ __all__ = [
     "check_tensor",
     "check_values",
     "chunked_attention",
+    "current_context",
     "diagonal_scan",
     "dropout",
     "ema",

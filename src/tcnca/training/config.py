@@ -25,7 +25,7 @@ from tcnca.errors import ConfigError
 
 ScheduleKind = Literal["linear", "cosine", "wsd"]
 Precision = Literal["float32", "bf16"]
-Parallel = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp"]
 NonFinite = Literal["stop", "skip"]
 OptimizerName = Literal["adamw", "muon"]
 
@@ -177,6 +177,18 @@ class CheckpointConfig(Config):
     """How many of the last checkpoints to keep; the best one is kept as well."""
 
 
+class ParallelConfig(Config, shorthand="strategy"):
+    """What several processes share. Without effect on one process."""
+
+    strategy: Strategy = "ddp"
+    """What all processes share: the data (`ddp`), or weights, gradients and optimizer as well (`fsdp`)."""
+    data: PositiveInt | None = None
+    """Parts of a batch, each of which has its own rows; None for as many as the processes allow."""
+    context: PositiveInt = 1
+    """Processes that divide the time axis of the same rows, for sequences that are too long for one. `data` times
+    `context` is the number of processes. See docs/scaling.md."""
+
+
 class RuntimeConfig(Config):
     """How to compute."""
 
@@ -195,8 +207,8 @@ class RuntimeConfig(Config):
     activation_checkpointing: bool | Literal["cheap"] = False
     """Whether to recompute layers in the backward pass instead of keeping their activations: less memory. `cheap`
     recomputes only what costs next to nothing, in compiled layers."""
-    parallel: Parallel = "ddp"
-    """What several processes share: the data (`ddp`), or weights, gradients and optimizer as well (`fsdp`)."""
+    parallel: ParallelConfig = ParallelConfig()
+    """What several processes share: `ddp`, `fsdp`, or `{data: 2, context: 4}`."""
     log_every: PositiveInt = 50
     """Steps between log lines."""
 

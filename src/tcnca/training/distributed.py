@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import ConfigError, PeerError
 from tcnca.models import SequenceModel
+from tcnca.ops import ContextParallel
 from tcnca.ops.cache import cache_folder, private_folder
-from tcnca.training.config import RuntimeConfig
+from tcnca.training.config import ParallelConfig, RuntimeConfig
 from tcnca.training.signals import end_by_sigterm
 
 _MAX_COMPILED_SHAPES = 64
@@ -194,14 +195,33 @@ def parallelize(
                 layer.forward = _DynamicForward(layer.forward)
             else:
                 layer.compile(dynamic=False)
-    if context.world_size > 1 and runtime.parallel == "fsdp":
+    if context.world_size > 1 and runtime.parallel.strategy == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    if context.world_size > 1 and runtime.parallel == "ddp":
+    if context.world_size > 1 and runtime.parallel.strategy == "ddp":
         return DistributedDataParallel(model)
     return model
+
+
+def make_context(parallel: ParallelConfig, dist: DistContext) -> ContextParallel | None:
+    """Return the processes that share the rows of this one; None if it has rows of its own.
+
+    Processes of one context have consecutive ranks, so that most of what they exchange stays on a machine.
+    """
+    processes, context = dist.world_size, parallel.context
+    if processes == 1:
+        return None
+    data = parallel.data or processes // context
+    if data * context != processes:
+        raise ConfigError(
+            f"runtime.parallel: expected data times context to be {processes}, the number of processes, got "
+            f"{parallel.data or 'any number'} times {context}; start as many with torchrun, or change one of them"
+        )
+    if context == 1:
+        return None
+    return ContextParallel(init_device_mesh(dist.device.type, (data, context), mesh_dim_names=("data", "context")))
 
 
 class _DynamicForward:

@@ -30,6 +30,7 @@ from tcnca.training.distributed import (
     DistContext,
     dist_context,
     gradient_sync,
+    make_context,
     parallelize,
     preload_compiler,
     should_compile,
@@ -108,7 +109,7 @@ class Trainer:
                 if self.dist.world_size > 1:
                     # Free what holds on to the process group before the processes leave it: DDP that is freed later
                     # may wait forever for a thread of the group.
-                    del self.model, self.train_model, self.optimizers
+                    del self.model, self.train_model, self.optimizers, self.context
                     gc.collect()
 
     def _run(self) -> Result:
@@ -134,6 +135,7 @@ class Trainer:
         self.compiled = should_compile(recipe.runtime, self.dist.device)
         if self.compiled:
             preload_compiler()
+        self.context = make_context(recipe.runtime.parallel, self.dist)
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
@@ -248,10 +250,11 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of a micro-batch on the device, and return its loss."""
-        with autocast(self.dist.device, self.recipe.runtime.precision):
-            logits = self.train_model(**batch.model_inputs(), return_state=False).logits
-            loss = self.task.loss(logits, batch) * batch.weight / self.recipe.batch.grad_accum_steps
-        loss.backward()
+        with self.context or contextlib.nullcontext():
+            with autocast(self.dist.device, self.recipe.runtime.precision):
+                logits = self.train_model(**batch.model_inputs(), return_state=False).logits
+                loss = self.task.loss(logits, batch) * batch.weight / self.recipe.batch.grad_accum_steps
+            loss.backward()
         return loss.detach()
 
     def _batch_size_and_index(self, step: int) -> tuple[int, int]:
@@ -276,11 +279,15 @@ class Trainer:
         if on_gpu:
             # A thread starts on the first GPU, not on the one that its process uses.
             torch.cuda.set_device(self.dist.device)
+        # Processes of one context read the same rows.
+        processes = 1 if self.context is None else self.context.size
         for part in range(parts):
-            rank = self.dist.rank * parts + part
-            batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size * parts)
+            rank = self.dist.rank // processes * parts + part
+            batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size // processes * parts)
             if pads and self.task.kind not in ("language", "forecast"):
                 batch = batch.pad_to_bucket()
+            if self.context is not None:
+                batch = batch.divide(self.context.rank, self.context.size)
             batches.append(batch.pin_memory() if on_gpu else batch)
         return batches
 
