@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tcnca.errors import ConfigError
 from tcnca.layers import TCN, TCNConfig
+from tcnca.ops import lag_counts
 from tcnca.search import Structure, enumerate_structures, pareto_front
 from tcnca.training import load_recipe
 
@@ -36,6 +38,8 @@ def test_lags_are_counted_as_by_brute_force(structure: Structure, length: int) -
     assert structure.count_lags(length) == len(lags(structure, True) & set(range(length)))
     start = -((length - 1) // 2)
     assert structure.count_lags(length, causal=False) == len(lags(structure, False) & set(range(start, start + length)))
+    counts = lag_counts(**dataclasses.asdict(structure))
+    assert structure.count_lags(structure.receptive_field) == (counts > 0).sum()
     whole = set(range(structure.receptive_field))
     assert structure.gapless == (lags(structure, True) == whole)
 

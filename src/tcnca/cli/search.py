@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import Threads, check_changes, parse_duration, use_threads
+from tcnca.cli.completion import complete_recipe
+from tcnca.cli.reporting import Device, Threads, check_changes, parse_duration, use_threads
 from tcnca.errors import ConfigError, shown
 from tcnca.recipes import find
 
@@ -77,10 +78,11 @@ def search(
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Dtype. (default: bfloat16 on a GPU, float32 on a CPU)"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cuda if available)")] = None,
+    device: Device = None,
     threads: Threads = None,
     train: Annotated[
-        str | None, typer.Option("--train", metavar="RECIPE", help="Train the finalists with this recipe.")
+        str | None,
+        typer.Option("--train", metavar="RECIPE", autocompletion=complete_recipe, help="Train the finalists with it."),
     ] = None,
     budget: Annotated[
         str, typer.Option(help="With --train, time of the whole search, such as 5m. (default: 10m)")
@@ -128,6 +130,8 @@ def search(
 
     if plot is not None:
         check_plot_path(plot)
+    if device == "mps":
+        raise ConfigError("--device: expected cpu or cuda, got mps, on which times are not measured")
     limits = Limits(seconds=None if budget_us is None else budget_us * 1e-6, parameters=params)
     options = {"kernel_sizes": sizes} if sizes else {}
     structures = enumerate_structures(length, max_depth=max_depth, partial=partial, **options)
