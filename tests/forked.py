@@ -70,6 +70,7 @@ def _run(connection: socket.socket) -> None:
         os.chdir(folder)
         code = _execute(arguments)
         sys.stdout.flush()
+        sys.stderr.flush()
     connection.sendall(str(code).encode())
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tcnca
-from tcnca import ConfigError, InputError, ModelConfig, SequenceModel
+from tcnca import ConfigError, InputError, ModelConfig, PairHeadConfig, SequenceModel
 from tcnca.cli import app
 from tcnca.models.preprocessing import Preprocessing
 from tests.training.tiny import fit
@@ -137,22 +138,28 @@ def test_the_loss_predicts_the_next_token_and_recomputed_gradients_are_equal() -
     assert read.model.layers[0].forward == plain
 
 
-def test_the_trainer_learns_and_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointing"])
+def test_the_trainer_learns_and_saves(tmp_path: Path, recompute: bool) -> None:
     pytest.importorskip("accelerate")
     read = hf.TcncaForCausalLM.from_model(language_model().train())
     tokens = read.model.encode("abcdefgh" * 4)[0]
+    # Its new name, and the old one.
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    options = [name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known][:1]
     arguments = transformers.TrainingArguments(
         str(tmp_path / "run"),
         max_steps=12,
         learning_rate=0.02,
         per_device_train_batch_size=2,
         logging_steps=1,
+        **{option: True for option in options if recompute},
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
     trainer = transformers.Trainer(read, arguments, train_dataset=[{"input_ids": tokens, "labels": tokens}] * 24)
     trainer.train()
+    assert isinstance(read.model.layers[0].forward, functools.partial) == recompute
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < losses[0] - 1
     trainer.save_model(str(tmp_path / "model"))
@@ -178,9 +185,13 @@ def test_weights_that_a_file_lacks_are_initialized(tmp_path: Path) -> None:
     assert 0.2 < float(mixers[1].omega.detach().std()) < 3
 
 
-def test_a_classifier_answers_as_ours(tmp_path: Path) -> None:
+def test_a_classifier_answers_as_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = classifier()
-    hf.save_pretrained(model, tmp_path)
+    assert hf.save_pretrained(model, tmp_path) == "AutoModelForSequenceClassification"
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "mixer: tcn, attention: in chunks of 8; 256 tokens" in card
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path)), {})
+    assert capsys.readouterr().out == f"{model.predict(['a text']).labels[0]}\n"  # type: ignore[index]
     read = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
@@ -190,6 +201,54 @@ def test_a_classifier_answers_as_ours(tmp_path: Path) -> None:
     assert [read.config.id2label[index] for index in output.logits.argmax(-1).tolist()] == ours.labels
     torch.testing.assert_close(output.logits.softmax(-1), torch.as_tensor(ours.probabilities), rtol=0, atol=1e-6)
     torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits, torch.tensor([0, 1, 2])))
+
+
+def test_a_language_model_is_tuned_as_a_classifier(saved: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model, read, tokenizer = saved
+    read.save_pretrained(tmp_path / "lm")
+    tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3)
+    assert torch.equal(tuned.model.layers[0].block.mixer.weight, model.layers[0].block.mixer.weight)
+    examples = [{**tokenizer(text), "labels": label} for label, text in enumerate(("aaaa", "bbbbbb", "cc"))]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=25, learning_rate=0.02, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    collator = transformers.DataCollatorWithPadding(tokenizer)
+    trainer = transformers.Trainer(tuned, arguments, train_dataset=examples * 8, data_collator=collator)
+    trainer.train()
+    batch = collator(examples)
+    assert tuned.eval()(**batch).logits.argmax(-1).tolist() == [0, 1, 2]
+    tuned.save_pretrained(tmp_path / "tuned")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
+    assert torch.equal(again(**batch).logits, tuned(**batch).logits)
+
+
+def test_configurations_and_dtypes(saved: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    model, read, tokenizer = saved
+    read.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, hf.TcncaConfig)
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (256, 16, 2)
+    assert config.to_dict() == hf.TcncaConfig.from_dict(config.to_dict()).to_dict()
+    torch.manual_seed(1)
+    new = transformers.AutoModelForCausalLM.from_config(config)
+    assert new.model.config == model.config
+    assert not torch.equal(new.model.embedding.weight, model.embedding.weight)
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    tokens = tokenizer(TEXTS[2], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert half(tokens).logits.dtype == torch.bfloat16
+        torch.testing.assert_close(half(tokens).logits.float(), model(tokens).logits, rtol=0.1, atol=0.1)
+
+
+def test_pipelines_and_streamers(saved: tuple[Any, Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model, read, tokenizer = saved
+    generator = transformers.pipeline("text-generation", model=read, tokenizer=tokenizer)
+    (found,) = generator(TEXTS[0], max_new_tokens=4, do_sample=False)
+    assert found["generated_text"] == bytes(greedy(model, TEXTS[0], 4)).decode(errors="replace")
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True)
+    read.generate(**tokenizer(TEXTS[0], return_tensors="pt"), max_new_tokens=4, do_sample=False, streamer=streamer)
+    assert capsys.readouterr().out == found["generated_text"].removeprefix(TEXTS[0]) + "\n"
 
 
 @given(st.text())
@@ -215,8 +274,9 @@ def test_tokens_follow_the_model(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a causal language model; use TcncaForSequenceClassification"):
         hf.TcncaForCausalLM(hf.TcncaConfig(classifier().config.to_dict()))
+    pairs = classifier().config.override(head=PairHeadConfig(num_classes=2))
     with pytest.raises(ConfigError, match="expected a classifier of single sequences; use TcncaForCausalLM"):
-        hf.TcncaForSequenceClassification(hf.TcncaConfig(language_model().config.to_dict()))
+        hf.TcncaForSequenceClassification(hf.TcncaConfig(pairs.to_dict()))
     with pytest.raises(InputError, match="input_ids: expected tokens"):
         hf.TcncaForCausalLM.from_model(language_model())(inputs_embeds=torch.zeros(1, 2, 16))
     code = "import sys; sys.modules['transformers'] = None; import tcnca.hf"
@@ -240,6 +300,12 @@ def test_the_command_exports_runs_and_the_pretrained_model(tmp_path: Path) -> No
     code = card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(folder)).replace("=100", "=5")
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert printed.stdout.startswith("The history of "), printed.stderr
+    ours, read = tcnca.load(), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = ours.encode("The history of ")
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits, ours(tokens).logits, rtol=0, atol=1e-6)
+    continued = read.generate(tokens, max_new_tokens=12, do_sample=False)[:, tokens.shape[1] :]
+    assert torch.equal(continued, tcnca.generate(ours, tokens, 12, temperature=0))
     wrong: list[list[str]] = [["--hf", "a", "--onnx", "b"], []]
     for arguments in wrong:
         assert "--onnx, --model, --hf: expected one of them" in runner.invoke(app, ["export", *arguments]).output

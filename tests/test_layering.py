@@ -13,17 +13,20 @@ import tcnca
 ROOT = Path(tcnca.__file__).parent
 # From the bottom to the top. Packages of one layer do not import each other, except in the first and the last.
 LAYERS = (
-    ("config", "errors", "files", "pretrained", "recipes", "version", "yaml_reader"),
+    ("config", "errors", "extras", "files", "pretrained", "recipes", "version", "yaml_reader"),
     ("ops",),
     ("layers",),
     ("models",),
     ("data",),
     ("generation", "training"),
-    ("bench", "export", "hf", "inference", "search"),
-    ("report",),
+    ("bench", "export", "hf", "inference", "inspection"),
+    ("report", "search"),
     ("cli", "__init__", "__main__"),
 )
-PUBLIC = ["tcnca", *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "inference"))]
+PUBLIC = [
+    "tcnca",
+    *(f"tcnca.{name}" for name in ("ops", "layers", "models", "data", "training", "bench", "search", "inference")),
+]
 
 
 def sources(package: str) -> list[Path]:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         presets,
         save,
     )
+    from tcnca.ops import ContextParallel
 
 __all__ = [
     "CDIL",
@@ -81,6 +82,7 @@ __all__ = [
     "ChunkedAttention",
     "ClassifierHeadConfig",
     "ConfigError",
+    "ContextParallel",
     "DataError",
     "EMAConfig",
     "ExportError",
@@ -125,7 +127,7 @@ __all__ = [
 ]
 
 # Modules that public names come from, in the order in which they are searched.
-_SOURCES = ("errors", "layers", "models", "generation", "inference", "export")
+_SOURCES = ("errors", "layers", "models", "generation", "inference", "export", "ops")
 _MODULES = ("bench", "data", "export", "generation", "inference", "layers", "models", "ops", "recipes", "training")
 
 # Hidden from type checkers, which would otherwise accept any attribute.

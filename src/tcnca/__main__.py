@@ -17,7 +17,9 @@ _last_signal = -_DUPLICATE_SECONDS
 
 def main() -> None:
     """Run the command line. A signal while modules are imported ends it without a traceback, too."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for name in ("SIGTERM", "SIGBREAK"):  # the second on Windows
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As for standard error: a path or a value that the terminal's encoding does not have must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")

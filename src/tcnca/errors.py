@@ -55,6 +55,10 @@ class ExportError(TcncaError):
     """A model that cannot be exported, or not in this way."""
 
 
+class MissingPackageError(TcncaError, ImportError):
+    """An optional package that is not installed. Says how to install it."""
+
+
 class Stopped(SystemExit):
     """A signal has stopped the command line. Like Ctrl-C, it is not an error."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tcnca.errors import ExportError, shorten
+from tcnca.extras import require
 from tcnca.files import atomic_path
 from tcnca.layers import EMA, Mixer
 from tcnca.models import SequenceModel
@@ -38,7 +39,6 @@ TOLERANCE = 1e-4
 """Largest difference between ONNX Runtime and PyTorch, relative to the largest value of a tensor."""
 _ROUNDING = 1e-6
 """Difference of values near zero that is rounding."""
-_INSTALL = "pip install 'tcnca[onnx]'"
 _MAX_BYTES = 2**31 - 2**24
 """Bytes of the weights: Protocol Buffers, the format of ONNX files, end at 2 GiB."""
 _STEPS = 4
@@ -138,9 +138,7 @@ def _check(model: SequenceModel, graph: Graph, length: int | None, batch_size: i
     size = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
     if size > _MAX_BYTES:
         raise ExportError(f"model: expected weights of less than 2 GiB, the limit of ONNX files, got {size:,} bytes")
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise ExportError(f"{package}: not installed; `{_INSTALL}` installs what the export to ONNX needs")
+    require("onnx", "export to ONNX")
 
 
 def _portable(model: SequenceModel) -> SequenceModel:

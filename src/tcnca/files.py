@@ -9,6 +9,7 @@ import math
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ LOCK = ".lock"
 """Lock file of a run directory or of a sweep."""
 _MAX_JSON = 2**25
 """Bytes that a JSON file may have."""
+_REPLACE_PAUSES = (0.01, 0.1, 0.3, 0.6, 1.0)
+"""Seconds to wait for programs that have a file open, such as `tcnca compare` or a virus scanner."""
 
 
 @contextlib.contextmanager
@@ -90,10 +93,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
             # It may be left from a killed run, or be a link in a folder from elsewhere, whose target would be written.
             temporary.unlink(missing_ok=True)
             yield temporary
-            temporary.replace(path)
+            replace_file(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename a file, which replaces the target. On Windows, wait for programs that have the target open."""
+    for pause in _REPLACE_PAUSES if os.name == "nt" else ():
+        try:
+            source.replace(target)
+            return
+        except PermissionError:
+            time.sleep(pause)
+    source.replace(target)
 
 
 def partial_path(path: Path) -> Path:
@@ -105,7 +119,7 @@ def atomic_write(path: Path, text: str) -> None:
     """Write a text file completely or not at all."""
     with atomic_path(path) as temporary:
         # Paths and values from files can contain halves of characters, which UTF-8 does not have.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def check_regular(path: Path) -> None:

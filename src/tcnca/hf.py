@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import ConfigError, InputError
+from tcnca.extras import require
 from tcnca.files import atomic_write
 from tcnca.models import ModelConfig, ModelState, SequenceModel
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig
 from tcnca.models.inputs import TokenInputConfig
 from tcnca.models.preprocessing import Preprocessing
 
-try:
-    import transformers
-except ImportError as error:
-    raise ImportError("transformers: expected the package to be installed; pip install 'tcnca[hf]'") from error
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
+require("hf", "tcnca.hf")
+import transformers  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput  # noqa: E402
 
 
 class TcncaConfig(transformers.PretrainedConfig):
@@ -222,9 +222,15 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
 
 
 class TcncaForSequenceClassification(TcncaPreTrainedModel):
-    """A classifier of sequences."""
+    """A classifier of sequences. From the files of a language model, it gets a new head for `num_labels` classes."""
 
     def __init__(self, config: TcncaConfig) -> None:
+        if config.model["head"]["kind"] == LanguageModelHeadConfig._kind:
+            config = copy.deepcopy(config)
+            names: Any = config.id2label  # by number; two classes unless `num_labels` says otherwise
+            config.model["head"] = ClassifierHeadConfig(num_classes=len(names)).to_dict()
+            task = {"task": "classification", "class_names": [names[index] for index in range(len(names))]}
+            config.preprocessing = {**config.preprocessing, **task}
         super().__init__(config)
         head = self.model.config.head
         if not isinstance(head, ClassifierHeadConfig) or head.documents != 1:
@@ -301,40 +307,46 @@ class TcncaTokenizer(transformers.PreTrainedTokenizer):
         return ()
 
 
-def save_pretrained(model: SequenceModel, folder: str | Path, about: str = "") -> None:
+def save_pretrained(model: SequenceModel, folder: str | Path, about: str = "") -> str:
     """Write a model, its tokenizer and a model card as files that `from_pretrained` reads.
 
     Args:
         model: a causal language model or a classifier of tokens.
         folder: the folder, which is created if it is missing.
         about: what to say about the model on its card, in Markdown.
+
+    Returns:
+        The name of the class whose `from_pretrained` reads the folder.
     """
-    causal = isinstance(model.config.head, LanguageModelHeadConfig)
-    cls = TcncaForCausalLM if causal else TcncaForSequenceClassification
-    adapted, facts = cls.from_model(model), model.preprocessing
-    adapted.save_pretrained(folder)
+    config, facts = model.config, model.preprocessing
+    if causal := isinstance(config.head, LanguageModelHeadConfig):
+        cls: type[TcncaPreTrainedModel] = TcncaForCausalLM
+        auto, task = "AutoModelForCausalLM", "text-generation"
+        use = (
+            'inputs = tokenizer("The history of ", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))"
+        )
+    else:
+        cls = TcncaForSequenceClassification
+        auto, task = "AutoModelForSequenceClassification", "text-classification"
+        use = (
+            'logits = model(**tokenizer("a text", return_tensors="pt")).logits\n'
+            "print(model.config.id2label[logits.argmax().item()])"
+        )
+    cls.from_model(model).save_pretrained(folder)
     side = "left" if causal else "right"  # where padding is added: generation continues at the end of a row
     TcncaTokenizer(facts.byte_map, facts.symbols, padding_side=side).save_pretrained(folder)
-    auto, task = (
-        ("AutoModelForCausalLM", "text-generation")
-        if causal
-        else (
-            "AutoModelForSequenceClassification",
-            "text-classification",
-        )
-    )
-    use = (
-        'inputs = tokenizer("The history of ", return_tensors="pt")\n'
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))"
-        if causal
-        else 'logits = model(**tokenizer("a text", return_tensors="pt")).logits\n'
-        "print(model.config.id2label[logits.argmax().item()])"
-    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    config = model.config
-    facts_line = f"{parameters:,} parameters, {config.num_layers} layers of width {config.d_model}"
-    card = _CARD.format(task=task, about=about or "A model of the TCNCA family.", facts=facts_line, auto=auto, use=use)
+    mixer = "none" if config.mixer is None else config.mixer._kind
+    chunk = None if config.attention is None else config.attention.chunk_size
+    attention = "none" if config.attention is None else "of all tokens" if chunk is None else f"in chunks of {chunk:,}"
+    lines = (
+        f"{parameters:,} parameters, {config.num_layers} layers of width {config.d_model}; mixer: {mixer}, attention: "
+        f"{attention}; {config.input.vocab_size if isinstance(config.input, TokenInputConfig) else 0:,} tokens"
+    )
+    card = _CARD.format(task=task, about=about or "A model for long sequences.", facts=lines, auto=auto, use=use)
     atomic_write(Path(folder) / "README.md", card)
+    return auto
 
 
 _CARD = """---
@@ -348,7 +360,7 @@ tags:
 
 {about}
 
-{facts}; causal temporal convolutions with chunked attention, of the library `tcnca`.
+{facts}. The classes are those of the library `tcnca`.
 
 ```python
 import tcnca.hf  # pip install 'tcnca[hf]'; registers the classes

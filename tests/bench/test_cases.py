@@ -25,7 +25,8 @@ def test_every_candidate_exists() -> None:
     others |= {"ssm", "fft-ssm", "diagonal-scan"}
     assert names["ops"] == both | {f"{name}-bi" for name in both} | others
     for suite in ("layer", "model", "lra"):
-        assert names[suite] == {"tcnca", "tcnca-linear", "mega-fft", "mega-scan"}
+        more = {"transformer"} if suite == "model" else set()
+        assert names[suite] == {"tcnca", "tcnca-linear", "mega-fft", "mega-scan"} | more
     steps = {f"{family}{kind}" for family in ("tcnca", "tcnca-linear", "mega") for kind in ("", "-int8", "-model")}
     assert names["generate"] == steps
     assert len({case.sizes["task"] for suite, case in CASES if suite == "lra"}) == 6
@@ -33,6 +34,8 @@ def test_every_candidate_exists() -> None:
     assert len(set(keys)) == len(keys)
     # On a CPU this is what the library chooses.
     names["ops"] |= {"attention-naive", "diagonal-scan-pytorch"}
+    # Models of others need a GPU.
+    names["model"] |= {"gated-deltanet", "mamba2"}
     for suite, title, slow, fast, _ in COMPARISONS:
         assert {slow.removesuffix("-compiled"), fast.removesuffix("-compiled")} <= names[suite], title
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,12 @@ def test_medians_and_quartiles() -> None:
 def test_number_of_runs_depends_on_the_time_they_take() -> None:
     assert Timer(CPU, 1.0, 2).eager({"forward": lambda: None}, isolated=True)["forward"].runs == 1000
     assert Timer(CPU, 0.0, 7).eager({"forward": lambda: None}, isolated=True)["forward"].runs == 7
+
+
+def test_cpu_time_leaves_out_the_time_of_others() -> None:
+    phases = {"sleep": lambda: time.sleep(0.02)}
+    assert Timer(CPU, 0.0, 2).eager(phases, isolated=True)["sleep"].median >= 0.02
+    assert Timer(CPU, 0.0, 2, cpu_time=True).eager(phases, isolated=True)["sleep"].median < 0.01
 
 
 def test_training_step_is_timed_whole_and_by_phase() -> None:

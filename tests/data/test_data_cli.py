@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -204,6 +205,16 @@ def pictures(tmp_path: Path) -> Path:
             writer.append(split, {"pixels": pixels, "labels": np.arange(5)})
         writer.commit({"kind": "classification", "class_names": list("abcde"), "verified": False, "request": {}})
     return tmp_path
+
+
+def test_show_images_without_extras(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.chdir(pictures)
+    lines = shows("image", "--data", pictures, "--split", "test", "--index", 1).splitlines()
+    assert "image, test 1: b" in lines
+    assert lines[-1] == "images are not saved: PIL is not installed; pip install 'tcnca[plots]'"
+    said = run("show", "image", "--data", pictures, "--picture", "x.png", code=1)
+    assert said.stderr == "Error: x.png: PIL is not installed; pip install 'tcnca[plots]'\n"
 
 
 def test_show_images(pictures: Path) -> None:

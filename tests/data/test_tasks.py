@@ -113,3 +113,29 @@ def test_the_loss_is_zero_if_nothing_is_counted(name: str) -> None:
     assert float(loss.detach()) == 0
     assert outputs.grad is not None
     assert not outputs.grad.any()
+
+
+@each_task
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+def test_parts_of_the_time_axis_make_the_batch(name: str, count: int) -> None:
+    """Inputs and targets of all parts are those of the batch, and so is the mean of their losses."""
+    task, size = TASKS[name]
+    batch = task.batch(3, size, seed=1)
+    parts = [batch.divide(rank, count) for rank in range(count)]
+    time = batch.inputs.shape[1]
+    assert len({part.inputs.shape[1] for part in parts}) == 1
+    torch.testing.assert_close(torch.cat([part.inputs for part in parts], 1)[:, :time], batch.inputs)
+    if batch.second is not None:
+        joined = torch.cat([part.second for part in parts if part.second is not None], 1)
+        torch.testing.assert_close(joined[:, : batch.second.shape[1]], batch.second)
+    assert sum(part.tokens for part in parts) == batch.tokens
+    # Lengths are those of whole rows; with padding behind the last part there are some.
+    lengths = torch.full((len(batch),), time) if batch.lengths is None else batch.lengths
+    for part in parts:
+        assert part.lengths is None or torch.equal(part.lengths, lengths)
+        assert part.lengths is not None or count * part.inputs.shape[1] == time
+
+    def loss(each: Batch) -> torch.Tensor:
+        return task.loss(answers(task, each.targets), each) * each.weight
+
+    torch.testing.assert_close(torch.stack([loss(part) for part in parts]).mean(), loss(batch))

@@ -56,6 +56,8 @@ def test_a_named_backend_runs_or_says_why_it_cannot(machine: pytest.MonkeyPatch)
         select("odd", 4)
     with pytest.raises(KernelError, match=r"'gpu' cannot run.*device: expected a CUDA device, got the CPU"):
         select("gpu")
+    with pytest.raises(KernelError, match=r"'gpu' cannot run.*device: expected a CUDA device, got mps"):
+        select("gpu", device=torch.device("mps"))
     with pytest.raises(InputError, match="backend: expected one of auto, naive, slow, odd, gpu, got 'fast'"):
         select("fast")
 
@@ -95,6 +97,19 @@ def test_a_device_without_an_nvidia_gpu_is_unsupported(monkeypatch: pytest.Monke
     dispatch.device_reason.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert dispatch.device_reason(0) == "device: expected an NVIDIA GPU, PyTorch finds none"
+    dispatch.device_reason.cache_clear()
+
+
+def test_a_gpu_of_amd_runs_pytorch_with_one_message(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(torch.version, "hip", "6.4")
+    with pytest.warns(RuntimeWarning, match=r"expected an NVIDIA GPU.*got one of AMD.*TCNCA_KERNELS=off"):
+        assert select("auto", 6, CUDA) == "naive"
+    assert not dispatch.should_use("nvrtc", CUDA, "another operator")  # a second warning would be an error
+    machine.undo()
+    machine.setattr(torch.version, "hip", "6.4")
+    dispatch.device_reason.cache_clear()
+    with pytest.raises(KernelError, match=r"'gpu' cannot run.*got one of AMD.*Use 'auto' or 'naive'"):
+        select("gpu", 6, CUDA)
     dispatch.device_reason.cache_clear()
 
 
@@ -317,7 +332,7 @@ def test_a_kernel_that_triton_cannot_compile_is_named(launcher: Any) -> None:
 
 def plan_ema(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
-    monkeypatch.setattr(plan, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
     # What is unrolled takes long to compile, and changes no argument.
     for name in ("ENDS_GROUP", "OUTPUTS_GROUP", "WEIGHTS_GROUP"):
         monkeypatch.setattr(plan, name, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,17 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_state_and_gradients_are_right(case: Case) -> None:
     assert_right(case, "cuda")
+
+
+def test_tiles_of_gpus_with_less_shared_memory_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    monkeypatch.setattr(plan, "max_shared_memory", lambda device: 99 * 1024)
+    caches = (plan.ssm_plan, plan.weights_launches)
+    for cache in caches:
+        cache.cache_clear()
+    assert_right(Case("ssm", 2, 515, 33, 64, lengths=True, state=True, final=True, dtype=BRAIN), "cuda")
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_kernels_run_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def _widened(handle: Any) -> Any:
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make programs so small that few numbers have several blocks, segments and tiles."""
     plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
-    for name in ("HALF_CONFIG", "FULL_CONFIG"):
+    for name in ("HALF_CONFIG", "FULL_CONFIG", "LEAN_CONFIG"):
         monkeypatch.setattr(plan, name, getattr(plan, name)._replace(block=16, rows=16))
     sizes = {"MIN_TOKENS": 16, "CHANNELS": 4, "SSM_CARRY": (2, 4), "SCAN_CARRY": (2, 4)}
     scan = {"TILE": 4, "MIN_SEGMENT": 4, "GROUP": 4, "GRADIENT_GROUP": 2}
@@ -164,6 +164,17 @@ def test_programs_of_the_usual_size_are_right(dtype: torch.dtype, monkeypatch: p
     monkeypatch.setattr(plan, "SSM_CARRY", (2, 2))
     # Nine blocks of 32 tokens, or five of 64.
     assert_right(Case("ssm", 2, 270, 1, 2, dtype=dtype), "cpu")
+
+
+@interpreted
+@pytest.mark.slow
+def test_programs_of_gpus_with_less_shared_memory_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = importlib.import_module("tcnca.ops.ssm.triton_launch")
+    monkeypatch.setattr(plan, "max_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(plan, "SSM_CARRY", (2, 2))
+    _forget_plans()
+    assert_right(Case("ssm", 2, 70, 1, 33, dtype=torch.bfloat16), "cpu")
+    _forget_plans()
 
 
 @interpreted

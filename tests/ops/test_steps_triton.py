@@ -77,6 +77,23 @@ def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -
     assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 5, ragged=True)
 
 
+@interpreted
+@pytest.mark.slow
+def test_short_steps_of_products_equal_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs with less shared memory: here 16 inputs at a time."""
+    steps, add = [], FusedStep._add
+
+    def record(self: FusedStep, *given: Any, **named: Any) -> None:
+        steps.append(named.get("STEP"))
+        add(self, *given, **named)
+
+    monkeypatch.setattr(FusedStep, "_add", record)
+    monkeypatch.setattr("tcnca.generation.fused.max_shared_memory", lambda device: 4096)
+    assert_steps(FusedStep, small_model(small_config("tcnca", d_ff=40), torch.float32), 6, 2, ragged=True)
+    assert 16 in steps
+    assert 64 not in steps
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [3, 6, 70])
 @torch.no_grad()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.data import Batch
-from tcnca.errors import DataError
-from tcnca.training import CheckpointManager, Recipe, dist_context, load_recipe, read_log
+from tcnca.errors import ConfigError, DataError
+from tcnca.training import CheckpointManager, DistContext, Recipe, dist_context, load_recipe, read_log
+from tcnca.training.config import ParallelConfig
+from tcnca.training.distributed import make_context
 from tests.training.tiny import (
     TinyTrainer,
     arguments,
@@ -56,10 +60,14 @@ KINDS = {
     "bytes": BYTES,
     "bytes, accumulated": [*BYTES, "grad_accum_steps=2", "batch.size=640"],
     "bytes, sync_batch": [*BYTES, "norm=sync_batch"],
+    # Parts of rows that are no whole chunks, and TCN kernels that reach further than a part.
+    "bytes, far": [*BYTES, "model.chunk_size=12", "kernel_size=9", "dilation_factor=2", "depth=4"],
     # Odd heights: one process has more rows of a matrix than the other.
     "bytes, muon": [*BYTES, "optimizer=muon", "muon_beta2=0.9", "d_ff=7", "d_key=2", "d_value=9"],
 }
-QUICK = [("examples", "ddp"), ("bytes, muon", "fsdp")]
+CONTEXT = ["{context: 2}", "{strategy: fsdp, context: 2}"]
+"""Rows are divided over the processes."""
+QUICK = [("examples", "ddp"), ("bytes, muon", "fsdp"), ("bytes, far", CONTEXT[0])]
 
 
 def wanted(folder: Path, kind: str, *more: str) -> Recipe:
@@ -106,7 +114,7 @@ def assert_same_scores(one: Path, other: Path) -> None:
     [
         pytest.param(kind, parallel, marks=[] if (kind, parallel) in QUICK else [pytest.mark.slow])
         for kind in KINDS
-        for parallel in ("ddp", "fsdp")
+        for parallel in ("ddp", "fsdp", *CONTEXT)
     ],
 )
 def test_two_processes_equal_one(tmp_path: Path, parallel: str, kind: str) -> None:
@@ -130,6 +138,27 @@ def test_two_processes_equal_one(tmp_path: Path, parallel: str, kind: str) -> No
         assert losses(other) == pytest.approx(later, rel=1e-5)
         if exact:
             assert_same_scores(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["examples", "bytes, far"])
+def test_data_and_context_equal_one(tmp_path: Path, kind: str, strategy: str) -> None:
+    given = wanted(tmp_path, kind, f"parallel={{strategy: {strategy}, data: 2, context: 2}}")
+    train(1, tmp_path / "one", given)
+    train(4, tmp_path / "four", given)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert_same_scores(tmp_path / "one", tmp_path / "four")
+    assert [line["tokens"] for line in log(tmp_path / "four") if "loss" in line] == [
+        line["tokens"] for line in log(tmp_path / "one") if "loss" in line
+    ]
+
+
+def test_data_times_context_is_the_number_of_processes() -> None:
+    message = "runtime.parallel: expected data times context to be 6, the number of processes, got 2 times 2"
+    with pytest.raises(ConfigError, match=message):
+        make_context(ParallelConfig(data=2, context=2), DistContext(world_size=6))
+    assert make_context(ParallelConfig(context=2), DistContext()) is None
 
 
 def _fit_in_parts(folder: Path, given: Recipe) -> None:
@@ -364,6 +393,57 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     again = [*start, *parts, "--resume"]
     done = subprocess.run(again, env=environment(), timeout=200, capture_output=True, text=True, check=True)
     assert done.stdout.count("the run is finished") == 1
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and the processes that it has started, which are in sessions of their own."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for process in (agent.pid, *map(int, children)):
+            os.kill(process, signal.SIGKILL)
+    agent.wait()
+
+
+@pytest.mark.slow
+def test_a_lost_agent_is_replaced(tmp_path: Path) -> None:
+    """Two agents, as on two machines, that find each other by a rendezvous: one is killed, and another takes over."""
+    changes = ["max_steps=300", "log_every=1", "checkpoint.every=20", "eval.every=0", "parallel={context: 2}"]
+    parts = arguments(tmp_path / "parts", *changes, "--resume")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "x"]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--max-restarts", "3"]
+
+    def agent(host: bool, output: TextIO) -> subprocess.Popen[bytes]:
+        command = [*start, "--rdzv-conf", f"is_host={int(host)}", "-m", "tcnca", *parts]
+        # Otherwise agents that stay do not publish the address of the store again, for which a new one waits.
+        settings = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return subprocess.Popen(command, env=settings, stdout=output, stderr=output)
+
+    lines, agents = tmp_path / "parts" / "log.jsonl", []
+    # The output goes to a file, since nobody reads a pipe.
+    with (tmp_path / "output.txt").open("w") as output:
+        try:
+            agents = [agent(True, output), agent(False, output)]
+            while agents[0].poll() is None and not (lines.is_file() and len(lines.read_bytes().splitlines()) > 50):
+                time.sleep(0.02)
+            # The agent and its process, as if the machine had lost power.
+            _kill(agents[1])
+            agents.append(agent(False, output))
+            codes = [agents[index].wait(300) for index in (0, 2)]
+        finally:
+            for each in agents:
+                _kill(each)
+    text = (tmp_path / "output.txt").read_text()
+    assert codes == [0, 0], text
+    assert "resuming from step" in text
+    launches = json.loads((tmp_path / "parts" / "provenance.json").read_text())["launches"]
+    assert [launch["processes"] for launch in launches] == [2, 2]
+    assert 20 <= launches[1]["step"] < 300
+    train(2, tmp_path / "whole", recipe(*changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_same(weights(tcnca.load(tmp_path / "parts")), weights(tcnca.load(tmp_path / "whole")))
 
 
 def _hesitant(folder: Path, changes: list[str]) -> None:

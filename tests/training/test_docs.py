@@ -1,4 +1,4 @@
-"""docs/training.md: its table of keys, its commands and its code.
+"""docs/training.md: its table of keys and its commands.
 
 `python -m tests.training.test_docs` writes the table of keys again.
 """
@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.core import TyperGroup
 
-from tcnca.cli import app
 from tcnca.config import Config, field_texts, keys, resolve
 from tcnca.errors import ConfigError
 from tcnca.models import ModelConfig
 from tcnca.training import Recipe, load_recipe
 from tcnca.training.sweeps.plan import load_variants, parse_grid
+from tests.documents import ROOT, blocks, commands, parse
 
-PATH = Path(__file__).parents[2] / "docs" / "training.md"
+NAME = "docs/training.md"
+PATH = ROOT / NAME
 PAGE = PATH.read_text(encoding="utf-8")
 HEADER = "| key | default | |\n|---|---|---|\n"
 TASK_KEYS = ("causal", "input", "head", "input.vocab_size", "input.features", "head.num_classes", "head.outputs")
@@ -51,6 +50,9 @@ def _rows(cls: type[Config], prefix: str) -> Iterator[str]:
     hints, texts = typing.get_type_hints(cls), field_texts(cls)
     for name, value in _defaults(cls).items():
         key = f"{prefix}{name}"
+        if isinstance(value, Config) and not value._kind:
+            yield from _rows(type(value), f"{key}.")
+            continue
         default = "from the task" if key.removeprefix("model.") in TASK_KEYS else _format(value)
         text = texts[name].rstrip(".")
         choices = [choice for choice in _choices(hints[name]) if f"`{choice}`" not in text]
@@ -102,32 +104,9 @@ def _row(key: str, default: str, text: str) -> str:
     return f"| `{key}` | {default} | {text.rstrip('.')} |\n"
 
 
-def blocks(language: str) -> list[str]:
-    """Return the code blocks of the page in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
-def commands() -> list[list[str]]:
-    """Return the arguments of each `tcnca …` on the page, in blocks and in the text."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
-    lines += re.findall(r"`(tcnca [^`]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
-    found = [shlex.split(line, comments=True) for line in lines]
-    assert all("tcnca" in words for words in found)
-    return [words[words.index("tcnca") + 1 :] for words in found]
-
-
-def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return the command and its parameters as the command line understands them, without running it."""
-    command, name = typer.main.get_command(app), ""
-    while isinstance(command, TyperGroup) and arguments:
-        name, *arguments = arguments
-        command = command.commands[name]
-    return name, command.make_context(name, arguments).params if arguments else {}
-
-
 @pytest.fixture
 def _page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in zip(("reviews.yaml", "shapes.yaml"), blocks("yaml"), strict=True):
+    for name, text in zip(("reviews.yaml", "shapes.yaml"), (block.text for block in blocks(NAME, "yaml")), strict=True):
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
 
@@ -147,7 +126,7 @@ def test_key_table_has_every_key() -> None:
 @pytest.mark.usefixtures("_page_files")
 def test_commands_are_accepted() -> None:
     names = set()
-    for arguments in commands():
+    for arguments in commands(NAME):
         name, found = parse(arguments)
         names.add(name)
         changes = list(found.get("changes") or [])
@@ -177,14 +156,14 @@ def test_overrides_do_what_the_page_says() -> None:
     assert (recipe.data.source, recipe.optimizer.lr) == ("reviews.csv", 1e-3)
     short, full, listed = (
         recipe.override(parse(arguments)[1]["changes"])
-        for arguments in commands()
+        for arguments in commands(NAME)
         if arguments[:2] == ["train", "reviews.yaml"]
     )
     assert (short.optimizer.lr, short.batch.size) == (3e-4, 16)
     assert (full.optimizer.lr, full.model_config().attention.dropout) == (3e-4, 0.1)  # type: ignore[union-attr]
     assert (listed.optimizer.betas, listed.schedule.max_steps) == ((0.9, 0.999), 10_000)
     assert (listed.data.task, listed.eval.batches) == ({"max_length": 1000}, None)
-    (other,) = (parse(arguments)[1]["changes"] for arguments in commands() if arguments[1:2] == ["enwik8-mega"])
+    (other,) = (parse(arguments)[1]["changes"] for arguments in commands(NAME) if arguments[1:2] == ["enwik8-mega"])
     changed = load_recipe("enwik8-mega").override(other)
     assert (changed.data.source, changed.model["preset"]) == ("my.txt", "tcnca-enwik8")
 
@@ -203,20 +182,8 @@ def test_short_and_foreign_names_are_as_the_page_says() -> None:
     assert set(re.findall(r"`(\w+)`", sentence[1])) == ambiguous
 
 
-def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in blocks("python"):
-        exec(compile(block, PATH.name, "exec"), names)
-    assert names["result"].step == 20
-    # The loaded model is the trained one.
-    assert names["score"] == names["result"].scores["test"]
-    assert f"accuracy {names['score'].value} 500" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "first" / "model.safetensors").is_file()
-
-
 def test_recorded_runs_can_be_repeated() -> None:
-    experiments = PATH.parents[1] / "benchmarks" / "experiments"
+    experiments = ROOT / "benchmarks" / "experiments"
     blocks_of_runs = json.loads((experiments / "tcn-block" / "runs.json").read_text(encoding="utf-8"))
     for found in blocks_of_runs.values():
         for run in found["runs"] if isinstance(found, dict) and "runs" in found else []:

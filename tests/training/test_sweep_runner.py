@@ -104,6 +104,16 @@ def test_jobs_limits_the_runs_at_a_time(
     assert first["arguments"] == expected
 
 
+def test_a_deadline_stops_runs_that_can_be_resumed(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
+    stand_in("time.sleep(60)")
+    sweep = planned(tmp_path, device="cpu")
+    file, started = io.StringIO(), time.monotonic()
+    assert run_sweep(sweep, Console(file=file, markup=False), deadline=started + 1.0) == ""
+    assert time.monotonic() - started < 30
+    assert "the time is over: runs save and end" in file.getvalue()
+    assert [point_state(point)[0] for point in sweep.points] == ["stopped", "waiting", "waiting", "waiting"]
+
+
 def test_runs_are_spread_over_gpus(
     tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,12 @@ def invoke(*words: str) -> Result:
 
 @pytest.mark.parametrize(
     ("after", "changes"),
-    [(1, []), (5, ["grad_accum_steps=3"]), (8, ["model=mega-recall-64", "optimizer=muon", "muon_beta2=0.9"])],
+    [
+        (1, []),
+        (5, ["grad_accum_steps=3"]),
+        (7, ["initial_size=4", "grow_at=0.5"]),
+        (8, ["model=mega-recall-64", "optimizer=muon", "muon_beta2=0.9"]),
+    ],
     ids=str,
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, after: int, changes: list[str]) -> None:
@@ -101,6 +106,30 @@ def test_several_optimizers_are_saved_and_restored(tmp_path: Path) -> None:
         assert sgd.param_groups[0]["lr"] == pytest.approx(0.1 * adam.param_groups[0]["lr"])
         models.append(weights(one.model))
     assert_same(*models)
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["steps", "seconds"])
+def test_batches_grow_and_continue_in_the_data(tmp_path: Path, clock: Clock, timed: bool) -> None:
+    trainer = TinyTrainer(
+        tmp_path / "run", recipe("initial_size=4", "grow_at=0.5", "max_steps=6"), budget=60.0 if timed else None
+    )
+    trainer.before_step = lambda _: clock.tick(10.0)
+    trainer.after_setup = lambda one: setattr(one.task, "batch", functools.partial(record, one.task.batch))
+    read: list[tuple[int, int]] = []
+
+    def record(batch: Any, index: int, size: int, *more: Any) -> Any:
+        read.append((size, index))
+        return batch(index, size, *more)
+
+    assert trainer.fit().step == 6
+    small, large = [each for each in read if each[0] == 4], [each for each in read if each[0] == 12]
+    assert read == small + large
+    # The time is known a step later than the number of steps, as the next batch is loaded meanwhile.
+    assert small == [(4, index) for index in range(4 if timed else 3)]
+    # Three batches of 4 are one of 12, and of a fourth one two thirds of a batch are left out.
+    first = 2 if timed else 1
+    assert large == [(12, first + index) for index in range(len(large))]
+    assert trainer.state.grown_at == len(small)
 
 
 def test_accumulation_equals_the_step_of_the_whole_batch(tmp_path: Path) -> None:
@@ -166,13 +195,13 @@ def test_kernels_are_compiled_in_the_background_without_changing_the_run(
             one.model.layers[0].register_forward_pre_hook(record)
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "set_rng_state", lambda state: pytest.fail("the thread sets the random state"))
-                one._preload_kernels(one._load_batches(0)[0]).join()
+                one._preload_kernels(one._load_batches(12, 0)[0]).join()
 
     changes = ("model.dropout=0.1", "max_steps=3", f"activation_checkpointing={checkpointing}")
     one = TinyTrainer(tmp_path / "preloaded", recipe(*changes))
     one.before_step = preload
     one.fit()
-    assert seen == [(False, torch.Size([*one._load_batches(0)[0].inputs.shape, one.model.config.d_model]))]
+    assert seen == [(False, torch.Size([*one._load_batches(12, 0)[0].inputs.shape, one.model.config.d_model]))]
     plain = fit(tmp_path / "plain", *changes)
     assert_same(weights(one.model), weights(plain.model))
 
@@ -468,7 +497,7 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
     for words, message in [
         (["eval", str(tmp_path)], "expected a run directory, as `tcnca train` writes it"),
         (["eval", run, "num_layers=4"], "model: is fixed by training; only keys of data, eval and runtime"),
-        (["eval", run, "--device", "tpu"], "--device: expected cpu or cuda, got tpu"),
+        (["eval", run, "--device", "tpu"], "--device: expected cpu, cuda or mps, got tpu"),
         ([*arguments(tmp_path / "other"), "--device", "tpu"], "--device: expected cpu"),
         ([*wanted, "--budget", "soon"], "--budget: expected a time such as 90s, 20m or 2h, got 'soon'"),
         ([*wanted, "--lr", "1e-3"], "Error: --lr: did you mean lr=1e-3?"),

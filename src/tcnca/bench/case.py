@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcnca.bench.timing import Cost, Phases
 
@@ -123,6 +123,22 @@ class BenchCase:
             separate = (relative_error([mine], [exact]) for mine, exact in zip(got, wanted, strict=True))
             errors["gradients"] = relative_error(got, wanted) if self.joint_gradients else max(separate)
         return errors
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    max_grad_norm: float,
+    on_gpu: bool,
+    set_to_none: bool = True,
+) -> None:
+    """Clip the gradient and take a step, also while a CUDA graph is captured."""
+    nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    for group in optimizer.param_groups:
+        # PyTorch requires it during capture and warns about it otherwise.
+        group["capturable"] = on_gpu and torch.cuda.is_current_stream_capturing()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -1,16 +1,17 @@
-"""`tcnca bench layer`, `model` and `lra`: TCNCA against MEGA, as one layer, one training step and as LRA encoders."""
+"""`tcnca bench layer`, `model` and `lra`: TCNCA against others, as one layer, one training step and as LRA encoders."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.bench.case import DEEP_TOLERANCE, BenchCase, Settings, Workload
+from tcnca.bench.case import DEEP_TOLERANCE, BenchCase, Settings, Workload, optimizer_step
+from tcnca.bench.fla import fla_cases
 from tcnca.bench.timing import Cost
 from tcnca.data import Batch
 from tcnca.data.tasks.base import class_loss
@@ -43,6 +44,7 @@ LRA_SIZES = {
     "pathx": (16, 16_384),
 }
 LRA_CPU_SIZE = (1, 1024)
+ENWIK8_LAYERS = 12
 CPU_LAYERS, CPU_CHUNK_SIZE = 2, 256
 _LR = 1e-5
 """Small enough that random targets do not make the weights diverge, however many steps are timed."""
@@ -58,6 +60,10 @@ class Candidate(NamedTuple):
     family: str
     overrides: Mapping[str, Any]
     exact: Mapping[str, Any]
+
+
+TRANSFORMER = Candidate("transformer", "Transformer", "transformer", {"d_ff": 2144}, {})
+"""With 39 million parameters, like the others; attention over whole rows by PyTorch's fused kernels."""
 
 
 def candidates(settings: Settings) -> list[Candidate]:
@@ -79,19 +85,27 @@ def layer_cases(settings: Settings) -> list[BenchCase]:
 
 
 def model_cases(settings: Settings) -> list[BenchCase]:
-    """Return a training step of every EnWik8 model, eager and compiled."""
-    num_layers = settings.num_layers or (None if settings.on_gpu else CPU_LAYERS)
-    return _enwik8_cases("model", settings, (1, 1024), {"num_layers": num_layers} if num_layers else {})
+    """Return a training step of every EnWik8 model, eager and compiled, and of the models of others on a GPU."""
+    num_layers = settings.num_layers or (ENWIK8_LAYERS if settings.on_gpu else CPU_LAYERS)
+    found = _enwik8_cases("model", settings, (1, 1024), {"num_layers": num_layers}, [TRANSFORMER])
+    sizes = dict.fromkeys((case.sizes["batch"], case.sizes["length"]) for case in found) if settings.on_gpu else {}
+    return found + [
+        case for batch, length in sizes for case in fla_cases(settings, int(batch), int(length), num_layers)
+    ]
 
 
 def _enwik8_cases(
-    suite: str, settings: Settings, cpu_size: tuple[int, int], overrides: Mapping[str, Any]
+    suite: str,
+    settings: Settings,
+    cpu_size: tuple[int, int],
+    overrides: Mapping[str, Any],
+    others: Sequence[Candidate] = (),
 ) -> list[BenchCase]:
     batch, length = GPU_SIZE if settings.on_gpu else cpu_size
     return [
         _case(suite, settings, candidate, overrides, {"batch": batch, "length": length}, compiled)
         for batch, length in itertools.product(settings.batches or (batch,), settings.lengths or (length,))
-        for candidate in candidates(settings)
+        for candidate in (*candidates(settings), *others)
         for compiled in ((False, True) if settings.compile else (False,))
     ]
 
@@ -216,21 +230,15 @@ def _training_workload(
         with _autocast(settings):
             return class_loss(wrapped(*inputs, return_state=False)[0], targets)
 
-    def optimizer_step(set_to_none: bool = True) -> None:
-        nn.utils.clip_grad_norm_(parameters, optimizer_config.max_grad_norm)
-        for group in optimizer.param_groups:
-            # PyTorch requires it during capture and warns about it otherwise.
-            group["capturable"] = settings.on_gpu and torch.cuda.is_current_stream_capturing()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-
+    max_grad_norm = optimizer_config.max_grad_norm
+    step = functools.partial(optimizer_step, optimizer, parameters, max_grad_norm, settings.on_gpu)
     if not inference:
-        return Workload(run, parameters, optimizer_step)
+        return Workload(run, parameters, step)
     eval_model = SequenceModel(config).to(settings.device).eval()
     eval_model.load_state_dict(model.state_dict())
     infer = torch.no_grad()(lambda: _output(eval_model, inputs, settings))
     if not settings.on_gpu:
-        return Workload(run, parameters, optimizer_step, infer)
+        return Workload(run, parameters, step, infer)
 
     def forward_backward(held: Batch) -> Tensor:
         documents = (held.inputs,) if held.second is None else (held.inputs, held.second)
@@ -244,9 +252,9 @@ def _training_workload(
 
     def graphed_step() -> None:
         graphed(on_host)
-        optimizer_step(set_to_none=False)
+        step(set_to_none=False)
 
-    return Workload(run, parameters, optimizer_step, infer, graphed_step)
+    return Workload(run, parameters, step, infer, graphed_step)
 
 
 def _fail(reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcnca.bench.report import EAGER, GRAPH, Report, Result, distinct_sizes, format_number, format_seconds, format_sizes
 from tcnca.errors import ConfigError
+from tcnca.extras import require
 from tcnca.files import atomic_path
 from tcnca.training.report import GRAY, STYLE
 
@@ -31,6 +32,9 @@ _COLORS = {
     "mega-fft": "#0072b2",
     "mega-scan": "#009e73",
     "mega": "#0072b2",
+    "transformer": "#56b4e9",
+    "gated-deltanet": "#cc79a7",
+    "mamba2": "#f0e442",
 }
 # Hatches of candidates that are another one in a different way, and lines of ways to generate.
 _VARIANTS = {"-compiled": "//"}
@@ -52,9 +56,10 @@ _BAR_PHASES = ("forward", "backward", "step")
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise a ConfigError unless the suffix is that of a supported format."""
+    """Raise an error unless the suffix is that of a supported format, and matplotlib is installed."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--plot: expected a file name that ends in one of {', '.join(FORMATS)}, got {path}")
+    require("plots", "--plot")
 
 
 def save_plot(path: Path, report: Report) -> Path | None:

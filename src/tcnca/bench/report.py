@@ -203,6 +203,11 @@ def _comparisons() -> Iterator[Comparison]:
             yield Comparison("layer", title, slow + suffix, fast + suffix)
             yield Comparison("model", title, slow + suffix, fast + suffix, ("forward", "backward", "step"))
         yield Comparison("lra", f"{label} over MEGA-chunk by {algorithm}", slow, fast, ("inference", "step"))
+    # Compiled code of the models of others is their own.
+    others = {"transformer-compiled": "Transformer", "gated-deltanet": "Gated DeltaNet", "mamba2": "Mamba-2"}
+    for (fast, label), (slow, other) in itertools.product(ours.items(), others.items()):
+        title = f"{label}, compiled, over {other}" + (", compiled" if slow.endswith("-compiled") else "")
+        yield Comparison("model", title, slow, f"{fast}-compiled", ("forward", "backward", "step"))
 
 
 def _goals() -> Iterator[Goal]:

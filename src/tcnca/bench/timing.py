@@ -47,10 +47,13 @@ class Timer:
         device: device to time on.
         seconds: time to spend on a group of phases.
         repeat: minimum number of runs.
+        cpu_time: on a CPU, measure the time that the calling thread computes, without that in which others run in its
+            place. This is only meaningful for one thread.
     """
 
-    def __init__(self, device: torch.device, seconds: float, repeat: int) -> None:
+    def __init__(self, device: torch.device, seconds: float, repeat: int, *, cpu_time: bool = False) -> None:
         self.device, self.seconds, self.repeat = device, seconds, repeat
+        self._clock = time.thread_time if cpu_time else time.perf_counter
         self._flush_buffer: torch.Tensor | None = None
         if self.on_gpu:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -100,7 +103,7 @@ class Timer:
 
     def _measure(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> dict[str, list[float]]:
         """Return the times of each phase and, unless phases are isolated, of the whole step."""
-        measure = self._runs_on_gpu if self.on_gpu else _runs_on_cpu
+        measure = self._runs_on_gpu if self.on_gpu else self._runs_on_cpu
         times = measure(phases, isolated, eager, runs)
         found = {name: [run[index] for run in times] for index, name in enumerate(phases)}
         if len(phases) > 1 and not isolated:
@@ -129,16 +132,15 @@ class Timer:
         torch.cuda.synchronize()
         return [[start.elapsed_time(end) * 1e-3 for start, end in run] for run in events]
 
-
-def _runs_on_cpu(phases: Phases, isolated: bool, eager: bool, runs: int) -> list[list[float]]:
-    found = []
-    for _ in range(runs):
-        times = [time.perf_counter()]
-        for phase in phases.values():
-            phase()
-            times.append(time.perf_counter())
-        found.append([*np.diff(times).tolist(), times[-1] - times[0]])
-    return found
+    def _runs_on_cpu(self, phases: Phases, isolated: bool, eager: bool, runs: int) -> list[list[float]]:
+        found = []
+        for _ in range(runs):
+            times = [self._clock()]
+            for phase in phases.values():
+                phase()
+                times.append(self._clock())
+            found.append([*np.diff(times).tolist(), times[-1] - times[0]])
+        return found
 
 
 def capture_phases(phases: Phases) -> dict[str, Callable[[], object]]:

@@ -22,6 +22,10 @@ from tcnca.version import __version__
 COMMANDS = {
     "demo": ("tcnca.cli.demo:demo", "Continue a text, train a small model on associative recall, and query it."),
     "models": ("tcnca.cli.models:models", "List the models: size, receptive field, streaming state and cost."),
+    "inspect": (
+        "tcnca.cli.inspection:inspect",
+        "Show size, cost and receptive field of a model, and pictures of what it has learned.",
+    ),
     "recipes": ("tcnca.cli.models:recipes", "List the recipes, or print one with all its keys."),
     "train": ("tcnca.cli.train:train", "Train a model from a recipe."),
     "sweep": ("tcnca.cli.sweep:sweep", "Train a recipe with every combination of the given values."),
@@ -35,10 +39,11 @@ COMMANDS = {
     "watch": ("tcnca.cli.watch:watch", "Follow a growing log, and print its unusual lines."),
     "export": ("tcnca.cli.export:export", "Write a trained model to an ONNX file, or to a small folder."),
     "data": ("tcnca.cli.data:app", "Prepare, list and show data sets."),
+    "search": ("tcnca.cli.search:search", "Choose kernel size, dilation factor and depth of the TCN for a length."),
     "bench": ("tcnca.cli.bench:app", "Measure speed and memory of operators, layers and models."),
 }
 # Unknown options reach these commands, which answer `--lr 1e-3` with `lr=1e-3`.
-_KEY_VALUE_COMMANDS = ("train", "sweep")
+_KEY_VALUE_COMMANDS = ("train", "sweep", "search")
 
 
 def _improve_help(command: Any) -> None:
@@ -80,10 +85,10 @@ class _LazyCommand(TyperCommand):
 class _LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        _improve_help(self)
         self.commands = {name: _LazyCommand(name, *entry) for name, entry in COMMANDS.items()}
 
     def main(self, *args: Any, **settings: Any) -> Any:
+        _improve_help(self)  # here, since Typer adds the options of completion after the group is made
         with report_errors():
             return super().main(*args, **settings)
 
@@ -102,7 +107,6 @@ app = typer.Typer(
     name="tcnca",
     cls=_LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from tcnca.cli.reporting import Device
 from tcnca.config import PositiveInt, check
 from tcnca.errors import ConfigError, shown
 
@@ -26,7 +27,6 @@ app = typer.Typer(
 
 _Json = Annotated[Path | None, typer.Option("--json", help="File for all numbers.")]
 _Plot = Annotated[Path | None, typer.Option("--plot", help="Plot to write: .png, .svg or .pdf.")]
-_Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: cuda if available)")]
 _Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="Dtype, float16 in ops only. (default: bfloat16 on a GPU, float32 on a CPU)"),
@@ -61,7 +61,7 @@ def ops(
     only: _Only = None,
     seconds: _Seconds = 0.2,
     repeat: _Repeat = None,
-    device: _Device = None,
+    device: Device = None,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
@@ -81,7 +81,7 @@ def layer(
     only: _Only = None,
     seconds: _Seconds = 0.5,
     repeat: _Repeat = None,
-    device: _Device = None,
+    device: Device = None,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
@@ -99,7 +99,7 @@ def model(
     only: _Only = None,
     seconds: _Seconds = 2.0,
     repeat: _Repeat = None,
-    device: _Device = None,
+    device: Device = None,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
@@ -120,7 +120,7 @@ def generate(
     only: _Only = None,
     seconds: _Seconds = 2.0,
     repeat: _Repeat = None,
-    device: _Device = None,
+    device: Device = None,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
@@ -142,7 +142,7 @@ def lra(
     only: _Only = None,
     seconds: _Seconds = 0.5,
     repeat: _Repeat = None,
-    device: _Device = None,
+    device: Device = None,
     json: _Json = None,
     plot: _Plot = None,
 ) -> None:
@@ -236,6 +236,8 @@ def _settings(
     from tcnca.training.distributed import check_device
 
     check_device(device)
+    if device == "mps":
+        raise ConfigError("--device: expected cpu or cuda, got mps, on which times are not measured")
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = chosen.type == "cuda"
     return Settings(

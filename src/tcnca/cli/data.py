@@ -16,6 +16,7 @@ from rich.table import Table
 from tcnca.cli.boundary import continue_with
 from tcnca.cli.reporting import ProgressReporter
 from tcnca.errors import TcncaError, plural
+from tcnca.extras import missing
 
 if TYPE_CHECKING:
     from tcnca.data import Dataset
@@ -204,6 +205,10 @@ def show(
         typer.echo(f"{example.body}\n")
     if any(example.image is not None for example in examples):
         path = picture or Path(f"{data.name}-{split}.png")
+        reason = missing("plots")
+        if reason is not None and picture is None:
+            typer.echo(f"images are not saved: {reason}")
+            return
         save_images(path, examples)
         typer.echo(f"images are in {path}")
     elif picture is not None:

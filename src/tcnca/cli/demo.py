@@ -155,7 +155,8 @@ def _conclude() -> None:
     score = result.scores["test"]
     reached = f"{100 * score.value:.1f} % of {score.count:,} test sequences right"
     typer.echo(f"\n{reached}, after {result.step:,} steps in {result.seconds:,.0f} s.")
-    typer.echo(f"The curves are in {FOLDER / CURVES}, the trained model in {FOLDER}.")
+    curves = f"The curves are in {FOLDER / CURVES}, the" if (FOLDER / CURVES).is_file() else "The"
+    typer.echo(f"{curves} trained model in {FOLDER}.")
     if score.value < GOAL:
         raise TrainingError(f"{reached}, expected {100 * GOAL:.0f} %; try another --seed, or max_steps=2000")
     typer.echo(f"\nContinue with\n  tcnca generate --prompt 'In 1905, '\n  tcnca eval {FOLDER}\n  tcnca recipes")

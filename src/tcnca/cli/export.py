@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 
 from tcnca import pretrained
+from tcnca.cli.completion import complete_run
 from tcnca.errors import ConfigError, format_score, plural
+from tcnca.extras import require
 
 if TYPE_CHECKING:
     from tcnca.export import Graph, OnnxExport
@@ -20,7 +22,9 @@ def export(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN|MODEL", help="Run directory, or folder of a saved model. (default: the pretrained model)"
+            metavar="RUN|MODEL",
+            autocompletion=complete_run,
+            help="Run directory, or folder of a saved model. (default: the pretrained model)",
         ),
     ] = None,
     onnx: Annotated[Path | None, typer.Option(metavar="FILE", help="The ONNX file to write.")] = None,
@@ -93,6 +97,7 @@ def _export_onnx(
     best: bool,
     force: bool,
 ) -> None:
+    require("onnx", "--onnx")
     if onnx.exists() and not force:
         raise ConfigError(f"--onnx: expected a new file, got {onnx}, which exists; --force replaces it")
 
@@ -119,17 +124,16 @@ def _export_model(run: Path | None, folder: Path, dtype: SavedDtype | None, best
 
 
 def _export_hf(run: Path | None, folder: Path, best: bool, force: bool) -> None:
-    from tcnca.inference import load
-
+    require("hf", "--hf")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not force:
         raise ConfigError(f"--hf: expected a new or empty folder, got {folder}, which exists; --force writes into it")
-    try:
-        from tcnca.hf import save_pretrained
-    except ImportError as error:
-        raise ConfigError(f"--hf: {error}") from error
-    save_pretrained(load(run, best=best), folder, about=_describe_training(run))
+
+    from tcnca.hf import save_pretrained
+    from tcnca.inference import load
+
+    name = save_pretrained(load(run, best=best), folder, about=_describe_training(run))
     typer.echo(f"wrote {folder}: the model, its tokenizer and a model card (README.md)")
-    typer.echo(f'use it: import tcnca.hf, then transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+    typer.echo(f'use it: import tcnca.hf, then transformers.{name}.from_pretrained("{folder}")')
 
 
 def _describe_training(run: Path | None) -> str:

@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 import typer
 
 from tcnca import pretrained
-from tcnca.cli.reporting import open_stdout, progress_bar, use_threads
+from tcnca.cli.completion import complete_run
+from tcnca.cli.reporting import Device, open_stdout, progress_bar, use_threads
 from tcnca.errors import DataError, InputError, plural, shown
 
 _LONG_PROMPT = 2**15
@@ -33,6 +34,7 @@ def generate(
         Path | None,
         typer.Argument(
             metavar="RUN|MODEL",
+            autocompletion=complete_run,
             help="Run directory, or folder of a saved model. (default: the pretrained model of English Wikipedia text)",
         ),
     ] = None,
@@ -69,7 +71,7 @@ def generate(
         ),
     ] = False,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint by validation, not the last.")] = False,
-    device: Annotated[str | None, typer.Option(help="Device, cpu or cuda. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Data type of the weights. (default: as saved)"),

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tcnca.cli.completion import complete_preset, complete_recipe
 from tcnca.config import Config, check_choice, field_texts
 from tcnca.recipes import FAMILIES, descriptions, find
 
@@ -23,7 +24,12 @@ _COMMENT = 34
 
 
 def models(
-    like: Annotated[str, typer.Argument(help="Show only presets whose name contains this, for example enwik8.")] = "",
+    like: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=complete_preset, help="Show only presets whose name contains this, for example enwik8."
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the paper's models and ours: size, receptive field, streaming state and cost of a token."""
@@ -74,7 +80,9 @@ def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
 
 
 def recipes(
-    name: Annotated[str, typer.Argument(help="A recipe, or a file of yours, to print as a whole.")] = "",
+    name: Annotated[
+        str, typer.Argument(autocompletion=complete_recipe, help="A recipe, or a file of yours, to print as a whole.")
+    ] = "",
     changes: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
     ] = None,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
+from tcnca.cli.completion import complete_run
+from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar, use_threads
 from tcnca.errors import format_score, plural
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL", autocompletion=complete_run, help="Run directory, or folder of a saved model."
+        ),
+    ],
     inputs: Annotated[
         list[str],
         typer.Argument(
@@ -41,7 +47,7 @@ def predict(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Sequences that are computed at once. (default: depends on their lengths)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     threads: Threads = None,
     format: Annotated[
         Literal["csv", "tsv", "jsonl", "text"] | None,

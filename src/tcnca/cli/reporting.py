@@ -16,12 +16,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from tcnca.cli.completion import complete_device
 from tcnca.errors import ConfigError, escape_control, shown
 
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads on a CPU. (default: PyTorch's, one for each core)")
 ]
 """The option `--threads`."""
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", autocompletion=complete_device, help="cpu, cuda or mps. (default: a GPU of NVIDIA if there is one)"
+    ),
+]
+"""The option `--device`."""
 _LINE_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 _MAX_WORD = 100

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import parse_duration
+from tcnca.cli.reporting import Device, parse_duration
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError
 from tcnca.report.tables import SPEED, SUITES, TABLES
@@ -19,16 +19,23 @@ _NAMES = ", ".join([*TABLES, SPEED])
 _Results = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
+def _complete_table(incomplete: str) -> list[str]:
+    return [name for name in (*TABLES, SPEED, "all") if name.startswith(incomplete)]
+
+
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(metavar="[TABLE]...", help=f"{_NAMES}, or all. (default: list them)")
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE]...", autocompletion=_complete_table, help=f"{_NAMES}, or all. (default: list them)"
+        ),
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Rows and columns to run. (default: all)")] = "",
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h. (default: by table)")] = "",
     seeds: Annotated[str, typer.Option(metavar="N,N", help="Seeds of each cell.")] = "0",
     resume: Annotated[bool, typer.Option("--resume", help="Continue runs that were stopped.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time; they share the GPUs or cores.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs if there are any)")] = None,
+    device: Device = None,
     results: _Results = Path("results"),
     runs: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs/reproduce"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,

@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tcnca import pretrained
-from tcnca.cli.reporting import Threads, open_stdout, progress_bar, use_threads
+from tcnca.cli.completion import complete_run
+from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar, use_threads
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control, plural
-from tcnca.files import atomic_path, atomic_write, partial_path, to_json
+from tcnca.files import atomic_path, atomic_write, partial_path, replace_file, to_json
 
 if TYPE_CHECKING:
     from tcnca.inference.scoring import Place, TextProfile
@@ -42,6 +43,7 @@ def score(
         list[Path],
         typer.Argument(
             metavar="[RUN...] FILE...",
+            autocompletion=complete_run,
             help="Run directories or folders of saved models (default: the pretrained model), and texts; - for "
             "standard input.",
         ),
@@ -67,7 +69,7 @@ def score(
         ),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     threads: Threads = None,
 ) -> None:
     """Measure the bits per byte of texts with language models, and find what surprises them.
@@ -280,7 +282,8 @@ def _line_writer(path: Path) -> Iterator[Callable[[Iterator[Place]], None]]:
             yield write
         except BaseException as error:
             if path != _STDIO and count and not isinstance(error, OSError):
-                temporary.replace(partial_path(path))
+                file.close()  # Windows renames no file that is open
+                replace_file(temporary, partial_path(path))
                 error.add_note(f"{plural(count, 'line')} saved in {partial_path(path)}")
             raise
     if path != _STDIO:

@@ -10,8 +10,10 @@ import typer
 from rich.console import Console
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import check_changes, parse_duration
+from tcnca.cli.completion import complete_recipe, complete_variants
+from tcnca.cli.reporting import Device, check_changes, parse_duration
 from tcnca.errors import ConfigError
+from tcnca.extras import missing
 from tcnca.recipes import builtin, find
 
 _BUILTIN = ", ".join(builtin("variants"))
@@ -19,19 +21,26 @@ _OPTIONS = ("--variants", "--only", "--out", "--jobs", "--device", "--budget", "
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe that `tcnca recipes` lists, or a YAML file.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(autocompletion=complete_recipe, help="A recipe that `tcnca recipes` lists, or a YAML file."),
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=A,B,C", help="Keys and the values to try, such as lr=1e-4,1e-3."),
     ] = None,
     variants: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help=f"Variants to compare: a YAML file, or one of {_BUILTIN}."),
+        typer.Option(
+            metavar="FILE",
+            autocompletion=complete_variants,
+            help=f"Variants to compare: a YAML file, or one of {_BUILTIN}.",
+        ),
     ] = None,
     only: Annotated[str, typer.Option(metavar="NAME,NAME", help="Variants of the file to run. (default: all)")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the sweep. (default: sweeps/RECIPE-VARIANTS)")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time; they share the GPUs or cores.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: GPUs if there are any)")] = None,
+    device: Device = None,
     budget: Annotated[str, typer.Option(help="Time of each run, such as 90s, 20m or 2h, instead of max_steps.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, then exit.")] = False,
 ) -> None:
@@ -75,6 +84,8 @@ def sweep(
     drawn = [path.name for path in (sweeps.save_scores(wanted, rows), sweeps.save_curves(wanted)) if path]
     typer.echo(f"\n{sweeps.to_markdown(wanted, rows)}")
     typer.echo(f"The tables are in {wanted.folder}: {', '.join([CSV, MARKDOWN, *drawn])}.")
+    if reason := missing("plots"):
+        typer.echo(f"Figures are not drawn: {reason}")
     if stopped:
         typer.echo(f"stopped by {stopped}; nothing is lost, continue with\n{wanted.command}")
         raise typer.Exit(exit_code(stopped))

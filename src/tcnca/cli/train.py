@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tcnca.cli.boundary import continue_with, exit_code
-from tcnca.cli.reporting import check_changes, parse_duration
+from tcnca.cli.completion import complete_recipe, complete_run
+from tcnca.cli.reporting import Device, check_changes, parse_duration
 from tcnca.errors import ConfigError, escape_control, shown
+from tcnca.extras import require
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -26,19 +28,22 @@ if TYPE_CHECKING:
 _Changes = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as lr=0.01 num_layers=4.")
 ]
-_Device = Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")]
 
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.")
+        str,
+        typer.Argument(
+            autocompletion=complete_recipe,
+            help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.",
+        ),
     ],
     changes: _Changes = None,
     data: Annotated[str, typer.Option(help="Data set, file or folder; the same as data=X.")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory. (default: runs/RECIPE)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     budget: Annotated[str, typer.Option(help="Time to train, such as 90s, 20m or 2h, instead of max_steps.")] = "",
-    device: _Device = None,
+    device: Device = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Check and print the recipe, then exit.")
     ] = False,
@@ -108,14 +113,17 @@ def _print_result(out: Path, result: Result, again: str) -> None:
     for name, value in cost_rows(result):
         costs.add_row(name, value)
     console.print(scores, costs)
-    typer.echo(f"\nThe run is in {out}: the model, {REPORT}, {CURVES} and checkpoints.")
+    curves = f", {CURVES}" if (out / CURVES).is_file() else ""
+    typer.echo(f"\nThe run is in {out}: the model, {REPORT}{curves} and checkpoints.")
 
 
 def eval_(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)"
+            metavar="RUN",
+            autocompletion=complete_run,
+            help="Run directory, or an exported model. (default: the pretrained model, on EnWik8)",
         ),
     ] = None,
     changes: Annotated[
@@ -126,7 +134,7 @@ def eval_(
     ] = None,
     split: Annotated[str, typer.Option(help="Split.")] = "test",
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: _Device = None,
+    device: Device = None,
 ) -> None:
     """Evaluate a trained model on a split."""
     changes = changes or []
@@ -140,7 +148,7 @@ def eval_(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", autocompletion=complete_run, help="Run directories.")],
     reach: Annotated[
         list[float] | None,
         typer.Option(metavar="SCORE", help="Also print when a validation first reached this score; can be repeated."),
@@ -157,6 +165,8 @@ def compare(
     """
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {shown(str(plot))}")
+    if plot is not None:
+        require("plots", "--plot")
 
     from tcnca.training.comparison import comparison_rows, group_by_metric, read_runs, save_comparison
     from tcnca.training.report import markdown_table

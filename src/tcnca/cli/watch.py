@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from tcnca.cli.boundary import exit_code
-from tcnca.cli.reporting import Threads, use_threads
+from tcnca.cli.completion import complete_run
+from tcnca.cli.reporting import Device, Threads, use_threads
 from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control, shorten
 from tcnca.files import file_lock, to_json
 
@@ -26,7 +27,12 @@ _POLL_SECONDS = 0.2
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="Run directory, or folder of a saved model.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL", autocompletion=complete_run, help="Run directory, or folder of a saved model."
+        ),
+    ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A growing log; - for standard input.")],
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to continue, and to save where the watch ends.")
@@ -48,7 +54,7 @@ def watch(
     jsonl: Annotated[bool, typer.Option("--jsonl", help="Print lines as JSON objects.")] = False,
     save_every: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Time between two saves.")] = 5.0,
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: a GPU if there is one)")] = None,
+    device: Device = None,
     threads: Threads = None,
 ) -> None:
     """Follow a log like `tail -F`, and print the lines that surprise a language model.

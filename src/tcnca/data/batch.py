@@ -37,6 +37,9 @@ class Batch:
     """Valid time steps of the second sequences."""
     continues: bool = False
     """Whether the rows continue those of the previous batch, so that its state must be passed on."""
+    part: tuple[int, int] = (0, 1)
+    """Number of this part of the time axis, and number of equal parts, if rows are divided over processes. `lengths`
+    are those of whole rows."""
     weight: float | Tensor = 1.0
     """Factor for the loss of this process so that the mean over all processes is the mean of the whole batch. Processes
     can have different shares of a batch."""
@@ -47,8 +50,8 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Number of valid time steps in all rows."""
-        second = 0 if self.second is None else _valid_steps(self.second, self.second_lengths)
-        return _valid_steps(self.inputs, self.lengths) + second
+        second = 0 if self.second is None else _valid_steps(self.second, self.second_lengths, self.part[0])
+        return _valid_steps(self.inputs, self.lengths, self.part[0]) + second
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments of the model: `model(**batch.model_inputs())`."""
@@ -57,6 +60,8 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copy the batch to a device."""
+        # Only CUDA keeps the order of copies and of what follows them.
+        non_blocking = non_blocking and torch.device(device).type == "cuda"
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -73,6 +78,29 @@ class Batch:
         lengths = None if self.lengths is None else (self.lengths - begin).clamp(0, inputs.shape[1])
         continues = self.continues or begin > 0
         return dataclasses.replace(self, inputs=inputs, targets=targets, lengths=lengths, continues=continues)
+
+    def divide(self, rank: int, count: int) -> Batch:
+        """Return part `rank` of `count` equal parts of the time axis, of which the last may have padding.
+
+        Targets at every time step are divided as well, and weighted so that the mean of the losses of all parts is that
+        of the whole. Others belong to all parts.
+        """
+        time = self.inputs.shape[1]
+        inputs, lengths = _divide(self.inputs, rank, count), self.lengths
+        if time % count and lengths is None:
+            lengths = torch.full((len(self),), time)
+        second, second_lengths = self.second, self.second_lengths
+        if second is not None:
+            if second.shape[1] % count and second_lengths is None:
+                second_lengths = torch.full((len(self),), second.shape[1])
+            second = _divide(second, rank, count)
+        targets, weight, real = self.targets, self.weight, self.targets.is_floating_point()
+        if targets.dim() == (3 if real else 2):
+            targets = _divide(targets, rank, count, torch.nan if real else IGNORE)
+            counted = [((~torch.isnan(each)) if real else (each != IGNORE)).sum() for each in (targets, self.targets)]
+            weight = weight * float(counted[0] * count / counted[1].clamp(min=1))
+        divided = dataclasses.replace(self, inputs=inputs, lengths=lengths, targets=targets, weight=weight)
+        return dataclasses.replace(divided, second=second, second_lengths=second_lengths, part=(rank, count))
 
     @staticmethod
     def join(windows: Sequence[Batch]) -> Batch:
@@ -119,8 +147,17 @@ class Batch:
         return dataclasses.replace(self, **changed)
 
 
-def _valid_steps(inputs: Tensor, lengths: Tensor | None) -> int:
-    return inputs.shape[0] * inputs.shape[1] if lengths is None else int(lengths.sum())
+def _valid_steps(inputs: Tensor, lengths: Tensor | None, part: int = 0) -> int:
+    rows, time = inputs.shape[:2]
+    return rows * time if lengths is None else int((lengths - part * time).clamp(0, time).sum())
+
+
+def _divide(x: Tensor, rank: int, count: int, padding: float = 0) -> Tensor:
+    """Return an equal part of the time steps of `x` (`[rows, time, …]`), with padding behind the last."""
+    width = -(-x.shape[1] // count)
+    own = x[:, rank * width : (rank + 1) * width]
+    missing = x.new_full((len(x), width - own.shape[1], *x.shape[2:]), padding)
+    return torch.cat([own, missing], 1) if missing.numel() else own
 
 
 def _pad_to_bucket(inputs: Tensor, lengths: Tensor | None) -> Tensor:

@@ -208,8 +208,8 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) * 1024)
     except OSError:
-        # Not Linux.
-        if hasattr(os, "sysconf"):
+        # Not Linux; Windows does not have the function.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

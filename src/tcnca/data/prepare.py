@@ -22,6 +22,7 @@ from tcnca.data.manifest import MANIFEST
 from tcnca.data.schema import Columns, Content, head, num_examples
 from tcnca.data.store import Dataset, DatasetWriter, check_space
 from tcnca.errors import ConfigError, DataError
+from tcnca.extras import require
 from tcnca.files import file_lock
 
 DOWNLOADS = "downloads"
@@ -232,6 +233,7 @@ class _Job:
     def _download(self, spec: DatasetSpec) -> Path:
         if not spec.downloads:
             raise DataError(f"{self.name}: is not publicly available; give --from FOLDER")
+        require("download", f"{self.name}: cannot be downloaded")
         # Imported here: its dependencies take long to import and are needed for downloads only.
         from tcnca.data.download import download_file
 

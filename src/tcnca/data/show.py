@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tcnca.data.schema import BLOCK, Column, Columns, Ragged, num_examples
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
+from tcnca.extras import require
 
 _SHADES = " ░▒▓█"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -112,6 +113,7 @@ def _bars(values: NDArray[np.float32], width: int) -> str:
 
 def save_images(path: Path, examples: Sequence[RenderedExample]) -> None:
     """Write the images of examples to one file, in a grid with their titles."""
+    require("plots", str(path))
     # Imported here: `tcnca.data` is imported for training, which does not need it.
     from PIL import Image, ImageDraw
 

@@ -113,7 +113,8 @@ class Batcher:
             two.
         prefill_tokens: tokens of prompts that are read between two steps, about.
         prefix_cache: reads the prompts, from the longest beginning that it has read before.
-        quantization, cache_dtype: as in `tcnca.stream`.
+        quantization: as in `tcnca.stream`.
+        cache_dtype: as in `tcnca.stream`.
         options: defaults of the options of sequences: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
             as in `tcnca.stream`.
     """

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 from torch import Tensor
 
 from tcnca.errors import InputError
+from tcnca.extras import missing
 from tcnca.generation import fused, packed
 from tcnca.generation.sampling import Sampler
 from tcnca.generation.step import CacheDtype, Quantization, Step
@@ -35,14 +39,23 @@ def make_step(
     # Weights that autocast has converted live for one replay only.
     if not torch.is_autocast_enabled(device.type):
         many = max_new_tokens is None or max_new_tokens * model.config.num_layers >= MIN_PACKED_LAYERS
-        if device.type == "cpu" and (rounded or many) and packed.unsupported_reason(model, state) is None:
-            return packed.PackedStep(model, state, sampler, quantization=quantization)
+        if device.type == "cpu" and (rounded or many):
+            reason = packed.unsupported_reason(model, state)
+            if reason is None:
+                return packed.PackedStep(model, state, sampler, quantization=quantization)
+            if reason == missing("cpu"):
+                _warn_once(f"{reason}. Until then generation on a CPU is slower")
         if device.type == "cuda" and (rounded or max_new_tokens is None or max_new_tokens >= MIN_GRAPH_TOKENS):
             if fused.unsupported_reason(model, state) is None:
                 return fused.FusedStep(model, state, sampler, quantization=quantization, cache_dtype=cache_dtype)
-            if has_fixed_state(model):
+            if has_fixed_state(model) and torch.version.hip is None:
                 return GraphedStep(model, state, sampler)
     return ModelStep(model, state, sampler)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def check_rounding(model: SequenceModel, quantization: str | None, cache_dtype: str | None) -> None:

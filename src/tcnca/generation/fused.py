@@ -96,6 +96,7 @@ class FusedStep(step.Step):
         super().__init__(sampler)
         weight = model.embedding.weight
         self.model, self.batch, self.device, self.dtype = model, state.batch_size, weight.device, weight.dtype
+        self._shared_memory = max_shared_memory((self.device.index or 0) if weight.is_cuda else None)
         self.quantization = quantization
         self.cache_dtype = self.dtype if cache_dtype is None else torch.float8_e4m3fn
         if programmatic is None:
@@ -440,6 +441,9 @@ class FusedStep(step.Step):
         if dot:
             rows, columns = (64, 32) if outputs >= 2048 and norm is None else (16, 32 if outputs >= 1024 else 16)
             step = _power(inputs) if norm is not None else min(128 if rows == 64 else 512, _power(inputs))
+            # Of a loop, two steps of both factors are in shared memory. An input that is normalized takes no loop.
+            while norm is None and 2 * (rows + columns) * step * self.dtype.itemsize > self._shared_memory:
+                step //= 2
             # The least that a matrix product of Triton takes.
             step = max(step, 16)
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnca.errors import StateError
+from tcnca.extras import missing
 from tcnca.generation import step as steps
 from tcnca.generation.sampling import Sampler
 from tcnca.generation.step import Quantization, Step, pack, positions, unpack
@@ -35,11 +35,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def unsupported_reason(model: SequenceModel, state: ModelState) -> str | None:
     """Return why a model has no step of this kind, or None if it has."""
-    if find_spec("numba") is None:
-        return "numba: expected it installed (pip install numba)"
     if model.embedding.weight.dtype == torch.float64:
         return "dtype: expected float32 or less, got float64"
-    return steps.unsupported_reason(model, state)
+    return steps.unsupported_reason(model, state) or missing("cpu")
 
 
 class PackedStep(Step):

@@ -126,6 +126,7 @@ class Sampler:
         generator: torch.Generator | None = None,
     ) -> None:
         self.device, self.vocab_size, self._generator = device, vocab_size, generator
+        self._on_gpu = device.type == "cuda"
         self._excludes = excluded is not None
         self._excluded = torch.zeros(vocab_size, dtype=torch.bool, device=device) if excluded is None else excluded
         self._options = [SamplingOptions()] * batch
@@ -154,7 +155,7 @@ class Sampler:
         for number, row in enumerate(rows):
             self._options[row], self._ends[row], self._next = options, self._step, self._step
             self._streams[row] = CounterRNG("generate", *seeds[number]) if seeds else None
-        index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
+        index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=self._on_gpu)
         values = torch.tensor(
             [
                 options.repetition_penalty,
@@ -163,7 +164,7 @@ class Sampler:
                 math.inf if options.top_p in (None, 1.0) else options.top_p,
                 options.min_p or 0.0,
             ]
-        ).to(self.device, non_blocking=True)
+        ).to(self.device, non_blocking=self._on_gpu)
         self._values.index_copy_(0, index, values.expand(len(rows), -1))
         self._seen.index_fill_(0, index, False)
         self._greedy = all(each.temperature == 0.0 for each in self._options)
@@ -210,8 +211,8 @@ class Sampler:
         self._step += 1
 
     def _refill(self, rows: list[int], numbers: Tensor) -> None:
-        index = torch.tensor(rows).to(self.device, non_blocking=True)
-        self._uniforms.index_copy_(0, index, numbers.to(self.device, non_blocking=True))
+        index = torch.tensor(rows).to(self.device, non_blocking=self._on_gpu)
+        self._uniforms.index_copy_(0, index, numbers.to(self.device, non_blocking=self._on_gpu))
         self._used.index_fill_(0, index, 0)
         for row in rows:
             self._ends[row] = self._step + _BLOCK

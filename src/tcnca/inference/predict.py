@@ -19,7 +19,7 @@ from tcnca.data.custom.arrays import ARRAY_SUFFIXES
 from tcnca.data.custom.streams import read_errors
 from tcnca.data.custom.tables import open_lines, read_lines
 from tcnca.errors import ConfigError, DataError, Stopped, TcncaError, plural, shown
-from tcnca.files import atomic_path, partial_path
+from tcnca.files import atomic_path, partial_path, replace_file
 from tcnca.inference.readers import (
     FORMATS,
     ArraysReader,
@@ -318,7 +318,7 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
             # A full disk may have no space for arrays, either.
             with contextlib.suppress(OSError):
                 writer.close()
-                temporary.replace(partial_path(options.out))
+                replace_file(temporary, partial_path(options.out))
                 error.add_note(f"{plural(writer.count, 'prediction')} saved in {partial_path(options.out)}")
             raise
     partial_path(options.out).unlink(missing_ok=True)

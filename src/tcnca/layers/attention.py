@@ -15,15 +15,23 @@ from tcnca.layers.norm import rms_norm
 from tcnca.ops import (
     AttentionActivation,
     AttentionState,
+    ContextParallel,
+    advance,
     chunked_attention,
+    current_context,
     initial_attention_state,
+    offset_bias,
     required_max_length,
     rotary_bias,
     rotate_heads,
     shift_keys,
     split_heads,
+    zero_padding,
 )
+from tcnca.ops.attention.naive import AttentionCall, bias_max_length, line_up, required_slots
 from tcnca.ops.checks import check_state
+from tcnca.ops.context import not_compiled
+from tcnca.ops.ring import push_ring, unroll_ring
 
 Position = Literal["none", "simple", "rotary", "rope"]
 QK_EPS = 1e-10
@@ -162,29 +170,63 @@ class ChunkedAttention(nn.Module):
         """Attend inside chunks.
 
         Args:
-            q, k: `[batch, time, d_key]`.
-            v: `[batch, time, d_value]`.
-            lengths, state, return_state, inplace: as in `Mixer.forward`.
+            q: queries, `[batch, time, d_key]`.
+            k: keys, `[batch, time, d_key]`.
+            v: values, `[batch, time, d_value]`.
+            lengths: `[batch]`, valid tokens of each row; the rest is padding.
+            state: the state that the previous call returned; None at the start of the sequence. Causal only.
+            return_state: whether to return the new state; by default if `state` is given.
+            inplace: whether the memory of `state` may be reused. `state` must not be used again.
 
         Returns:
             `[batch, time, d_value]`, or a tuple of it and the new state.
         """
         return_state = state is not None if return_state is None else return_state
+        context = current_context()
         if self.qk_scale is not None:
             q, k = self._normalize(q, self.qk_scale), self._normalize(k, None)
         last_key: Tensor | None = None
         if self.config.shift_keys:
             if state is not None:
                 check_state("last_key", state.last_key, [k.shape[0], k.shape[2]])
-            k, last_key = shift_keys(k, None if state is None else state.last_key, lengths)
+            before = None if state is None else state.last_key
+            if context is not None:
+                before, k = context.previous(k, before)
+            k, last_key = shift_keys(k, before, lengths)
         if self.config.position == "rope" and not self.config.memory:
             positions = torch.arange(q.shape[1], device=q.device)
+            if context is not None:
+                positions = positions + context.rank * q.shape[1]
             if state is not None:
                 positions = state.position.unsqueeze(1) + positions
             # Only differences inside a chunk matter, and small angles are more precise.
             positions = positions if self.chunk_size is None else positions % self.chunk_size
             q, k = (rotate_heads(x, positions, self.config.num_heads, self.config.rope_width) for x in (q, k))
-        y, new = chunked_attention(
+        if context is None:
+            y, new = self._attend(q, k, v, lengths, state, return_state, inplace)
+        else:
+            y, new = self._attend_part(context, q, k, v, lengths, state, return_state)
+        if not return_state:
+            return y
+        assert new is not None
+        if last_key is not None:
+            if context is not None:
+                last_key = context.pick(last_key, context.last_rank(lengths, last_key, q.shape[1]))
+            new = dataclasses.replace(new, last_key=last_key.to(new.keys.dtype))
+        return y, new
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        state: AttentionState | None,
+        return_state: bool,
+        inplace: bool = False,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """Attend with `tcnca.ops.chunked_attention`."""
+        return chunked_attention(
             q,
             k,
             v,
@@ -201,10 +243,99 @@ class ChunkedAttention(nn.Module):
             return_state=return_state,
             inplace=inplace,
         )
-        if not return_state:
-            return y
-        assert new is not None
-        return y, new if last_key is None else dataclasses.replace(new, last_key=last_key.to(new.keys.dtype))
+
+    @not_compiled
+    def _attend_part(
+        self,
+        context: ContextParallel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        state: AttentionState | None,
+        return_state: bool,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """Attend in a part of a sequence. Nothing is exchanged if all parts consist of whole chunks."""
+        size, time, start = self.chunk_size, q.shape[1], context.rank * q.shape[1]
+        q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
+        if size is None:
+            return self._attend_to_all(context, q, k, v, lengths, state, return_state)
+        if state is not None:
+            before, k, v = self._state_before(context, state, k, v)
+            y, new = self._attend(q, k, v, lengths, before, return_state)
+            return y, None if new is None else context.final_state(new, lengths, time)
+
+        def window(rank: int) -> tuple[int, int]:
+            begin, end = rank * time // size * size, (rank + 1) * time
+            if self.config.memory:
+                begin = max(begin - size, 0)
+                # The state has the slots of two chunks: begin with an even one.
+                begin -= begin % (2 * size) if return_state else 0
+            return begin, end if self.causal else -(-end // size) * size
+
+        windows, left, valid = [window(rank) for rank in range(context.size)], 0, lengths
+        if not context.aligned(windows, time):
+            extended, left = context.fetch(_join(q, k, v), windows)
+            valid = context.extended_lengths(lengths, time, left, extended.shape[1])
+            q, k, v = _split(extended, q, k, v)
+        y, new = self._attend(q, k, v, valid, None, return_state)
+        y = y[:, left : left + time]
+        if new is None:
+            return y, None
+        new = dataclasses.replace(new, position=new.position + start - left)
+        return y, context.final_state(new, lengths, time)
+
+    def _state_before(
+        self, context: ContextParallel, state: AttentionState, k: Tensor, v: Tensor
+    ) -> tuple[AttentionState, Tensor, Tensor]:
+        """Return the state before this part, given that before the sequence, and the keys and values of the part."""
+        slots, caches = state.keys.shape[1], (state.keys, state.values)
+        extended, left = context.extend(_join(k, v), slots)
+        if left < slots:
+            past = _join(*(unroll_ring(cache, state.position) for cache in caches))
+            extended, left = torch.cat([past.to(extended.dtype), extended], 1), left + slots
+        position = state.position + context.rank * k.shape[1]
+        keys, values = (
+            push_ring(torch.zeros_like(cache), position - slots, part, None)
+            for cache, part in zip(caches, _split(extended[:, left - slots : left], k, v), strict=True)
+        )
+        k, v = _split(extended[:, left:], k, v)
+        return AttentionState(keys, values, position), k, v
+
+    def _attend_to_all(
+        self,
+        context: ContextParallel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        state: AttentionState | None,
+        return_state: bool,
+    ) -> tuple[Tensor, AttentionState | None]:
+        """Attend without chunks: every process gets the keys and values of all."""
+        total, device, dtypes = context.size * q.shape[1], q.device, (k, v)
+        k, v = _split(context.unshard(_join(k, v)), *dtypes)
+        whole = None if lengths is None else context.whole_lengths(lengths)
+        fill = torch.zeros(q.shape[0], dtype=torch.long, device=device) if state is None else state.position
+        end = advance(fill, total, whole)
+        bias = self._bias(total, whole, state, return_state)
+        cached = 0 if state is None else state.keys.shape[1]
+        slots = required_slots(cached, end, total, whole, None if bias is None else bias_max_length(bias))
+        if state is None:
+            k, v = k.to(q.dtype)[:, :slots], v.to(q.dtype)[:, :slots]
+        else:
+            k, v = line_up(state.keys, k, fill, slots), line_up(state.values, v, fill, slots)
+        query = fill.unsqueeze(1) + context.rank * q.shape[1] + torch.arange(q.shape[1], device=device)
+        key = torch.arange(slots, device=device)
+        mask = key < end.view(-1, 1, 1)
+        mask = mask & (key <= query.unsqueeze(-1)) if self.causal else mask
+        call = AttentionCall(
+            *(q, k, v, None, self.causal, self.config.activation, bias),
+            *(self.config.dropout if self.training else 0.0, lengths, state, return_state, False),
+            num_heads=self.config.num_heads,
+        )
+        y = call.attend(q.to(k.dtype), k, v, None if bias is None else offset_bias(bias, query, key), mask)
+        return y, AttentionState(k, v, end) if return_state else None
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """Return the state before the first token."""
@@ -259,3 +390,14 @@ class ChunkedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module for `print`."""
         return f"{self.config}, causal={self.causal}"
+
+
+def _join(*parts: Tensor) -> Tensor:
+    """Return the features of all parts side by side, in a dtype that holds them all."""
+    return torch.cat(parts, -1)
+
+
+def _split(joined: Tensor, *like: Tensor) -> list[Tensor]:
+    """Return what `_join` joined, with the widths and dtypes of `like`."""
+    parts = joined.split([each.shape[-1] for each in like], -1)
+    return [part.to(each.dtype) for part, each in zip(parts, like, strict=True)]

@@ -14,7 +14,15 @@ from tcnca.errors import ConfigError, StateError, shown
 from tcnca.layers.mixer import Mixer, MixerConfig
 from tcnca.layers.norm import weight_norm
 from tcnca.layers.tcn import MAX_RECEPTIVE_FIELD
-from tcnca.ops import State, check_lengths, receptive_field, roll_time, zero_padding
+from tcnca.ops import (
+    ContextParallel,
+    State,
+    check_lengths,
+    current_context,
+    receptive_field,
+    roll_time,
+    zero_padding,
+)
 
 BIAS_STD = 0.01
 
@@ -97,14 +105,22 @@ class CDIL(Mixer):
         """Implement `forward`."""
         check_lengths(lengths, x.shape[0], x.shape[1])
         x = zero_padding(x, lengths)
-        center = self.config.kernel_size // 2
+        center, context = self.config.kernel_size // 2, current_context()
         added = torch.zeros_like(x)
         for index, weight in enumerate(weight_norm(self.weight, self.scale)):
             h = x + added
             shifts = [offset << index for offset in range(center, -center - 1, -1)]
-            windows = torch.cat([roll_time(h, shift, lengths) for shift in shifts], -1)
-            added = added + F.relu(F.linear(windows, weight, self.bias[index]))
+            if context is None:
+                rolled = [roll_time(h, shift, lengths) for shift in shifts]
+            else:
+                rolled = _roll_part(context, h, center << index, shifts, lengths)
+            added = added + F.relu(F.linear(torch.cat(rolled, -1), weight, self.bias[index]))
         return added, None
+
+    @property
+    def halo(self) -> None:
+        """None: each convolution exchanges its inputs, which wrap around."""
+        return None
 
     def initial_state(self, batch: int) -> NoReturn:
         """Raise an error: there is none."""
@@ -123,3 +139,20 @@ class CDIL(Mixer):
     def signature(self) -> str:
         """The structure; there is no state to continue from."""
         return f"CDIL(kernel_size={self.config.kernel_size}, depth={self.config.depth})"
+
+
+def _roll_part(
+    context: ContextParallel, x: Tensor, halo: int, shifts: list[int], lengths: Tensor | None
+) -> list[Tensor]:
+    """Return a part of a sequence that is rotated as a whole, by up to `halo` steps; see `roll_time`."""
+    batch, time, width = x.shape
+    if lengths is None:
+        whole = torch.full((batch, 1), context.size * time)
+    else:
+        whole = context.whole_lengths(lengths).cpu().clamp(min=1).unsqueeze(1)
+    # The token that belongs in each slot of the part of each process and its halo, which wraps around.
+    slots = torch.arange(context.size).view(-1, 1, 1) * time + torch.arange(-halo, time + halo)
+    token = slots % whole
+    source = (token // time * batch + torch.arange(batch).unsqueeze(1)) * time + token % time
+    extended = context.route(x.flatten(0, 1), source.flatten(1)).view(batch, time + 2 * halo, width)
+    return [extended[:, halo - shift : halo - shift + time] for shift in shifts]

@@ -105,6 +105,14 @@ class EMA(Mixer):
         y = (averaged + x * self.omega).to(averaged.dtype)
         return F.silu(y) if self.config.output == "activation" else y, new
 
+    @property
+    def halo(self) -> tuple[int, int] | None:
+        """The inputs that a truncated kernel sees; without truncation states are exchanged."""
+        truncation = self.config.truncation
+        if truncation is None:
+            return None
+        return truncation - 1, 0 if self.causal else truncation - 1
+
     def initial_state(self, batch: int) -> EMAState:
         """Return the state before the first token."""
         c, device, dtype = self.config, self.delta.device, self.delta.dtype

@@ -15,11 +15,13 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tcnca.config import Config, check_at_least
-from tcnca.errors import InputError, StateError
-from tcnca.ops import State, autocasts, check_tensor
+from tcnca.errors import ConfigError, InputError, StateError
+from tcnca.ops import ContextParallel, State, autocasts, check_tensor, current_context, zero_padding
+from tcnca.ops.context import continued, not_compiled
 
 
 class ParamOptions(NamedTuple):
@@ -53,6 +55,8 @@ class Mixer(nn.Module, abc.ABC):
 
     state_class: ClassVar[type[State]]
     """Class of the streaming state, whose tensors have the batch as their first dimension."""
+    rounds_inputs: ClassVar[bool] = False
+    """Whether inputs are rounded to the dtype of autocast, where it is on: a halo may be rounded before it is sent."""
 
     def __init__(self, d_model: int, config: MixerConfig, causal: bool) -> None:
         super().__init__()
@@ -88,7 +92,11 @@ class Mixer(nn.Module, abc.ABC):
         if not (state is None or isinstance(state, self.state_class)):
             raise StateError(f"state: expected a {self.state_class.__name__}, got a {type(state).__name__}")
         check_features("x", x, self.d_model, next(self.parameters(), None))
-        y, new = self.mix(x, lengths, state, return_state, inplace)
+        context = current_context()
+        if context is None:
+            y, new = self.mix(x, lengths, state, return_state, inplace)
+        else:
+            y, new = self._mix_part(context, x, lengths, state, return_state)
         if not return_state:
             return y
         assert new is not None
@@ -99,6 +107,48 @@ class Mixer(nn.Module, abc.ABC):
         self, x: Tensor, lengths: Tensor | None, state: Any, return_state: bool, inplace: bool
     ) -> tuple[Tensor, State | None]:
         """Implement `forward`: return the output, in the dtype of the operator's result, and the new state or None."""
+
+    @not_compiled
+    def _mix_part(
+        self,
+        context: ContextParallel,
+        x: Tensor,
+        lengths: Tensor | None,
+        state: Any,
+        return_state: bool,
+    ) -> tuple[Tensor, State | None]:
+        """Mix a part of a sequence, together with its halo if it has one, whose outputs are dropped."""
+        halo = self.halo
+        if halo is None:
+            return self.mix(x, lengths, state, return_state, False)
+        if self.rounds_inputs and autocasts(x.device):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        time, start = x.shape[1], context.rank * x.shape[1]
+        extended, left = context.extend(zero_padding(x, lengths), *halo)
+        if state is not None or return_state:
+            batch = x.shape[0]
+            state = self.initial_state(batch) if state is None else state
+            if left < start:
+                # What is before the halo has no effect on the outputs of the part.
+                state = continued(self.initial_state(batch), state.position + start - left)
+        valid = context.extended_lengths(lengths, time, left, extended.shape[1])
+        with context.suspended():
+            y, new = self.mix(extended, valid, state, return_state, False)
+        return y[:, left : left + time], None if new is None else context.final_state(new, lengths, time)
+
+    @property
+    def halo(self) -> tuple[int, int] | None:
+        """Inputs before and after a part of a sequence that its outputs depend on, for context parallelism.
+
+        A part and its halo are then mixed as one sequence. None if the operators of the mixer exchange what they need.
+        """
+        field = self.receptive_field
+        if field is None:
+            raise ConfigError(
+                f"mixer: expected one with a limited receptive field, or that exchanges its states, in a context of "
+                f"several processes, got {type(self).__name__}; override Mixer.halo"
+            )
+        return field - 1, 0 if self.causal else field - 1
 
     @abc.abstractmethod
     def initial_state(self, batch: int) -> State:

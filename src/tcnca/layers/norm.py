@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnca.ops import zero_padding
+from tcnca.ops import current_context, zero_padding
+from tcnca.ops.context import sum_over_processes
 
 NormKind = Literal["layer", "scale", "rms", "batch", "sync_batch", "none"]
 NORM_KINDS: tuple[str, ...] = get_args(NormKind)
@@ -76,7 +77,8 @@ class BatchNorm(nn.Module):
 
     In training mode the statistics are those of the batch, which include later tokens of a causal model; in
     evaluation mode they are the running means of training.
-    `synchronized` computes them over all processes of the default group.
+    `synchronized` computes them over all processes of the default group, otherwise they are those of this process, and
+    of the others that hold parts of the same sequences (`ContextParallel`).
     """
 
     running_mean: Tensor
@@ -137,26 +139,14 @@ class BatchNorm(nn.Module):
         return mean, var
 
     def _over_processes(self, values: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        if not (self.synchronized and dist.is_available() and dist.is_initialized()):
+        context = current_context()
+        synchronized = self.synchronized and dist.is_available() and dist.is_initialized()
+        if not synchronized and context is None:
             return values, count
-        joined = _Sum.apply(torch.cat([values, count.reshape(1)]))
+        # A sequence that is divided over processes has the statistics of the whole.
+        group = None if synchronized or context is None else context.group
+        joined = sum_over_processes(torch.cat([values, count.reshape(1)]), group)
         return joined[:-1], joined[-1]
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over all processes; the gradient is the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
 
 
 def weight_norm(weight: Tensor, scale: Tensor) -> Tensor:

@@ -127,6 +127,11 @@ class SGConv(Mixer):
             return self.output(y), new
         return F.gelu(y) if self.config.output == "activation" else y, new
 
+    @property
+    def halo(self) -> tuple[int, int]:
+        """The inputs that the kernels see."""
+        return self.config.kernel_length - 1, 0 if self.causal else self.config.kernel_length
+
     def initial_state(self, batch: int) -> LongConvState:
         """Return the state before the first token."""
         return initial_long_conv_state(

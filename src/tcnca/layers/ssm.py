@@ -85,6 +85,11 @@ class SSM(Mixer):
         return initial_ssm_state(batch, *self.sizes, device=self.c.device, dtype=self.c.dtype)
 
     @property
+    def halo(self) -> None:
+        """None: the operators exchange states."""
+        return None
+
+    @property
     def receptive_field(self) -> None:
         """Number of inputs that one output depends on: there is no limit."""
         return None

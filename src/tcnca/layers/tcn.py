@@ -133,6 +133,7 @@ class TCN(Mixer):
     """
 
     state_class = TCNState
+    rounds_inputs = True
     config: TCNConfig
 
     def __init__(self, d_model: int, config: TCNConfig | None = None, causal: bool = True, **fields: Any) -> None:
@@ -195,6 +196,15 @@ class TCN(Mixer):
             inplace=inplace,
         )
         return self.activation(y) if self.config.output == "activation" else y, new
+
+    @property
+    def halo(self) -> tuple[int, int] | None:
+        """One halo for all blocks if they are linear; otherwise every convolution has its own."""
+        c = self.config
+        if c.block != "linear" or len(self.norms) or (self.training and self.dropout.probability):
+            return None
+        future = 0 if self.causal else (c.receptive_field - 1) // (c.kernel_size - 1 or 1) * ((c.kernel_size - 1) // 2)
+        return c.receptive_field - 1 - future, future
 
     def initial_state(self, batch: int) -> TCNState:
         """Return the state before the first token."""

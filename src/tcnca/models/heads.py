@@ -17,7 +17,8 @@ from tcnca.layers.linear import init_normal
 from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Packing
 from tcnca.models.preprocessing import Preprocessing, Standardization
-from tcnca.ops import Activation, State, activation, advance, take_time, zero_padding
+from tcnca.ops import Activation, State, activation, advance, current_context, take_time, zero_padding
+from tcnca.ops.checks import has_float64
 
 Pooling = Literal["mean", "last", "first", "none"]
 Combination = Literal["concat", "features"]
@@ -140,8 +141,8 @@ def _check_classes(preprocessing: Preprocessing, num_classes: int) -> None:
 class PoolState(State):
     """The state of pooling.
 
-    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, since a
-        sum in float32 stops growing after some ten million values.
+    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, if the
+        device has it, since a sum in float32 stops growing after some ten million values.
     position: `[batch]`, tokens seen so far.
     """
 
@@ -254,21 +255,30 @@ class PooledHead(Head):
         state = self.initial_state(features.shape[0], features) if state is None else state
         assert state is not None
         summary = self._summarize(features, lengths, state)
-        position = advance(state.position, features.shape[1], lengths)
+        time, context = features.shape[1], current_context()
+        if context is not None:
+            time, lengths = time * context.size, None if lengths is None else context.whole_lengths(lengths)
+        position = advance(state.position, time, lengths)
         pooled = summary
         if self.pooling == "mean":
             pooled = summary / position.clamp(min=1).unsqueeze(1)
         return pooled.to(features.dtype), PoolState(summary, position) if return_state else None
 
     def _summarize(self, features: Tensor, lengths: Tensor | None, state: PoolState) -> Tensor:
+        context = current_context()
         if self.pooling == "mean":
             # The sum of a call is short; that of the stream is in float64.
             precise = torch.promote_types(features.dtype, torch.float32)
-            return state.summary + zero_padding(features, lengths).sum(1, dtype=precise)
+            total = zero_padding(features, lengths).sum(1, dtype=precise)
+            return state.summary + (total if context is None else context.sum(total))
         index = torch.zeros_like(state.position)
         if self.pooling == "last":
             index = index + (features.shape[1] if lengths is None else lengths) - 1
         picked = take_time(features, index.clamp(min=0).unsqueeze(1)).squeeze(1).to(state.summary.dtype)
+        if context is not None:
+            last = context.last_rank(lengths, features, features.shape[1])
+            picked = context.pick(picked, last if self.pooling == "last" else torch.zeros_like(last))
+            lengths = None if lengths is None else context.whole_lengths(lengths)
         fresh = torch.ones_like(state.position, dtype=torch.bool) if lengths is None else lengths > 0
         fresh = fresh & (state.position == 0) if self.pooling == "first" else fresh
         return torch.where(fresh.unsqueeze(1), picked, state.summary)
@@ -277,7 +287,8 @@ class PooledHead(Head):
         """Return the state before the first token, for features with the dtype of `like`; None without pooling."""
         if self.pooling == "none":
             return None
-        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=torch.float64)
+        precise = torch.float64 if has_float64(like.device) else torch.float32
+        summary = torch.zeros(batch, like.shape[-1], device=like.device, dtype=precise)
         return PoolState(summary, torch.zeros(batch, dtype=torch.long, device=like.device))
 
     def forward(self, pooled: Tensor, packing: Packing, time: int, embedding: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.prediction import Predictions, predict
 from tcnca.models.preprocessing import Preprocessing
-from tcnca.ops import State, autocasts, check_values, length_mask, zero_padding
+from tcnca.ops import State, autocasts, check_values, current_context, length_mask, zero_padding
 from tcnca.ops.state import MAX_POSITION
 
 _LARGE_STATE = 2**30
@@ -87,9 +87,10 @@ class ModelConfig(LayerConfig):
 class ModelState(State):
     """The streaming state of a causal model.
 
-    layers: one state for each layer.
-    pool: the state of the head, if it pools over time.
-    signature: the structure of the model that the state belongs to.
+    Attributes:
+        layers: one state for each layer.
+        pool: the state of the head, if it pools over time.
+        signature: the structure of the model that the state belongs to.
     """
 
     layers: tuple[LayerState, ...]
@@ -100,9 +101,10 @@ class ModelState(State):
 class ModelOutput(NamedTuple):
     """What a model returns.
 
-    logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
-        `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
-    state: the state of a causal model after these tokens; None if it was not requested or there is none.
+    Attributes:
+        logits: `[batch, time, vocab_size]` of a language model, `[batch, num_classes]` of a classifier, the values
+            `[batch, outputs]` of a regression; with pooling `none` `[batch, time, …]`. Zeros at padding.
+        state: the state of a causal model after these tokens; None if it was not requested or there is none.
     """
 
     logits: Tensor
@@ -255,7 +257,8 @@ class SequenceModel(nn.Module):
             second: the second document of a pair, like `x`.
             lengths: `[batch]`, valid tokens of each row; the rest is padding.
             attention_mask: `[batch, time]`, true for valid tokens; padding can be anywhere in the row.
-            lengths2, attention_mask2: the same for `second`.
+            lengths2: `lengths` of `second`.
+            attention_mask2: `attention_mask` of `second`.
             cu_seqlens: `[documents + 1]`: `x` is one row of documents, document `i` from `cu_seqlens[i]` to
                 `cu_seqlens[i + 1]`. Each is a separate sequence, also in the state. The cost is that of as many rows of
                 the longest document: pack documents of similar lengths.
@@ -310,6 +313,9 @@ class SequenceModel(nn.Module):
         pad_token_id = self.embedding.pad_token_id
         if pad_token_id is not None and lengths is None and attention_mask is None and cu_seqlens is None:
             attention_mask = x != pad_token_id
+        context = current_context()
+        if context is not None:
+            context.check_time(x.shape[1], x.device)
         packing = make_packing(x, lengths, attention_mask, cu_seqlens, max_seqlen, "2" if name == "second" else "")
         rows, valid = packing.rows(x), packing.lengths
         if state is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tcnca.config import check, check_choice
 from tcnca.errors import CheckpointError, ConfigError, shown
-from tcnca.files import read_json
+from tcnca.files import read_json, replace_file
 from tcnca.models.model import ModelConfig, SequenceModel
 from tcnca.models.preprocessing import Preprocessing
 from tcnca.ops.quantize import dequantize_rows, quantize_rows
@@ -72,7 +72,7 @@ def save(model: SequenceModel, folder: str | Path, dtype: SavedDtype | None = No
         # Safetensors makes files private to the owner; both files should follow the umask.
         Path(temporary, WEIGHTS_FILE).chmod(Path(temporary, CONFIG_FILE).stat().st_mode)
         for name in (WEIGHTS_FILE, CONFIG_FILE):
-            os.replace(Path(temporary, name), folder / name)
+            replace_file(Path(temporary, name), folder / name)
     return folder
 
 

@@ -19,6 +19,7 @@ from tcnca.ops.attention.naive import (
     split_heads,
 )
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
@@ -28,7 +29,7 @@ from tcnca.ops.ssm.api import ScanBackend, SSMBackend, SSMState, diagonal_scan, 
 from tcnca.ops.ssm.naive import ssm_kernel
 from tcnca.ops.state import State
 from tcnca.ops.tcn.api import TCNBackend, tcn
-from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, receptive_field
+from tcnca.ops.tcn.naive import TCNState, initial_tcn_state, lag_counts, receptive_field
 
 __all__ = [
     "ACTIVATIONS",
@@ -36,6 +37,7 @@ __all__ = [
     "Activation",
     "AttentionActivation",
     "AttentionState",
+    "ContextParallel",
     "EMABackend",
     "EMAState",
     "LongConvState",
@@ -53,6 +55,7 @@ __all__ = [
     "check_tensor",
     "check_values",
     "chunked_attention",
+    "current_context",
     "diagonal_scan",
     "dropout",
     "ema",
@@ -63,6 +66,7 @@ __all__ = [
     "initial_long_conv_state",
     "initial_ssm_state",
     "initial_tcn_state",
+    "lag_counts",
     "length_mask",
     "long_conv",
     "offset_bias",

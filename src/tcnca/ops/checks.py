@@ -60,6 +60,21 @@ def check_lengths(lengths: Tensor | None, batch: int, time: int, name: str = "le
         )
 
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Kinds of devices that compute in float32 at most: Apple's GPUs."""
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64."""
+    return device.type not in WITHOUT_FLOAT64
+
+
+def check_float64(name: str, device: torch.device) -> None:
+    """Raise an error unless a device computes in float64."""
+    if not has_float64(device):
+        raise InputError(f"{name}: expected a CPU or a CUDA device, which compute in float64, got {device.type}")
+
+
 def autocasts(device: torch.device) -> bool:
     """Return whether autocast is on for a device; the `meta` device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

@@ -32,6 +32,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DRIVER_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 MIN_CAPABILITY = (8, 0)  # asynchronous copies, and tensor cores for bfloat16
 
+_AMD = "device: expected an NVIDIA GPU for the kernels, got one of AMD, which runs PyTorch's own operators"
+
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Compiler = Literal["triton", "nvrtc"]
@@ -133,31 +135,37 @@ def unsupported_reason(compiler: Compiler | None, device: torch.device) -> str |
     if device.type == "cuda":
         return device_reason(device.index or 0) or missing(compiler)
     if not (INTERPRETED and compiler == "triton"):
-        return "device: expected a CUDA device, got the CPU"
+        return f"device: expected a CUDA device, got {'the CPU' if device.type == 'cpu' else device.type}"
     return _triton_missing()
 
 
 @_constant
 def should_use(compiler: Compiler | None, device: torch.device, op: str) -> bool:
-    """Return whether `auto` may use kernels of a compiler on a device; warn once if only an installation is missing."""
+    """Return whether `auto` may use kernels of a compiler on a device.
+
+    Warn once if only an installation is missing, or if the GPU is one of AMD, which PyTorch also calls `cuda`.
+    """
     if compiler is None:
         return True
-    if device.type != "cuda" or device_reason(device.index or 0) is not None:
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        _warn_once(f"{_AMD}; set {SETTING}=off in the environment to silence this warning")
+        return False
+    if device_reason(device.index or 0) is not None:
         return False
     reason = missing(compiler)
     if reason is not None:
-        _warn_once(reason, op)
+        _warn_once(
+            f"{reason}. Until then {op} runs with PyTorch's own operators: same results, but slower; "
+            f"{SETTING}=off in the environment silences this warning"
+        )
     return reason is None
 
 
 @functools.cache
-def _warn_once(reason: str, op: str) -> None:
-    warnings.warn(
-        f"{reason}. Until then {op} runs with PyTorch's own operators: same results, but slower; "
-        f"{SETTING}=off in the environment silences this warning",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def transform_reason() -> str | None:
@@ -187,6 +195,8 @@ def tensors_reason(floating: Sequence[Tensor], *others: Tensor | None) -> str | 
 @functools.cache
 def device_reason(index: int) -> str | None:
     """Return why the CUDA device of this index can run none of the kernels, or None if it can."""
+    if torch.version.hip is not None:
+        return _AMD
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "device: expected an NVIDIA GPU, PyTorch finds none"
     capability = torch.cuda.get_device_capability(index)

@@ -23,8 +23,9 @@ _FEW_TOKENS = 8
 class LongConvState(State):
     """The inputs that a causal convolution still needs.
 
-    window: `[batch, taps - 1, channels]`, a ring buffer of the last inputs.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        window: `[batch, taps - 1, channels]`, a ring buffer of the last inputs.
+        position: `[batch]`, tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"window"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from tcnca.errors import ConfigError, StateError, TcncaError, shown
 from tcnca.files import check_regular, parse_json
+from tcnca.ops.checks import has_float64
 from tcnca.ops.padding import take_time
 
 _MAX_HEADER = 2**24
@@ -130,6 +132,8 @@ class State:
             if not isinstance(value, Tensor):
                 return value
             target = kind if kind is not None and value.is_floating_point() else value.dtype
+            if target == torch.float64 and not has_float64(value.device if device is None else device):
+                target = torch.float32
             return value.to(device=device, dtype=target, non_blocking=non_blocking, copy=True)
 
         changed = {}
@@ -315,7 +319,10 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def read_tensors(path: Path, error: type[TcncaError]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, mapped and not read, and its metadata; or raise an `error`."""
+    """Return the tensors of a safetensors file, mapped and not read, and its metadata; or raise an `error`.
+
+    On Windows they are copies, since a file that is mapped can be neither replaced nor removed there.
+    """
     try:
         check_regular(path)
         with path.open("rb") as file:
@@ -324,7 +331,10 @@ def read_tensors(path: Path, error: type[TcncaError]) -> tuple[dict[str, Tensor]
             raise SafetensorError(f"a header of {size:,} bytes, more than {_MAX_HEADER:,}")
         with safe_open(path, framework="pt") as content:
             names = content.keys()
-            return {name: content.get_tensor(name) for name in names}, content.metadata() or {}
+            tensors = {name: content.get_tensor(name) for name in names}
+            if os.name == "nt":
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            return tensors, content.metadata() or {}
     except OSError as reason:
         raise error(f"{path}: cannot be read as safetensors ({reason.strerror or reason})") from reason
     except Exception as reason:  # besides its own error, safetensors raises that of a dtype that PyTorch lacks

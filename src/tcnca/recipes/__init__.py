@@ -73,7 +73,7 @@ def find(name: str, what: Literal["recipe", "variants"] = "recipe", near: Path |
         what: it names.
         near: folder to which a path is relative; None for the working directory.
     """
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
+    if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         path = Path(name) if near is None else near / name
         if not os.path.isfile(path):  # False, and not an error, for names that are too long
             raise ConfigError(f"{what}: expected a file, got {shown(str(path))[1:-1]}, which does not exist")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tcnca.bench.report import MODES, PUBLISHED, Report, format_sizes, read_json
 from tcnca.errors import ConfigError, plural
+from tcnca.extras import require
 from tcnca.files import atomic_write
 from tcnca.report.results import RunResult, describe_hardware, read_results, results_of, speed_paths
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
@@ -79,6 +80,7 @@ def _values(table: Table, results: Sequence[RunResult]) -> tuple[list[str], dict
 
 def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     """Write `report.html` and `report.md` from the results in a folder. Returns both paths."""
+    require("plots", "figures of the report")
     results = read_results(folder)
     speed = {_relative(path, out): read_json(path) for path in speed_paths(folder)}
     (out / FIGURES).mkdir(parents=True, exist_ok=True)

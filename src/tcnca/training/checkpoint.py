@@ -59,6 +59,8 @@ class TrainState:
     """Sums since the last line of the log, by process."""
     compile_seconds: Seconds = 0.0
     """Time of the first steps, while code is compiled; the schedule of a time budget leaves it out."""
+    grown_at: NonNegativeInt | None = None
+    """The first step with batches of full size, once it is known; for batches that grow."""
 
 
 @dataclasses.dataclass(kw_only=True)

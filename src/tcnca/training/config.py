@@ -25,7 +25,7 @@ from tcnca.errors import ConfigError
 
 ScheduleKind = Literal["linear", "cosine", "wsd"]
 Precision = Literal["float32", "bf16"]
-Parallel = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp"]
 NonFinite = Literal["stop", "skip"]
 OptimizerName = Literal["adamw", "muon"]
 
@@ -69,8 +69,18 @@ class BatchConfig(Config, shorthand="size"):
     """Examples per step, over all processes; for a language model, tokens."""
     grad_accum_steps: PositiveInt = 1
     """Parts into which each process cuts its share, computed one after the other, to need less memory."""
+    initial_size: PositiveInt | None = None
+    """`size` at the start of the run, a divisor of it; None for `size` throughout. Small batches take more steps on the
+    same data, which gains most early on."""
+    grow_at: Fraction = 0.5
+    """Fraction of the run after which batches grow from `initial_size` to `size`."""
     seed: Seed = 0
     """Seed of the order of examples, of the weights and of dropout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_size is not None and self.size % self.initial_size:
+            raise ConfigError(f"initial_size: expected a divisor of batch.size, {self.size}, got {self.initial_size}")
 
 
 class OptimizerConfig(Config, shorthand="name"):
@@ -167,6 +177,18 @@ class CheckpointConfig(Config):
     """How many of the last checkpoints to keep; the best one is kept as well."""
 
 
+class ParallelConfig(Config, shorthand="strategy"):
+    """What several processes share. Without effect on one process."""
+
+    strategy: Strategy = "ddp"
+    """What all processes share: the data (`ddp`), or weights, gradients and optimizer as well (`fsdp`)."""
+    data: PositiveInt | None = None
+    """Parts of a batch, each of which has its own rows; None for as many as the processes allow."""
+    context: PositiveInt = 1
+    """Processes that divide the time axis of the same rows, for sequences that are too long for one. `data` times
+    `context` is the number of processes. See docs/scaling.md."""
+
+
 class RuntimeConfig(Config):
     """How to compute."""
 
@@ -185,8 +207,8 @@ class RuntimeConfig(Config):
     activation_checkpointing: bool | Literal["cheap"] = False
     """Whether to recompute layers in the backward pass instead of keeping their activations: less memory. `cheap`
     recomputes only what costs next to nothing, in compiled layers."""
-    parallel: Parallel = "ddp"
-    """What several processes share: the data (`ddp`), or weights, gradients and optimizer as well (`fsdp`)."""
+    parallel: ParallelConfig = ParallelConfig()
+    """What several processes share: `ddp`, `fsdp`, or `{data: 2, context: 4}`."""
     log_every: PositiveInt = 50
     """Steps between log lines."""
 

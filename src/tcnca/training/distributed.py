@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tcnca.errors import ConfigError, PeerError
 from tcnca.models import SequenceModel
+from tcnca.ops import ContextParallel
 from tcnca.ops.cache import cache_folder, private_folder
-from tcnca.training.config import RuntimeConfig
+from tcnca.training.config import ParallelConfig, RuntimeConfig
 from tcnca.training.signals import end_by_sigterm
 
 _MAX_COMPILED_SHAPES = 64
@@ -96,9 +97,11 @@ def check_device(device: str | None) -> None:
     """Raise a ConfigError unless `device` is None or available here."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: expected cpu, since no GPU was found, got cuda")
-    if device not in (None, "cpu", "cuda"):
-        hint = "; a GPU is called cuda" if device == "gpu" else ""
-        raise ConfigError(f"--device: expected cpu or cuda, got {device}{hint}")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("--device: expected cpu, since no GPU of Apple was found, got mps")
+    if device not in (None, "cpu", "cuda", "mps"):
+        hint = "; a GPU is called cuda, that of Apple mps" if device == "gpu" else ""
+        raise ConfigError(f"--device: expected cpu, cuda or mps, got {device}{hint}")
 
 
 @contextlib.contextmanager
@@ -106,10 +109,12 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
     """Join the process group if `torchrun` started this process, and leave it at the end.
 
     Args:
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
     """
     check_device(device)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "mps" and world_size > 1:
+        raise ConfigError(f"--device: expected cpu or cuda for {world_size} processes, got mps")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if place.type == "cuda":
@@ -190,14 +195,33 @@ def parallelize(
                 layer.forward = _DynamicForward(layer.forward)
             else:
                 layer.compile(dynamic=False)
-    if context.world_size > 1 and runtime.parallel == "fsdp":
+    if context.world_size > 1 and runtime.parallel.strategy == "fsdp":
         mesh = init_device_mesh(context.device.type, (context.world_size,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    if context.world_size > 1 and runtime.parallel == "ddp":
+    if context.world_size > 1 and runtime.parallel.strategy == "ddp":
         return DistributedDataParallel(model)
     return model
+
+
+def make_context(parallel: ParallelConfig, dist: DistContext) -> ContextParallel | None:
+    """Return the processes that share the rows of this one; None if it has rows of its own.
+
+    Processes of one context have consecutive ranks, so that most of what they exchange stays on a machine.
+    """
+    processes, context = dist.world_size, parallel.context
+    if processes == 1:
+        return None
+    data = parallel.data or processes // context
+    if data * context != processes:
+        raise ConfigError(
+            f"runtime.parallel: expected data times context to be {processes}, the number of processes, got "
+            f"{parallel.data or 'any number'} times {context}; start as many with torchrun, or change one of them"
+        )
+    if context == 1:
+        return None
+    return ContextParallel(init_device_mesh(dist.device.type, (data, context), mesh_dim_names=("data", "context")))
 
 
 class _DynamicForward:

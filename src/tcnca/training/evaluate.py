@@ -23,6 +23,7 @@ from tcnca.errors import ConfigError, DataError, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import ModelState, SequenceModel, evaluating, load
 from tcnca.models.serialization import CONFIG_FILE
+from tcnca.ops.checks import has_float64
 from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
@@ -86,8 +87,8 @@ def evaluate(
     chunk_size = (config.chunk_size or (attention and attention.chunk_size) or 1) if streams else None
     # The cost of full attention is quadratic in the length of a call.
     joins = attention is None or config.chunk_size is not None or attention.chunk_size is not None
-    # On the device, which is not waited for until the end; Apple's has no float64.
-    totals = torch.zeros(2, dtype=torch.float64, device="cpu" if dist.device.type == "mps" else dist.device)
+    # On the device, which is not waited for until the end, if it has float64.
+    totals = torch.zeros(2, dtype=torch.float64, device=dist.device if has_float64(dist.device) else "cpu")
     states: dict[int, ModelState | None] = {}
     rows = time = answered = before = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
@@ -111,7 +112,8 @@ def evaluate(
                 output = model(**part.model_inputs(), **carry, return_state=keep)
                 if keep:
                     states[row] = output.state
-                totals += torch.stack([each.to(totals) for each in task.metric_sums(output.logits, part)])
+                sums = task.metric_sums(output.logits, part)
+                totals += torch.stack([each.to(totals.device).to(totals.dtype) for each in sums])
                 answered += host.tokens if task.kind == "language" else len(host) * last
                 if progress is not None:
                     read = before + (done - before) * (index + 1) / number

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from tcnca.config import NonNegativeInt, Range, Seconds, check
 from tcnca.errors import ConfigError, format_score
+from tcnca.extras import missing
 from tcnca.files import atomic_write, disk_errors, parse_json, to_json
+from tcnca.ops.checks import has_float64
 from tcnca.training.distributed import DistContext
 
 LOG = "log.jsonl"
@@ -70,6 +72,7 @@ class Meter:
     def __init__(self, dist: DistContext, state: Sequence[MeterState] = ()) -> None:
         """`state` is what `Meter.state` returned when the run was saved, on any number of processes."""
         self.dist = dist
+        self._sums_device = dist.device if has_float64(dist.device) else torch.device("cpu")
         self._nonfinite = torch.full((), -1, dtype=torch.int64, device=dist.device)
         self._clear()
         if state:
@@ -99,7 +102,7 @@ class Meter:
 
     def first_nonfinite(self) -> int | None:
         """Return the first step whose loss or gradient was not finite on any process."""
-        step = int(self.dist.all_reduce_max(self._nonfinite.double()))
+        step = int(self.dist.all_reduce_max(self._exact(self._nonfinite)))
         return None if step < 0 else step
 
     @contextlib.contextmanager
@@ -113,7 +116,7 @@ class Meter:
         """Return the sums of every process since the last `read`, to be saved with a checkpoint."""
         if not self.steps:
             return []
-        sums = torch.stack([self.loss.double(), self.grad_norm.double(), self._tokens()])
+        sums = torch.stack([self._exact(self.loss), self._exact(self.grad_norm), self._tokens()])
         seconds = time.monotonic() - self.started
         return [
             MeterState(
@@ -129,7 +132,7 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Return the means since the last `read`, and start again."""
-        loss, tokens = self.dist.all_reduce_sum(torch.stack([self.loss.double(), self._tokens()])).tolist()
+        loss, tokens = self.dist.all_reduce_sum(torch.stack([self._exact(self.loss), self._tokens()])).tolist()
         seconds = max(time.monotonic() - self.started, 1e-9)
         counted = self.steps - self.skipped
         values = {
@@ -145,7 +148,10 @@ class Meter:
         return values
 
     def _tokens(self) -> Tensor:
-        return torch.tensor(float(self.tokens), dtype=torch.float64, device=self.dist.device)
+        return torch.tensor(float(self.tokens), dtype=torch.float64, device=self._sums_device)
+
+    def _exact(self, value: Tensor) -> Tensor:
+        return value.to(self._sums_device).double()
 
 
 def _number(saved: float | None) -> float:
@@ -161,7 +167,7 @@ def _merged(state: Sequence[MeterState], dist: DistContext) -> MeterState:
 
 
 def _peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory of the GPU, or of this process on a CPU, where the system reports it."""
+    """Return the peak memory of an NVIDIA GPU, or else of this process, where the system reports it."""
     if device.type == "cuda":
         return {"memory_gib": torch.cuda.max_memory_allocated() / 2**30}
     try:
@@ -223,7 +229,7 @@ class Logger:
 
     def preload(self) -> None:
         """Import what writes TensorBoard files, which is slow, so that the first steps do not wait for it."""
-        if self.enabled:
+        if self.enabled and not missing("tensorboard"):
             importlib.import_module("tensorboard.summary.writer.record_writer")
 
     def print(self, text: str) -> None:
@@ -290,14 +296,16 @@ class Logger:
 
     def _store(self, values: Mapping[str, Any]) -> None:
         with disk_errors(self.folder):
-            if self._file is None or self._tensorboard is None:
+            if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = _open_log(self.folder)
                 path = self.folder / TENSORBOARD
-                self._tensorboard = _TensorBoardWriter(path, values["step"] if path.exists() else None)
+                if not missing("tensorboard"):
+                    self._tensorboard = _TensorBoardWriter(path, values["step"] if path.exists() else None)
             self._file.write(to_json({"time": time.time(), **values}) + "\n")
             self._file.flush()
-            self._tensorboard.add(_scalars(values), values["step"])
+            if self._tensorboard is not None:
+                self._tensorboard.add(_scalars(values), values["step"])
 
     def _text(self, step: int) -> str:
         values = self._values

@@ -103,6 +103,7 @@ def hardware(device: torch.device, count: int = 1) -> dict[str, Any]:
         facts = torch.cuda.get_device_properties(device)
         memory = round(facts.total_memory / 2**30, 1)
         return {"device": "cuda", "name": facts.name, "count": count, "memory_gib": memory}
+    # Also of Apple's GPUs, which are part of the processor.
     threads = torch.get_num_threads()
     return {"device": device.type, "name": _processor(), "cores": available_cores(), "threads": threads}
 

@@ -93,9 +93,9 @@ class Recipe(Config):
         return apply(dataclasses.replace(self, cpu=kept), paths)
 
     def for_device(self, device: str) -> Recipe:
-        """Return the recipe of a run on `cpu` or `cuda`: on a CPU, with the changes of its key `cpu` made."""
+        """Return the recipe of a run on a kind of device: except on `cuda`, with the changes of its key `cpu` made."""
         plain = dataclasses.replace(self, cpu={})
-        return apply(plain, self.cpu) if device == "cpu" else plain
+        return plain if device == "cuda" else apply(plain, self.cpu)
 
     def to_yaml(self) -> str:
         """Return the recipe as the text of a file."""

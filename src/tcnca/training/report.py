@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tcnca.config import NonNegativeInt, Seconds
 from tcnca.errors import TrainingError, escape_control, format_score
+from tcnca.extras import missing
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
 from tcnca.training.logger import read_log
@@ -221,9 +222,9 @@ def _versions(launch: Launch) -> str:
 
 
 def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | None:
-    """Draw the log of a run into `curves.png`; None if nothing was logged yet."""
+    """Draw the log of a run into `curves.png`; None if nothing was logged yet, or without matplotlib."""
     lines = read_log(folder)
-    if not lines:
+    if not lines or missing("plots"):
         return None
     # Slow to import, and needed only here.
     import matplotlib.style

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
+"""Signals that ask a process to save and end. SIGBREAK is the one that processes send each other on Windows."""
 _DUPLICATE_SECONDS = 1.0
 """A second SIGINT within this time is ignored: `torchrun` forwards the one that the terminal has already sent."""
 
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[str]]:
-    """Collect the names of SIGINT and SIGTERM instead of ending the process. A second Ctrl-C interrupts at once.
+    """Collect the names of `STOP_SIGNALS` instead of ending the process. A second Ctrl-C interrupts at once.
 
     Outside the main thread, where Python handles no signals, nothing is collected.
     """
@@ -31,13 +35,26 @@ def catch_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield caught
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def ask_to_end(process: subprocess.Popen[Any]) -> None:
+    """Let a process that was started with `start_options` save and end. On Windows, `terminate` would kill it."""
+    if process.poll() is None:
+        process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM))
+
+
+def start_options() -> dict[str, Any]:
+    """Return arguments of `subprocess.Popen` for a process that `ask_to_end` can end."""
+    # On Windows, an event is sent to a group of processes, which must not be our own.
+    flag = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+    return {"creationflags": flag} if flag else {}
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import LanguageTask
 from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
+from tcnca.extras import missing
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
@@ -29,6 +30,7 @@ from tcnca.training.distributed import (
     DistContext,
     dist_context,
     gradient_sync,
+    make_context,
     parallelize,
     preload_compiler,
     should_compile,
@@ -59,7 +61,7 @@ class Trainer:
         out: the run directory; None for `runs/` and the name of the recipe.
         budget: seconds to train, in place of a number of steps. A resumed run keeps the budget it was started with.
         resume: continue from the last checkpoint in `out`.
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
         command: command that repeats the run, for the report.
         verbose: print progress.
@@ -107,7 +109,7 @@ class Trainer:
                 if self.dist.world_size > 1:
                     # Free what holds on to the process group before the processes leave it: DDP that is freed later
                     # may wait forever for a thread of the group.
-                    del self.model, self.train_model, self.optimizers
+                    del self.model, self.train_model, self.optimizers, self.context
                     gc.collect()
 
     def _run(self) -> Result:
@@ -133,11 +135,13 @@ class Trainer:
         self.compiled = should_compile(recipe.runtime, self.dist.device)
         if self.compiled:
             preload_compiler()
+        self.context = make_context(recipe.runtime.parallel, self.dist)
         self.task = recipe.build_task()
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
-        # Compile once for all lengths of rows: code for one length is 1 to 5 % faster, but takes 10 s for each of them.
-        dynamic = isinstance(self.task, LanguageTask) and len(set(self.task.chunks_per_row)) > 1
+        # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
+        grows = recipe.batch.initial_size is not None
+        dynamic = isinstance(self.task, LanguageTask) and (grows or len(set(self.task.chunks_per_row)) > 1)
         self.train_model = parallelize(self.model, recipe.runtime, self.dist, dynamic=dynamic)
         self.graphed_step: TrainingGraphs | None = None
         if should_capture(recipe.runtime, self.dist):
@@ -154,7 +158,7 @@ class Trainer:
         started = saved = time.monotonic()
         earlier, first_step = state.seconds, state.step
         with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as stack:
-            upcoming = pool.submit(self._load_batches, state.step)
+            upcoming = pool.submit(self._load_batches, *self._batch_size_and_index(state.step))
             if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
                 # A process that ends while the thread computes may crash.
                 stack.callback(self._preload_kernels(upcoming.result()[0]).join)
@@ -185,7 +189,8 @@ class Trainer:
                     return caught[0] if caught else "SIGPIPE" if self.logger.broken_pipe else "another process"
 
                 # One step; the batches of the next one are loaded meanwhile.
-                batches, upcoming = upcoming, pool.submit(self._load_batches, state.step + 1)
+                following = self._batch_size_and_index(state.step + 1)
+                batches, upcoming = upcoming, pool.submit(self._load_batches, *following)
                 meter.add(state.step, self._step(self._lr(progress), batches))
                 state.step += 1
                 stack.close()  # after the first step
@@ -245,14 +250,28 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradients of a micro-batch on the device, and return its loss."""
-        with autocast(self.dist.device, self.recipe.runtime.precision):
-            logits = self.train_model(**batch.model_inputs(), return_state=False).logits
-            loss = self.task.loss(logits, batch) * batch.weight / self.recipe.batch.grad_accum_steps
-        loss.backward()
+        with self.context or contextlib.nullcontext():
+            with autocast(self.dist.device, self.recipe.runtime.precision):
+                logits = self.train_model(**batch.model_inputs(), return_state=False).logits
+                loss = self.task.loss(logits, batch) * batch.weight / self.recipe.batch.grad_accum_steps
+            loss.backward()
         return loss.detach()
 
-    def _load_batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of this process for a step."""
+    def _batch_size_and_index(self, step: int) -> tuple[int, int]:
+        """Return the size of the batch of a step, and its index among all batches of that size."""
+        config, state = self.recipe.batch, self.state
+        if config.initial_size is None:
+            return config.size, step
+        if state.grown_at is None and self._progress(step) >= config.grow_at:
+            state.grown_at = step
+        if state.grown_at is None or step < state.grown_at:
+            return config.initial_size, step
+        # Continue after the data that the small batches have read.
+        read = math.ceil(state.grown_at * config.initial_size / config.size)
+        return config.size, read + step - state.grown_at
+
+    def _load_batches(self, size: int, index: int) -> list[Batch]:
+        """Return the micro-batches of this process, of the batch at `index` among those of `size`."""
         config, parts = self.recipe.batch, self.recipe.batch.grad_accum_steps
         on_gpu, batches = self.dist.device.type == "cuda", []
         # Code is compiled, and graphs are captured, for few shapes.
@@ -260,11 +279,15 @@ class Trainer:
         if on_gpu:
             # A thread starts on the first GPU, not on the one that its process uses.
             torch.cuda.set_device(self.dist.device)
-        for index in range(parts):
-            rank = self.dist.rank * parts + index
-            batch = self.task.batch(step, config.size, config.seed, rank, self.dist.world_size * parts)
+        # Processes of one context read the same rows.
+        processes = 1 if self.context is None else self.context.size
+        for part in range(parts):
+            rank = self.dist.rank // processes * parts + part
+            batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size // processes * parts)
             if pads and self.task.kind not in ("language", "forecast"):
                 batch = batch.pad_to_bucket()
+            if self.context is not None:
+                batch = batch.divide(self.context.rank, self.context.size)
             batches.append(batch.pin_memory() if on_gpu else batch)
         return batches
 
@@ -291,10 +314,10 @@ class Trainer:
         thread.start()
         return thread
 
-    def _progress(self) -> float:
-        """Return the share of the run that is done: of its steps, or of its time budget."""
+    def _progress(self, step: int | None = None) -> float:
+        """Return the share of the run that is done before a step, by default the next: of its steps, or of its time."""
         if self.budget is None:
-            return self.state.step / self.recipe.schedule.max_steps
+            return (self.state.step if step is None else step) / self.recipe.schedule.max_steps
         seconds = self.state.seconds
         # Not more than all seconds, whatever a file says.
         compiling = min(self.state.compile_seconds, seconds)
@@ -388,7 +411,7 @@ class Trainer:
 
     def _resolve_recipe(self) -> None:
         """Apply the changes that the recipe has for a device. A resumed run keeps those that it was started with."""
-        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda")}
+        wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda", "mps")}
         self.recipe = wanted[self.dist.device.type]
         if self.resume and (self.out / RECIPE).is_file():
             started = load_recipe(str(self.out / RECIPE))
@@ -461,6 +484,9 @@ class Trainer:
         dist.barrier()
         for note in self.task.notes():
             self.logger.print(f"warning: {note}")
+        for extra, what in (("plots", f"{report.CURVES} is not drawn"), ("tensorboard", "no files for TensorBoard")):
+            if reason := missing(extra):
+                self.logger.print(f"{what}: {reason}")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
         sizes = self.task.value_shape

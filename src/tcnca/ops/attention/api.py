@@ -54,8 +54,9 @@ def chunked_attention(
     """Compute attention inside chunks that do not overlap.
 
     Args:
-        q, k: `[batch, time, d_key]`.
-        v: `[batch, time, d_value]`.
+        q: queries, `[batch, time, d_key]`.
+        k: keys, `[batch, time, d_key]`.
+        v: values, `[batch, time, d_value]`.
         chunk_size: tokens in a chunk, or None for full attention.
         num_heads: heads, each of which has an equal part of the features of `q`, `k` and `v`, in order.
         memory: whether a chunk also sees the keys and values of the chunk before it, into which no gradient flows, as

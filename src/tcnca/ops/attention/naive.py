@@ -39,12 +39,13 @@ _MAX_GRID = 65_535
 class AttentionState(State):
     """Keys and values of the unfinished chunk.
 
-    keys: `[batch, slots, d_key]`; slot `j` holds place `j` of the chunk. There are as many slots as the chunk has
-        tokens; for full attention at least as many as the longest row has. With memory there are the slots of two
-        chunks, and time `t` is in slot `t mod slots`.
-    values: `[batch, slots, d_value]`.
-    position: `[batch]`, tokens seen so far.
-    last_key: `[batch, d_key]`, the key of the last token before it is rotated, if keys are shifted; else None.
+    Attributes:
+        keys: `[batch, slots, d_key]`; slot `j` holds place `j` of the chunk. There are as many slots as the chunk has
+            tokens; for full attention at least as many as the longest row has. With memory there are the slots of two
+            chunks, and time `t` is in slot `t mod slots`.
+        values: `[batch, slots, d_value]`.
+        position: `[batch]`, tokens seen so far.
+        last_key: `[batch, d_key]`, the key of the last token before it is rotated, if keys are shifted; else None.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"keys", "values"})

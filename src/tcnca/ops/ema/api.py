@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.checks import check_float64, check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import ema_chunked
 from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
@@ -17,6 +18,7 @@ from tcnca.ops.ema.triton_op import scan
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.ssm.naive import decayed_sum, sum_exponentials
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "chunked", "recurrent", "scan", "fft", "triton"]
@@ -29,10 +31,11 @@ Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
 class EMAState(State):
     """What a causal EMA remembers.
 
-    hidden: `[batch, channels, d_state]`, the hidden states.
-    window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where each
-        input is subtracted again after `truncation` steps. None otherwise.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state]`, the hidden states.
+        window: `[batch, truncation, channels]`, a ring buffer of the last inputs, for a truncated kernel only, where
+            each input is subtracted again after `truncation` steps. None otherwise.
+        position: `[batch]`, tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"window"})
@@ -112,8 +115,11 @@ def ema(
 
     Args:
         x: `[batch, time, channels]`.
-        delta, alpha, beta, gamma: `[directions, channels, d_state]`. One direction is causal; with two, the second
-            looks into the future and both see the present.
+        delta: `[directions, channels, d_state]`. One direction is causal; with two, the second looks into the future
+            and both see the present.
+        alpha: of the same shape.
+        beta: of the same shape.
+        gamma: of the same shape.
         backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
             `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
             truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`
@@ -131,6 +137,9 @@ def ema(
     """
     call = EMACall(x, (delta, alpha, beta, gamma), truncation, kernel, lengths, state, return_state, inplace)
     _check(call)
+    context = current_context()
+    if context is not None:
+        return _run_part(call, backend, context)
     chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
     if backend == "auto" and _needs_kernel(call):
         chosen = "fft"
@@ -183,6 +192,46 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     else:
         position = advance(state.position, x.shape[1], call.lengths, call.inplace)
     return y, EMAState(hidden.mT, None, position)
+
+
+def _run_part(call: EMACall, backend: EMABackend, context: ContextParallel) -> tuple[Tensor, EMAState | None]:
+    """Compute the outputs of a part of a sequence from the state that the parts before it leave."""
+    if call.truncation is not None:
+        raise InputError(
+            f"truncation: expected None in a context of several processes, got {call.truncation}; use the layer EMA, "
+            "which exchanges the inputs that a truncated kernel sees"
+        )
+    x = zero_padding(call.x, call.lengths)
+    y, new = _run_direction(call, backend, context, x, 0)
+    if len(call.parameters[0]) == 2:
+        y = y + _run_direction(call, backend, context, x.flip(1), 1)[0].flip(1)
+    return y, context.final_state(new, call.lengths, x.shape[1]) if call.return_state else None
+
+
+def _run_direction(
+    call: EMACall, backend: EMABackend, context: ContextParallel, x: Tensor, direction: int
+) -> tuple[Tensor, EMAState]:
+    """Return the outputs of one direction, and the state after the part."""
+    delta, alpha, beta, gamma = (part[direction : direction + 1] for part in call.parameters)
+    kernel = None if call.kernel is None else call.kernel[direction : direction + 1]
+    lengths, time = None if direction else call.lengths, x.shape[1]
+    with context.suspended():
+        y, _ = ema(x, delta, alpha, beta, gamma, backend=backend, kernel=kernel, lengths=lengths)
+    with without_autocast(x.device):
+        drive, decay, readout = (part[0] for part in ema_coefficients(delta, alpha, beta, gamma))
+        log_decay = torch.log(decay.clamp(min=torch.finfo(decay.dtype).tiny))
+
+        def powers(steps: Tensor) -> Tensor:
+            return decay_powers(decay, steps).movedim(-1, 0)
+
+        # By blocks of time: a power for each lag of a long part would take much memory.
+        end = decayed_sum(align_right(x, lengths).to(decay.dtype), log_decay) * drive
+        first = None if call.state is None else call.state.hidden
+        hidden = context.state_before(end, first, powers, time, lengths, bool(direction))
+        rest = sum_exponentials((hidden * readout * decay).transpose(0, 1), log_decay, time).permute(1, 2, 0)
+        steps = torch.full((x.shape[0],), time, device=x.device) if lengths is None else lengths
+        position = steps.long() + context.rank * time + (0 if call.state is None else call.state.position)
+        return y + rest.to(y.dtype), EMAState(end + powers(steps) * hidden, None, position)
 
 
 def _run_pytorch(call: EMACall, backend: str) -> tuple[Tensor, EMAState | None]:
@@ -267,6 +316,8 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
 def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
     x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
+    if truncation is not None:
+        check_float64("truncation", x.device)
     check_sequence("x", x)
     directions, channels, d_state = delta.shape if delta.dim() == 3 else (0, 0, 0)
     for name, value in zip(("delta", "alpha", "beta", "gamma"), call.parameters, strict=True):

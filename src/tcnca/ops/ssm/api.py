@@ -6,16 +6,16 @@ import dataclasses
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
-from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.checks import check_float64, check_lengths, check_sequence, check_state, without_autocast
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, take_time, zero_padding
-from tcnca.ops.ssm.naive import scan_recurrent, split_powers, ssm_kernel, ssm_recurrent, sum_exponentials
+from tcnca.ops.ssm.naive import decayed_sum, scan_recurrent, ssm_kernel, ssm_recurrent, sum_exponentials
 from tcnca.ops.ssm.triton_op import fused_scan, fused_ssm
 from tcnca.ops.state import State
 
@@ -28,9 +28,10 @@ TRITON_MAX_STATES = 64
 class SSMState(State):
     """What a causal state-space model remembers.
 
-    hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and imaginary
-        parts of the hidden states.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        hidden: `[batch, channels, d_state, 2]` of `ssm`, `[batch, states, 2]` of `diagonal_scan`: the real and
+            imaginary parts of the hidden states.
+        position: `[batch]`, tokens seen so far.
     """
 
     hidden: Tensor
@@ -111,8 +112,9 @@ def ssm(
 
     Args:
         x: `[batch, time, channels]`, real.
-        log_decay, weight: `[directions, channels, d_state]`, complex. The real parts of `log_decay` should be negative.
-            One direction is causal; with two, the second looks into the future and both see the present.
+        log_decay: `[directions, channels, d_state]`, complex, with negative real parts. One direction is causal; with
+            two, the second looks into the future and both see the present.
+        weight: of the same shape, complex.
         backend: `chunked` (matrix products over blocks of time), `fft` (convolution in the frequency domain),
             `recurrent` (token by token), `triton` (fused matrix products for NVIDIA GPUs: no float64, up to 64 states,
             first derivatives only) or `auto` (`chunked`).
@@ -126,6 +128,9 @@ def ssm(
     """
     call = SSMCall(x, log_decay, weight, lengths, state, return_state, inplace)
     _check_ssm(call)
+    context = current_context()
+    if context is not None:
+        return _ssm_part(call, backend, context)
     chosen = select_backend("the state-space model", backend, x.device, call, SSM_CANDIDATES, SSM_BACKENDS)
     # Autocast would compute products in half precision.
     with without_autocast(x.device):
@@ -180,6 +185,9 @@ def diagonal_scan(
     """
     call = SSMCall(v, log_decay, None, lengths, state, return_state, inplace)
     _check_scan(call, reverse)
+    context = current_context()
+    if context is not None:
+        return _scan_part(call, backend, context, reverse)
     chosen = select_backend("the diagonal scan", backend, v.device, call, SCAN_CANDIDATES, SCAN_BACKENDS)
     with without_autocast(v.device):
         past = None if state is None else _complex(state.hidden)
@@ -196,6 +204,57 @@ def diagonal_scan(
             before = torch.zeros_like(hidden) if past is None else past
             hidden = torch.where((lengths > 0).unsqueeze(1), hidden, before)
         return h, _next_state(call, hidden)
+
+
+def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> tuple[Tensor, SSMState | None]:
+    """Compute `ssm` of a part of a sequence from the state that the parts before it leave."""
+    assert call.weight is not None
+    precise = torch.promote_types(call.log_decay.dtype, call.x.dtype)
+    log_decay, weight, time = call.log_decay.to(precise), call.weight.to(precise), call.x.shape[1]
+
+    def direction(index: int, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, SSMState | None]:
+        kernel = log_decay[index : index + 1], weight[index : index + 1]
+        end = decayed_sum(align_right(x, lengths).to(log_decay.real.dtype), log_decay[index])
+        before = _state_before(call, context, end, log_decay[index], lengths, reverse=index == 1)
+        with context.suspended():
+            return ssm(x, *kernel, backend=backend, lengths=lengths, state=before, return_state=call.return_state)
+
+    rows = zero_padding(call.x, call.lengths)
+    y, new = direction(0, rows, call.lengths)
+    if len(log_decay) == 2:
+        y = y + direction(1, rows.flip(1), None)[0].flip(1)
+    return y, None if new is None else context.final_state(new, call.lengths, time)
+
+
+def _scan_part(
+    call: SSMCall, backend: ScanBackend, context: ContextParallel, reverse: bool
+) -> tuple[Tensor, SSMState | None]:
+    """Compute `diagonal_scan` of a part of a sequence from the state that the parts before it leave."""
+    v, log_decay, lengths = zero_padding(call.x, call.lengths), call.log_decay, None if reverse else call.lengths
+    v = v.flip(1) if reverse else v
+    end = decayed_sum(align_right(v, lengths), log_decay.unsqueeze(1))[..., 0]
+    before = _state_before(call, context, end, log_decay, lengths, reverse)
+    with context.suspended():
+        h, new = diagonal_scan(
+            v, log_decay, backend=backend, lengths=lengths, state=before, return_state=call.return_state
+        )
+    h = h.flip(1) if reverse else h
+    return h, None if new is None else context.final_state(new, lengths, v.shape[1])
+
+
+def _state_before(
+    call: SSMCall, context: ContextParallel, end: Tensor, log_decay: Tensor, lengths: Tensor | None, reverse: bool
+) -> SSMState:
+    """Return the state before a part of a sequence, given the hidden states after the part alone."""
+    exact, time, state = log_decay.to(torch.complex128), call.x.shape[1], call.state
+
+    def powers(steps: Tensor) -> Tensor:
+        return torch.exp(exact * steps.view(-1, *[1] * exact.dim())).to(end.dtype)
+
+    first = None if state is None else _complex(state.hidden)
+    hidden = context.state_before(end, first, powers, time, lengths, reverse)
+    start = torch.zeros(len(end), dtype=torch.long, device=end.device) if state is None else state.position
+    return SSMState(torch.view_as_real(hidden.resolve_conj()), start + context.rank * time)
 
 
 def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: str, reverse: bool) -> Tensor:
@@ -233,21 +292,12 @@ def _rest_of_past(state: SSMState, log_decay: Tensor, weight: Tensor, time: int)
 
 def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
     """Return the hidden states after the tokens `x` (`[batch, time, channels]`), whose padding is zero."""
-    batch, time, channels = x.shape
-    # Phases of thousands of tokens are exact in float64 only.
-    exact = log_decay.to(torch.complex128)
-    coarse, fine = (part.to(log_decay.dtype) for part in split_powers(exact, time))
-    count, block = coarse.shape[-1], fine.shape[-1]
-    # The last token first, in whole blocks.
-    latest = align_right(x, call.lengths).flip(1)
-    latest = F.pad(latest, (0, 0, 0, count * block - time)).permute(2, 0, 1)
-    blocks = torch.bmm(latest.reshape(channels, batch * count, block), torch.cat((fine.real, fine.imag), 1).mT)
-    real, imag = blocks.view(channels, batch, count, 2, -1).unbind(3)
-    hidden = (torch.complex(real, imag) * coarse.mT.unsqueeze(1)).sum(2).transpose(0, 1)
+    hidden = decayed_sum(align_right(x, call.lengths), log_decay)
     if call.state is None:
         return hidden
-    steps = torch.full_like(call.state.position, time) if call.lengths is None else call.lengths
-    return hidden + torch.exp(exact * steps.view(-1, 1, 1)).to(hidden.dtype) * _complex(call.state.hidden)
+    steps = torch.full_like(call.state.position, x.shape[1]) if call.lengths is None else call.lengths
+    decay = torch.exp(log_decay.to(torch.complex128) * steps.view(-1, 1, 1)).to(hidden.dtype)
+    return hidden + decay * _complex(call.state.hidden)
 
 
 def _check_ssm(call: SSMCall) -> None:
@@ -286,6 +336,7 @@ def _check_complex(name: str, value: Tensor) -> None:
 
 
 def _check_common(call: SSMCall, sizes: list[int], future: bool) -> None:
+    check_float64("state-space model", call.x.device)
     check_lengths(call.lengths, call.x.shape[0], call.x.shape[1])
     if future and (call.state is not None or call.return_state):
         raise StateError("state: expected None if the future is seen, only causal calls have a state")

@@ -7,6 +7,7 @@ present.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Powers are products of coarse and fine ones, which take less memory than one for each lag and state.
@@ -54,14 +55,37 @@ def ssm_kernel(log_decay: Tensor, weight: Tensor, length: int) -> Tensor:
 def sum_exponentials(weight: Tensor, log_decay: Tensor, length: int) -> Tensor:
     """Return `Re Σ_n weight exp(lag · log_decay)` for lags below `length`, as `[channels, rows, length]`.
 
-    `weight` is `[channels, rows, d_state]`, `log_decay` is `[channels, d_state]`.
+    `weight` is `[channels, rows, d_state]`, `log_decay` is `[channels, d_state]`; both are real, or both complex.
     """
     coarse, fine = split_powers(log_decay, length)
     coarse = weight.unsqueeze(2) * coarse.mT.unsqueeze(1)
+    if not coarse.is_complex():
+        return torch.bmm(coarse.flatten(1, 2), fine).view(*weight.shape[:2], -1)[..., :length]
     # The real part of a complex product, as one real product.
     left = torch.cat((coarse.real, coarse.imag), -1).flatten(1, 2)
     y = torch.bmm(left, torch.cat((fine.real, -fine.imag), 1))
     return y.view(*weight.shape[:2], -1)[..., :length]
+
+
+def decayed_sum(x: Tensor, log_decay: Tensor) -> Tensor:
+    """Return `Σ_t exp((time - 1 - t) · log_decay) x[t]`, the hidden states after `x`, as `[batch, channels, d_state]`.
+
+    `x` is `[batch, time, channels]`, `log_decay` is `[channels, d_state]`; both are real or complex.
+    """
+    batch, time, channels = x.shape
+    # Phases of thousands of tokens are exact in float64 only.
+    exact = log_decay.to(torch.promote_types(log_decay.dtype, torch.float64))
+    coarse, fine = (part.to(log_decay.dtype) for part in split_powers(exact, time))
+    count, block = coarse.shape[-1], fine.shape[-1]
+    # The last token first, in whole blocks.
+    latest = F.pad(x.flip(1), (0, 0, 0, count * block - time)).permute(2, 0, 1).reshape(channels, batch * count, block)
+    if fine.is_complex() and not x.is_complex():
+        # A product of real and complex numbers, as a real one.
+        parts = torch.bmm(latest, torch.cat((fine.real, fine.imag), 1).mT).view(channels, batch, count, 2, -1)
+        blocks = torch.complex(*parts.unbind(3))
+    else:
+        blocks = torch.bmm(latest, fine.mT).view(channels, batch, count, -1)
+    return (blocks * coarse.mT.unsqueeze(1)).sum(2).transpose(0, 1)
 
 
 def split_powers(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:

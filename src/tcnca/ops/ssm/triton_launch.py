@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tcnca.ops.driver import max_shared_memory
 from tcnca.ops.launcher import Launch, aligned, multiprocessors
 from tcnca.ops.ssm import triton_kernels as kernels
 
@@ -32,6 +33,9 @@ class Config(NamedTuple):
 # For inputs in bfloat16 and in float32, whose products take three times as many registers.
 HALF_CONFIG = Config(64, 64, 4, 4, 4, 16, 3)
 FULL_CONFIG = Config(32, 64, 4, 8, 4, 16, 3)
+# For GPUs whose blocks have 99 KB of shared memory: with more states than this, bfloat16 takes 104 KB as above.
+LEAN_CONFIG = HALF_CONFIG._replace(rows=32, stages=2)
+LEAN_STATES, LARGE_SHARED_MEMORY = 32, 104 * 1024
 # Programs of `ssm` for each multiprocessor, and the fewest tokens of a segment.
 PROGRAMS, MIN_TOKENS = 4, 256
 # Channels of a tile that is transposed, of one block of time.
@@ -64,6 +68,8 @@ class Tables(NamedTuple):
 class SSMPlan(NamedTuple):
     """The launches of calls of `ssm` of one size, forward or in reversed time, and the dtypes of rows."""
 
+    block: int
+    """Tokens of a block of time."""
     shape: tuple[int, int, int, int]
     """Of rows: directions · channels, batch, segments, tokens of a segment."""
     programs: int
@@ -76,9 +82,11 @@ class SSMPlan(NamedTuple):
     from_rows: Launch
 
 
-def config_of(rows: torch.dtype) -> Config:
-    """Return the sizes for rows of a dtype."""
-    return HALF_CONFIG if rows == torch.bfloat16 else FULL_CONFIG
+def config_of(rows: torch.dtype, states: int, shared_memory: int) -> Config:
+    """Return the sizes for rows of a dtype, a number of states, and the bytes of shared memory of a block."""
+    if rows != torch.bfloat16:
+        return FULL_CONFIG
+    return LEAN_CONFIG if states > LEAN_STATES and shared_memory < LARGE_SHARED_MEMORY else HALF_CONFIG
 
 
 def cut_blocks(batch: int, time: int, channels: int, config: Config, device: int | None) -> tuple[int, int]:
@@ -111,7 +119,7 @@ def ssm_plan(
     """Prepare the launches of `ssm`; with `gradient`, those of reversed time."""
     batch, time, channels = shape
     rows = torch.bfloat16 if dtype == torch.bfloat16 else FULL
-    config = config_of(rows)
+    config = config_of(rows, states, max_shared_memory(device))
     segments, length = cut_blocks(batch, time, directions * channels, config, device)
     tokens, count, tiles = length * config.block, batch * segments, -(-batch * segments // config.rows)
     programs, of_channels = directions * channels * tiles, -(-channels // CHANNELS)
@@ -120,8 +128,9 @@ def ssm_plan(
     walk = functools.partial(launch, num_stages=config.stages)
     numbers = (time * channels, channels, batch, time, channels, segments * length, of_channels)
     tile = {"FLIP": gradient, "EVEN": channels % CHANNELS == 0, "TIMES": config.block, "CHANNELS": CHANNELS}
-    constants = walk_constants(states, rows)
+    constants = walk_constants(states, rows, config)
     return SSMPlan(
+        config.block,
         (directions * channels, batch, segments, tokens),
         programs,
         rows,
@@ -168,9 +177,9 @@ def walk_width(states: int) -> int:
     return max(1 << (states - 1).bit_length(), 16)
 
 
-def walk_constants(states: int, rows: torch.dtype) -> dict[str, object]:
+def walk_constants(states: int, rows: torch.dtype, config: Config) -> dict[str, object]:
     """Return the compile-time constants of a walk over blocks."""
-    sizes = {"BLOCK": config_of(rows).block, "ROWS": config_of(rows).rows}
+    sizes = {"BLOCK": config.block, "ROWS": config.rows}
     return {"STATES": states, "WIDTH": walk_width(states), "HALF": rows == torch.bfloat16, **sizes}
 
 
@@ -179,7 +188,8 @@ def weights_launches(
     channels: int, batch: int, segments: int, length: int, states: int, rows: torch.dtype, device: int | None
 ) -> tuple[Launch, Launch]:
     """Prepare the kernels of the gradients of the parameters; `length` is in blocks."""
-    config, constants = config_of(rows), walk_constants(states, rows)
+    config = config_of(rows, states, max_shared_memory(device))
+    constants = walk_constants(states, rows, config)
     tiles, width = -(-batch * segments // config.rows), min(walk_width(states), config.weights_width)
     groups = -(-states // width)
     numbers = (batch * segments, segments, length, tiles)
@@ -227,7 +237,7 @@ def make_tables(log_decay: Tensor, weight: Tensor, plan: SSMPlan) -> Tables:
     """Compute powers of the decays in float64, and round them."""
     states = log_decay.shape[2]
     log = torch.view_as_complex(log_decay.to(EXACT).contiguous()).view(-1, 1, states)
-    lag = torch.arange(config_of(plan.rows).block + 1, device=log.device, dtype=EXACT).view(1, -1, 1)
+    lag = torch.arange(plan.block + 1, device=log.device, dtype=EXACT).view(1, -1, 1)
     exact = torch.exp(log * lag)
     readout = exact * torch.view_as_complex(weight.to(EXACT).contiguous()).view(-1, 1, states)
     step = torch.view_as_real(exact[:, -1]).mT

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from tcnca.ops.activations import activation as activation_function
+from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import Candidate, select_backend
+from tcnca.ops.dropout import dropout as drop
+from tcnca.ops.padding import zero_padding
+from tcnca.ops.ring import push_ring, unroll_ring
 from tcnca.ops.tcn import cpu
 from tcnca.ops.tcn.cuda import operator as cuda
-from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn
+from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn, run_convolutions
 
 TCNBackend = Literal["auto", "naive", "cpu", "cuda"]
 
@@ -88,4 +95,54 @@ def tcn(
         inplace=inplace,
     )
     check_tcn(spec)
-    return _RUN[select_backend("the TCN", backend, x.device, spec, _CANDIDATES, ("naive",))](spec)
+    context = current_context()
+    return _run(spec, backend) if context is None else _run_part(spec, backend, context)
+
+
+def _run(spec: TCNSpec, backend: TCNBackend) -> tuple[Tensor, TCNState | None]:
+    return _RUN[select_backend("the TCN", backend, spec.x.device, spec, _CANDIDATES, ("naive",))](spec)
+
+
+def _run_part(spec: TCNSpec, backend: TCNBackend, context: ContextParallel) -> tuple[Tensor, TCNState | None]:
+    """Run a call on a part of a sequence: every convolution reads the inputs that it needs from the neighbors."""
+    state, time, kernel_size = spec.state, spec.x.shape[1], spec.weight.shape[3]
+    start, function = context.rank * time, activation_function(spec.activation)
+    buffers: list[Tensor] = []
+
+    def convolve(h: Tensor, number: int) -> Tensor:
+        weight, bias, dilation = spec.convolution(number)
+        future = 0 if spec.causal else (kernel_size - 1) // 2 * dilation
+        past = (kernel_size - 1) * dilation - future
+        x, left = context.extend(zero_padding(h, spec.lengths), past, future)
+        if state is not None and start < past:
+            x, left = torch.cat([unroll_ring(state.buffers[number], state.position), x], 1), left + past
+        lengths = context.extended_lengths(spec.lengths, time, left, x.shape[1])
+        one = TCNSpec(
+            x=x,
+            weight=weight,
+            dilation_factor=1,
+            dilation=dilation,
+            bias=bias,
+            activation="none",
+            residual=False,
+            causal=spec.causal,
+            lengths=lengths,
+        )
+        if spec.return_state:
+            position = _position(spec) + start - left
+            buffers.append(push_ring(x.new_zeros(x.shape[0], past, x.shape[2]), position, x, lengths))
+        y = _run(one, backend)[0][:, left : left + time]
+        y = function(y if spec.norm_fn is None else spec.norm_fn(y, number))
+        return drop(y, spec.dropout) if spec.dropout > 0.0 else y
+
+    y, _ = run_convolutions(dataclasses.replace(spec, return_state=False), spec.x, convolve)
+    if not spec.return_state:
+        return y, None
+    end = _position(spec) + start + (time if spec.lengths is None else spec.lengths)
+    return y, context.final_state(TCNState(tuple(buffers), end), spec.lengths, time)
+
+
+def _position(spec: TCNSpec) -> Tensor:
+    if spec.state is not None:
+        return spec.state.position
+    return torch.zeros(spec.x.shape[0], dtype=torch.long, device=spec.x.device)

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tcnca.errors import InputError, StateError
@@ -25,8 +27,9 @@ NormFn = Callable[[Tensor, int], Tensor]
 class TCNState(State):
     """The inputs that the convolutions of a causal TCN still need.
 
-    buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
-    position: `[batch]`, number of tokens seen so far.
+    Attributes:
+        buffers: one ring per convolution, `[batch, (kernel_size - 1) · dilation, channels]`.
+        position: `[batch]`, number of tokens seen so far.
     """
 
     _rings: ClassVar[frozenset[str]] = frozenset({"buffers"})
@@ -77,6 +80,36 @@ def receptive_field(kernel_size: int, dilation_factor: int, depth: int, convolut
     `1 + B (K - 1) (f^D - 1) / (f - 1)` in the paper's symbols.
     """
     return 1 + convolutions * (kernel_size - 1) * sum(dilation_factor**block for block in range(depth))
+
+
+def lag_counts(
+    kernel_size: int,
+    dilation_factor: int,
+    depth: int,
+    convolutions: int = 1,
+    residual: bool = False,
+    causal: bool = True,
+) -> NDArray[np.float64]:
+    """Return in how many ways each input reaches an output of a TCN: 0 for a gap.
+
+    A way is a choice of one tap in each convolution or, with `residual`, of the skip connection around a block. There
+    is one entry for each input of the receptive field. The first is that of lag 0 if causal. Otherwise it is that of
+    the latest input, `lead` steps after the output, with `lead` the sum of `(kernel_size - 1) // 2 * dilation` over the
+    convolutions. Counts are exact up to 2^53.
+    """
+    lead = 0 if causal else (kernel_size - 1) // 2
+    counts = np.ones(1)
+    for block in range(depth):
+        dilation, before = dilation_factor**block, counts
+        for _ in range(convolutions):
+            wider = np.zeros(len(counts) + (kernel_size - 1) * dilation)
+            for tap in range(kernel_size):
+                wider[tap * dilation : tap * dilation + len(counts)] += counts
+            counts = wider
+        if residual:
+            skipped = convolutions * lead * dilation
+            counts[skipped : skipped + len(before)] += before
+    return counts
 
 
 def initial_tcn_state(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcnca.extras import missing
 from tcnca.training.comparison import draw_validations, seconds_at
 from tcnca.training.logger import read_log
 from tcnca.training.report import CURVES, comparable_validations, save_figure, series
@@ -22,16 +23,16 @@ MAX_CURVES = 24
 
 
 def save_scores(sweep: Sweep, rows: Sequence[Row]) -> Path | None:
-    """Draw the scores into `sweep.png`; None if there are none."""
-    if not any(row.scores for row in rows):
+    """Draw the scores into `sweep.png`; None if there are none, or no matplotlib."""
+    if missing("plots") or not any(row.scores for row in rows):
         return None
     save_figure(functools.partial(draw_scores, sweep, rows), sweep.folder / SCORES)
     return sweep.folder / SCORES
 
 
 def save_curves(sweep: Sweep) -> Path | None:
-    """Draw the validations into `curves.png`; None if there are none, or too many runs."""
-    if sweep.variants is None and len(sweep.points) > MAX_CURVES:
+    """Draw the validations into `curves.png`; None if there are none, too many runs, or no matplotlib."""
+    if missing("plots") or (sweep.variants is None and len(sweep.points) > MAX_CURVES):
         return None
     if not any(comparable_validations(read_log(point.folder)) for point in sweep.points):
         return None

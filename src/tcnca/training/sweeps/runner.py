@@ -24,17 +24,18 @@ from tcnca.errors import format_score, plural
 from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
-from tcnca.training.signals import catch_signals
+from tcnca.training.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
 
-def run_sweep(sweep: Sweep, console: Console) -> str:
+def run_sweep(sweep: Sweep, console: Console, *, deadline: float | None = None) -> str:
     """Run the points that are not done, and write the tables after each.
 
     Args:
         sweep: the sweep.
         console: where to print; it must not interpret markup, since brackets occur in values.
+        deadline: time of `time.monotonic()` at which runs are stopped, to be resumed later; None for no limit.
 
     Returns:
         The name of the signal that stopped the sweep, if one did.
@@ -53,7 +54,7 @@ def run_sweep(sweep: Sweep, console: Console) -> str:
             reason = f": {row.error} (see {folder / LOG})" if row.error else ""
             return f"{', '.join([row.state, *scores])}{reason}"
 
-        return run_jobs(waiting, finish, console, jobs=sweep.jobs, device=sweep.device)
+        return run_jobs(waiting, finish, console, jobs=sweep.jobs, device=sweep.device, deadline=deadline)
 
 
 def run_jobs(
@@ -63,6 +64,7 @@ def run_jobs(
     *,
     jobs: int = 1,
     device: str | None = None,
+    deadline: float | None = None,
 ) -> str:
     """Train runs, each in its own process, which logs to `sweep.log` in the directory of the run.
 
@@ -73,6 +75,7 @@ def run_jobs(
         console: where to print.
         jobs: runs at a time.
         device: `cpu` or `cuda`; None for GPUs if there are any.
+        deadline: time of `time.monotonic()` at which runs are stopped; None for no limit.
 
     Returns:
         The name of the signal that stopped the runs, if one did.
@@ -82,7 +85,7 @@ def run_jobs(
     with catch_signals() as caught, progress:
         waiting = list(commands)
         bar = progress.add_task("", total=len(waiting))
-        free, running, handled = _environments(jobs, device), list[_Job](), 0
+        free, running, handled, late = _environments(jobs, device), list[_Job](), 0, False
         try:
             while waiting or running:
                 while waiting and free and not caught:
@@ -96,13 +99,19 @@ def run_jobs(
                     console.print(f"{caught[handled]}: runs save and end; another signal ends them at once")
                     for job in running:
                         # A second signal does not wait until the runs have saved.
-                        job.process.kill() if handled else job.process.terminate()
+                        job.process.kill() if handled else ask_to_end(job.process)
                     handled = arrived
+                if deadline is not None and time.monotonic() > deadline and not late:
+                    late = True
+                    waiting.clear()
+                    console.print("the time is over: runs save and end")
+                    for job in running:
+                        job.process.terminate()
                 time.sleep(0.1)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     free.append(job.environment)
-                    job.close(asked=bool(caught))
+                    job.close(asked=late or bool(caught))
                     console.print(f"{job.folder.name}: {finish(job.folder)}")
                     progress.advance(bar)
         except KeyboardInterrupt:
@@ -110,7 +119,7 @@ def run_jobs(
                 job.process.kill()
         finally:
             for job in running:
-                job.process.terminate()
+                ask_to_end(job.process)
             for job in running:
                 job.close(asked=True)
         return caught[0] if caught else ""
@@ -134,12 +143,13 @@ class _Job:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            **start_options(),
         )
 
     def close(self, *, asked: bool) -> None:
         """Wait for the process, and log how it ended; `asked` says that it was told to."""
         status = self.process.wait()
-        codes = [code for number in (signal.SIGINT, signal.SIGTERM) for code in (128 + number, -number)]
+        codes = [code for number in STOP_SIGNALS for code in (128 + number, -number)]
         stopped = asked or status in codes
         last = "done" if status == 0 else "stopped" if stopped else FAILED + self._reason(status)
         # On its own line, even if the process was killed in the middle of one.
@@ -148,8 +158,8 @@ class _Job:
 
     def _reason(self, status: int) -> str:
         if status < 0:
-            memory = "; it may have run out of memory" if -status == signal.SIGKILL else ""
-            return f"ended by {signal.Signals(-status).name}{memory}"
+            name = signal.Signals(-status).name
+            return f"ended by {name}" + ("; it may have run out of memory" if name == "SIGKILL" else "")
         printed = read_end(self.folder / LOG, self._start).split("\n")
         lines = [line.strip() for line in printed if line.strip()] or [f"ended with status {status}"]
         errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]

@@ -1,0 +1,1 @@
+"""The documents, and the build of their site."""
