@@ -51,7 +51,7 @@ def test_what_was_measured_is_kept(
     assert ("interrupted" in result.output) == (code == 130)
     values = json.loads(numbers.read_text(encoding="utf-8"))
     assert values["interrupted"] is True
-    assert [case["name"] for case in values["results"]] == ["copy", "tcn"]
+    assert [case["name"] for case in values["results"]] == ["copy", "tcn", "tcn-skip"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def launch_module(name: str) -> Any:
 def test_the_kernels_of_the_tcn_compile(architecture: int, kernel_size: int) -> None:
     _needs_nvrtc()
     representative = {name: source for name, source in _sources() if ("K", kernel_size) in source.macros}
-    assert len(representative) == 6
+    assert len(representative) == 7
     for name, source in representative.items():
         if architecture < 90 and name.startswith("smem"):
             continue  # these devices have no clusters
@@ -78,7 +78,7 @@ def test_the_tcn_takes_kernels_that_fit(
     operator.backward_plan.__wrapped__(call, x)
     assert set(loaded) - {"sum_partials"} == {f"{forward}_forward", f"{backward}_backward"}
     assert max(loaded.values()) <= SMALL
-    assert tensor_core.FORWARD_MEMORY <= SMALL
+    assert tensor_core.forward_memory(call._replace(omega=True).block) <= SMALL
 
 
 def test_state_space_models_take_smaller_tiles_only_where_they_have_to() -> None:

@@ -64,6 +64,9 @@ CASES = {
     "float64": Case(dtype=torch.float64, bias=True, convolutions=2),
     "longer than a slab": Case(shape=(1, 40000, 40), kernel_size=17, factor=4, bias=True),
     "no sequences": Case(shape=(0, 5, 8), bias=True),
+    "omega": Case(omega=True, bias=True, lengths=(100, 41)),
+    "omega, bidirectional": Case(omega=True, causal=False, convolutions=2, activation="none", residual=False),
+    "omega, no sequences": Case(shape=(0, 5, 8), omega=True),
 } | {name: Case(activation=name, bias=True) for name in ACTIVATIONS}
 
 
@@ -85,6 +88,7 @@ def test_any_slabs_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
             factor=draw.choice([1, 2, 3, 5, 50]),
             convolutions=draw.randint(1, 3),
             bias=draw.random() < 0.5,
+            omega=seed % 2 == 0,
             activation=draw.choice(ACTIVATIONS),
             residual=draw.random() < 0.5,
             causal=draw.random() < 0.6,
@@ -97,7 +101,7 @@ def test_any_slabs_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_gradcheck(causal: bool, lengths: tuple[int, ...] | None) -> None:
     case = Case(shape=(2, 7, 2), kernel_size=3, factor=2, convolutions=2, bias=True, dtype=torch.float64)
-    case = dataclasses.replace(case, causal=causal, lengths=lengths)
+    case = dataclasses.replace(case, causal=causal, lengths=lengths, omega=True)
     assert torch.autograd.gradcheck(lambda *leaves: case.call([*leaves], "cpu")[0], case.leaves())
 
 
@@ -179,10 +183,10 @@ def test_calls_give_the_same_bits_in_all_threads_and_inference_mode() -> None:
 
 
 def test_opcheck() -> None:
-    x, weight, bias = Case(bias=True, shape=(2, 20, 4)).leaves()
+    x, weight, bias, omega = Case(bias=True, omega=True, shape=(2, 20, 4)).leaves()
     operator = torch.ops.tcnca.tcn_cpu.default
-    torch.library.opcheck(operator, (x, weight, bias, torch.tensor([20, 7]), 1, 3, "silu", True, True))
-    torch.library.opcheck(operator, (x, weight, None, None, 2, 3, "gelu", False, False))
+    torch.library.opcheck(operator, (x, weight, bias, torch.tensor([20, 7]), omega, 1, 3, "silu", True, True))
+    torch.library.opcheck(operator, (x, weight, None, None, None, 2, 3, "gelu", False, False))
 
 
 def test_compiles_into_one_graph_for_all_lengths() -> None:

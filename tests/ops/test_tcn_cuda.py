@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tcnca
 from tcnca.errors import InputError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
-from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core
+from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core, tensor_core_pair
 from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Call, Layout, Settings, layout
 from tcnca.ops.tcn.naive import TCNSpec, naive_tcn
 from tests.comparison import assert_close
@@ -71,8 +71,16 @@ def test_importing_the_library_loads_neither_cuda_nor_the_compiler() -> None:
     assert not [name for name in loaded if name.startswith(("cuda.", "torch._dynamo"))]
 
 
-def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
+def _blocks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    settings: Settings,
+    omega: Tensor | None = None,
+) -> Tensor:
     """`tcn_blocks` with PyTorch's own operators, including what it promises about padding."""
+    given = tcnca.ops.zero_padding(x, lengths)
     dilation, factor, activation, residual, causal, dropout = settings
     options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal, "dropout": dropout}
     for number in range(weight.shape[0]):
@@ -81,7 +89,7 @@ def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | No
         ).convolution(number)
         x = tcnca.ops.zero_padding(x, lengths)
         x, _ = naive_tcn(TCNSpec(x=x, weight=taps, bias=offset, dilation=distance, dilation_factor=1, **options))
-    return x
+    return x if omega is None else x + omega * given
 
 
 def _from_state(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
@@ -101,16 +109,26 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("fused_omega", [False, True], ids=["omega after", "omega inside"])
 @pytest.mark.parametrize("norm", [False, True], ids=["fused", "norm"])
 @pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
 @pytest.mark.parametrize(
     ("residual", "convolutions", "lengths"), [(True, 1, None), (True, 2, [9, 4]), (False, 1, [9, 4]), (False, 2, None)]
 )
 def test_around_the_kernels_outputs_states_and_gradients_are_right(
-    norm: bool, return_state: bool, residual: bool, convolutions: int, lengths: list[int] | None
+    norm: bool,
+    return_state: bool,
+    residual: bool,
+    convolutions: int,
+    lengths: list[int] | None,
+    fused_omega: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leaves = x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
-    options: dict[str, Any] = {"bias": bias, "residual": residual, "return_state": return_state}
+    monkeypatch.setattr(operator, "FUSED_OMEGA", fused_omega)
+    x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
+    omega = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    leaves = (x, weight, bias, omega)
+    options: dict[str, Any] = {"bias": bias, "omega": omega, "residual": residual, "return_state": return_state}
     if norm:
         options |= {"norm_fn": lambda h, number: F.layer_norm(h, (4,)) * (number + 1), "dropout": 0.3}
     valid = None if lengths is None else torch.tensor(lengths)
@@ -122,7 +140,7 @@ def test_around_the_kernels_outputs_states_and_gradients_are_right(
         out = [tcnca.ops.zero_padding(y, valid), *(state.buffers if state is not None else ())]
         gradients = torch.autograd.grad(torch.stack([part.square().sum() for part in out]).sum(), leaves)
         results.append([*out, *gradients])
-    assert len(results[0]) == 4 + (3 * convolutions if return_state else 0)
+    assert len(results[0]) == 5 + (3 * convolutions if return_state else 0)
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs)
 
@@ -146,18 +164,19 @@ def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inpla
 @pytest.mark.parametrize(
     ("convolutions", "return_state", "norm"), [(1, False, False), (2, True, False), (1, True, True)]
 )
-def test_compiles_into_one_graph(convolutions: int, return_state: bool, norm: bool) -> None:
+def test_compiles_into_one_graph(
+    convolutions: int, return_state: bool, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, TCNState | None]:
+    def call(x: Tensor, weight: Tensor, bias: Tensor, omega: Tensor) -> tuple[Tensor, TCNState | None]:
         options: dict[str, Any] = {"norm_fn": lambda h, number: h * number} if norm else {}
-        spec = TCNSpec(
-            x=x, weight=weight, dilation_factor=2, bias=bias, dropout=0.1, return_state=return_state, **options
-        )
-        return operator.run(spec)
+        options |= {"bias": bias, "omega": omega, "dropout": 0.1, "return_state": return_state}
+        return operator.run(TCNSpec(x=x, weight=weight, dilation_factor=2, **options))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    leaves = [part.detach().to("meta").requires_grad_() for part in _arguments(convolutions)]
+    leaves = [part.detach().to("meta").requires_grad_() for part in (*_arguments(convolutions), torch.randn(4))]
     y, state = compiled(*leaves)
     gradients = torch.autograd.grad(y.sum(), leaves)
     assert [part.shape for part in (y, *gradients)] == [part.shape for part in (leaves[0], *leaves)]
@@ -219,8 +238,9 @@ def _layout(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -
         (_layout(8, 8192, 64), 17, "tensor_core", "tensor_core"),
         (_layout(1, 8192, 64, dtype=torch.float32), 17, "smem", "smem"),
         (_layout(8, 8192, 64, dtype=torch.float32), 17, "registers", "registers"),
-        (_layout(8, 100, 64), 33, "tensor_core", "registers"),
-        (_layout(8, 100, 64), 64, "registers", "registers"),
+        (_layout(8, 100, 64), 33, "tensor_core", "tensor_core"),
+        (_layout(8, 100, 64), 64, "registers", "tensor_core"),
+        (_layout(8, 100, 63), 33, "registers", "registers"),
         (_layout(1, 8192, 64, offset=2), 17, "registers", "registers"),
         (_layout(1, 100, 63), 5, "registers", "registers"),
     ],
@@ -229,13 +249,46 @@ def test_plans_choose_the_family_of_kernels(
     x: Layout, kernel_size: int, forward: str, backward: str, loaded: list[str]
 ) -> None:
     rest = ((4, 1, x.shape[2], kernel_size), True, False, Settings(1, 8, "silu", True, True, 0.1))
-    for keep in (False, True):
-        operator.forward_plan(Call(x, *rest, keep))
+    for keep, omega in itertools.product((False, True), repeat=2):
+        operator.forward_plan(Call(x, *rest, keep, omega))
         assert set(loaded) == {f"{forward}_forward"}
         loaded.clear()
     operator.backward_plan(Call(x, *rest), x)
     assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
     assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
+
+
+@pytest.mark.parametrize(
+    ("x", "depth", "causal", "expected"),
+    [
+        (_layout(8, 131072, 64), 4, True, "tensor_core_pair"),
+        (_layout(8, 131072, 64), 3, True, "tensor_core_forward"),
+        (_layout(8, 131072, 64), 4, False, "tensor_core_pair"),
+        (_layout(8, 131072, 63), 4, True, "registers_forward"),
+    ],
+)
+def test_pairs_of_blocks_run_where_they_fit(
+    x: Layout, depth: int, causal: bool, expected: str, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    settings = Settings(1, 20, "none", False, causal, 0.0)
+    operator.forward_plan(Call(x, (depth, 1, x.shape[2], 17), False, False, settings))
+    assert set(loaded) == {expected}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_pairs_of_blocks_cover_all_of_time(causal: bool) -> None:
+    settings = Settings(1, 20, "none", False, causal, 0.0)
+    call = Call(_layout(8, 131072, 64), (4, 1, 64, 17), False, False, settings)
+    near, far = (tensor_core_pair.cut_time(call, pair, 264) for pair in range(2))
+    assert near is not None
+    assert far is not None
+    assert near.before >= (16 if causal else 8) * (1 + 20)
+    assert near.rows - near.own - near.before >= (0 if causal else 8) * (1 + 20)
+    assert near.segments * near.own >= 131072
+    assert tensor_core_pair.memory_rows(call.block, near.rows, near.own) <= tensor_core_pair.MAX_ROWS
+    assert (far.before, far.segments) == (0, 1)
+    assert far.own >= 131072 / 400
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.5, 0.999, 1.0])
@@ -271,6 +324,7 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             residual=number % 3 != 0,
             lengths=number % 4 < 2,
             dropout=number % 5 < 2,
+            omega=number % 7 < 3 and size > 1,
         )
         past = (None, torch.float32, dtype)[number % 3]
         found.append(("registers_forward", registers.forward_source(block, 1 + number % 2, past)))
@@ -279,8 +333,11 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             found += [("smem_forward", smem.source(block, True)), ("smem_backward", smem.source(block, False))]
         if dtype != torch.float32 and size <= 17:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
+            found.append(("tensor_core_pair", tensor_core_pair.source(block)))
             found.append(("tensor_core_backward", tensor_core.backward_source(block)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
+        elif dtype != torch.float32:
+            found.append(("tensor_core_backward", tensor_core.backward_source(block)))
     return found
 
 
@@ -310,7 +367,7 @@ def _assert_compile(sources: list[tuple[str, nvrtc.Source]], folder: Path, monke
 
 def test_one_source_of_each_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     representative = {name: source for name, source in _sources() if ("K", 5) in source.macros}
-    assert len(representative) == 6
+    assert len(representative) == 7
     _assert_compile([*representative.items()], tmp_path, monkeypatch)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,136 +16,74 @@ from torch import Tensor
 from tcnca.errors import KernelError
 from tcnca.ops import tcn, zero_padding
 from tcnca.ops.driver import capture_graph
+from tcnca.ops.tcn.cuda import operator, tensor_core, tensor_core_pair
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
-from tests.ops.tcn_cases import exact
+from tests.ops.tcn_cases import (
+    BF16,
+    DROPOUT_CASES,
+    FP16,
+    FP32,
+    KERNEL_CASES,
+    assert_exact,
+    assert_same_dropout,
+    exact,
+    outputs_and_gradients,
+)
 
 pytestmark = pytest.mark.gpu
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+@pytest.fixture(autouse=True)
+def _new_plans() -> Iterator[None]:
+    """Forget plans before and after each test, for some tests change what they depend on."""
+    plans = (operator.forward_plan, operator.backward_plan, operator.recomputes)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 # 16-bit numbers with channels in multiples of 8 go to the tensor cores, others to the registers.
 Case = partial(tcn_cases.Case, shape=(2, 300, 16), dtype=BF16, device="cuda")
 
 
-def _results(case: tcn_cases.Case, leaves: list[Tensor], dy: Tensor, backend: str) -> list[Tensor]:
-    """Return the output of valid tokens, and the gradients of all leaves."""
-    y, state = case.call(leaves, backend)
-    assert state is None
-    assert y.dtype == leaves[0].dtype
-    assert torch.isfinite(y).all()
-    gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
-    assert [part.dtype for part in gradients] == [part.dtype for part in leaves]
-    return [zero_padding(y.detach(), case.valid()), zero_padding(gradients[0], case.valid()), *gradients[1:]]
-
-
-CASES = {
-    "one token": Case(shape=(1, 1, 8)),
-    "odd time": Case(shape=(3, 1001, 72), kernel_size=17, depth=4, factor=5),
-    "bias and lengths": Case(bias=True, lengths=(300, 41)),
-    "empty rows": Case(bias=True, lengths=(0, 0)),
-    "bidirectional": Case(causal=False, kernel_size=17, bias=True, lengths=(7, 300)),
-    "even and bidirectional": Case(causal=False, kernel_size=4, dtype=FP16),
-    "strided": Case(strided=True, lengths=(300, 299)),
-    "dilation beyond time": Case(shape=(2, 20, 8), factor=50, depth=3),
-    "no skip": Case(residual=False, activation="none", dtype=FP16),
-    "kernel of one": Case(kernel_size=1, bias=True),
-    "kernel of 33": Case(kernel_size=33, depth=2),
-    "many rows": Case(shape=(300, 40, 16)),
-    "two convolutions": Case(convolutions=2, bias=True, lengths=(300, 5)),
-    "odd channels": Case(shape=(2, 300, 7), bias=True, lengths=(1, 300)),
-    "even channels": Case(shape=(2, 300, 6), strided=True),
-    "float32": Case(dtype=FP32, bias=True, strided=True, lengths=(300, 150)),
-    "float32, bidirectional": Case(dtype=FP32, causal=False, kernel_size=17, activation="gelu"),
-    "float32, 64 taps": Case(dtype=FP32, kernel_size=64, depth=1, causal=False, lengths=(30, 300)),
-    "float32, dilation beyond time": Case(dtype=FP32, shape=(1, 50, 3), factor=1000, depth=3),
-    "float32, gelu_tanh": Case(dtype=FP32, activation="gelu_tanh", convolutions=2),
-    "float32, relu": Case(dtype=FP32, activation="relu"),
-    "more blocks than one launch runs": Case(depth=14, factor=1),
-    "short chains of unequal lengths": Case(shape=(2, 1700, 72), kernel_size=17, factor=100, depth=2, bias=True),
-    "many groups of channels": Case(shape=(3, 170, 136), kernel_size=17, factor=10, lengths=(170, 3, 99)),
-    "in shared memory": Case(shape=(1, 4099, 64), kernel_size=17, factor=8, depth=4),
-    "in shared memory, bidirectional": Case(
-        shape=(1, 301, 16), kernel_size=4, causal=False, bias=True, lengths=(200,), dtype=FP16
-    ),
-    "in shared memory, float32": Case(
-        shape=(1, 700, 8), kernel_size=17, factor=600, depth=2, dtype=FP32, activation="gelu", strided=True
-    ),
-    "in shared memory, no skip": Case(shape=(1, 50, 24), kernel_size=24, residual=False, bias=True, dtype=FP32),
-    "in shared memory, one token": Case(shape=(1, 1, 8), kernel_size=1, bias=True),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", KERNEL_CASES)
 def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
-    case = CASES[name]
-    leaves = case.leaves()
-    # A model does not use the padding's output, so it has no gradient.
-    dy = zero_padding(torch.randn(case.shape, device="cuda").to(case.dtype), case.valid())
-    ours, again = _results(case, leaves, dy, "cuda"), _results(case, leaves, dy, "cuda")
-    expected = _results(case, exact(leaves), dy, "naive")
-    for number, (part, same, truth) in enumerate(zip(ours, again, expected, strict=True)):
-        assert torch.equal(part, same)
-        assert_close(part, truth, f"part {number}")
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda"))
 
 
-def _hash(x: Tensor) -> Tensor:
-    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ x >> 16
+@pytest.mark.parametrize("fused", [False, True], ids=["after", "inside"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_the_input_times_omega_is_added(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", fused)
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
 
 
-def _mask(seed: int, layer: int, shape: tuple[int, int, int], dropout: float) -> Tensor:
-    """Return what a block's values are multiplied by: 32-bit arithmetic in 64 bits, on whole tensors."""
-    batch, time, channels = shape
-    low, high = torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32)
-    rows = _hash(torch.arange(batch) + 0x85EBCA6B & 0xFFFFFFFF)
-    first = _hash(low ^ _hash(layer * 0x9E3779B9 + rows & 0xFFFFFFFF))[:, None, None]
-    second = _hash(high + _hash(first ^ 0xC2B2AE35) & 0xFFFFFFFF)
-    channel = torch.arange(channels)
-    x = torch.arange(time)[:, None] * ((channels + 3) // 4) + channel // 4 + first & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x7FEB352D + second & 0xFFFFFFFF
-    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    x = x ^ x >> 16
-    y = x * 0x9E3779B1 & 0xFFFFFFFF
-    x = torch.where(channel % 4 < 2, x, y ^ y >> 16)
-    dropped = round(dropout * 65536)
-    kept = torch.where(channel % 2 == 1, x >> 16, x & 0xFFFF) >= dropped
-    return kept.double().cuda() * (65536 / (65536 - dropped))
+@pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
+    depth = KERNEL_CASES[name].depth // 2 * 2
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega, depth=max(depth, 2)))
 
 
-DROPOUT_CASES = {
-    "tensor cores": Case(shape=(2, 1001, 72), kernel_size=17, factor=5, bias=True),
-    "tensor cores, bidirectional": Case(shape=(3, 170, 136), kernel_size=9, causal=False, dtype=FP16),
-    "registers": Case(shape=(2, 300, 7), bias=True),
-    "registers, float32": Case(dtype=FP32, kernel_size=17, causal=False),
-    "tensor cores and registers": Case(kernel_size=33, depth=2),
-    "shared memory": Case(shape=(1, 1001, 16), kernel_size=17, factor=5, bias=True),
-}
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if case.kernel_size <= 17])
+def test_the_gradients_of_long_kernels_suit_short_ones(
+    name: str, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+    monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
+    monkeypatch.setattr(tensor_core, "LONG_RESIDENT", resident)
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
 
 
 @pytest.mark.parametrize("name", DROPOUT_CASES)
 def test_forward_and_backward_drop_the_same(name: str) -> None:
-    case, dropout, seed = DROPOUT_CASES[name], 0.3, 0x123456789ABCDEF
-    leaves = case.leaves()
-    truths = exact(leaves)
-    seeds = torch.tensor([seed], device="cuda")
-    settings = (1, case.factor, "silu", True, case.causal, dropout, True)
-    bias = leaves[2] if case.bias else None
-    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, *settings)
-    truth = truths[0]
-    for layer in range(case.depth):
-        taps = torch.zeros(1, 1, case.shape[2], (case.kernel_size - 1) * case.factor**layer + 1).to(truth)
-        taps[..., :: case.factor**layer] = truths[1][layer]
-        offset = truths[2][layer, None] if case.bias else None
-        added, _ = tcn(truth, taps, 1, bias=offset, causal=case.causal, residual=False, backend="naive")
-        truth = truth + added * _mask(seed, layer, case.shape, dropout)
-    assert_close(y, truth)
-    dy = torch.randn(case.shape, device="cuda").to(case.dtype)
-    ours, theirs = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, truths, dy.double())
-    for number, (part, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_close(part, other, f"part {number}")
+    assert_same_dropout(dataclasses.replace(DROPOUT_CASES[name], device="cuda"))
 
 
 @pytest.mark.parametrize("convolutions", [1, 2])
@@ -186,7 +126,7 @@ def test_gradients_of_the_output_may_have_any_layout(shape: tuple[int, int, int]
     transposed = torch.randn(batch, 16, 300, device="cuda").to(case.dtype).transpose(1, 2)
     shifted = torch.randn(batch, 300, 17, device="cuda").to(case.dtype)[..., 1:]
     for dy in (row.expand(shape), transposed, row[:, :, :1].expand(shape), shifted):
-        results = (_results(case, leaves, each, "cuda") for each in (dy, dy.contiguous()))
+        results = (outputs_and_gradients(case, leaves, each, "cuda") for each in (dy, dy.contiguous()))
         for part, other in zip(*results, strict=True):
             assert_close(part, other)
 
@@ -265,12 +205,14 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_opcheck() -> None:
-    case = Case(bias=True, lengths=(300, 41))
-    x, weight, bias = case.leaves()
+    case = Case(bias=True, omega=True, lengths=(300, 41))
+    x, weight, bias, omega = case.leaves()
     seed = torch.tensor([7], device="cuda")
     for dropout, seeds in ((0.0, None), (0.3, seed)):
         settings = (1, 3, "silu", True, True, dropout, True)
-        torch.library.opcheck(torch.ops.tcnca.tcn_blocks.default, (x, weight, bias, case.valid(), seeds, *settings))
+        torch.library.opcheck(
+            torch.ops.tcnca.tcn_blocks.default, (x, weight, bias, case.valid(), seeds, omega, *settings)
+        )
 
 
 def test_compiled_calls_are_one_graph_and_drop_anew() -> None:

@@ -146,7 +146,7 @@ def _direction(causal: bool) -> tuple[str, str]:
 
 
 def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
-    """Yield the library's TCN with its fastest and its naive backend, and PyTorch's convolutions."""
+    """Yield the library's TCN, also with a skip connection and naive, and PyTorch's convolutions."""
     settings, factor = size.settings, size.dilation_factor
     suffix, direction = _direction(causal)
     flops = 2 * settings.kernel_size * settings.depth
@@ -160,8 +160,15 @@ def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
         x, weight = inputs(size)
         return [x.mT.contiguous(), weight]
 
-    def run(x: Tensor, weight: Tensor, backend: Any = "auto") -> Tensor:
-        return tcn(x, weight, factor, activation="none", residual=False, causal=causal, backend=backend)[0]
+    def with_omega(size: OperatorSize) -> list[Tensor]:
+        return [*inputs(size), torch.randn(settings.channels, device=settings.device).to(settings.dtype)]
+
+    def run(x: Tensor, weight: Tensor, omega: Tensor | None = None, backend: Any = "auto") -> Tensor:
+        options: dict[str, Any] = {"activation": "none", "residual": False, "causal": causal, "backend": backend}
+        return tcn(x, weight, factor, omega=omega, **options)[0]
+
+    def skip_oracle(x: Tensor, weight: Tensor, omega: Tensor) -> Tensor:
+        return oracle(x, weight) + omega * x
 
     def oracle(x: Tensor, weight: Tensor) -> Tensor:
         return shifted_tcn(x, weight, factor, causal)
@@ -169,6 +176,7 @@ def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
     naive = functools.partial(run, backend="naive")
     convolutions = functools.partial(torch_convolutions, dilation_factor=factor, causal=causal)
     yield _case(size, f"tcn{suffix}", f"TCN{direction}", inputs, run, oracle, flops)
+    yield _case(size, f"tcn-skip{suffix}", f"TCN with skip{direction}", with_omega, run, skip_oracle, flops + 2)
     yield _case(size, f"naive-tcn{suffix}", f"TCN, naive{direction}", inputs, naive, oracle, flops)
     name, label = f"conv{suffix}", f"PyTorch's convolutions{direction}"
     yield _case(size, name, label, channels_first, convolutions, lambda x, w: oracle(x.mT, w).mT, flops)

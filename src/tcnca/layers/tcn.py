@@ -179,13 +179,14 @@ class TCN(Mixer):
             h = self.norms[number](h, lengths) if normed else h
             return h if gain is None else h + gain.flatten(0, 1)[number] * self.activation(h)
 
-        h, new = tcn(
+        y, new = tcn(
             x,
             weight,
             self.config.dilation_factor,
             bias=self.bias,
             activation=self.config.activation if residual else "none",
             residual=residual,
+            omega=self.omega,
             norm_fn=normalize if normed or gain is not None else None,
             dropout=self.dropout.probability if self.dropout.training else 0.0,
             causal=self.causal,
@@ -194,8 +195,6 @@ class TCN(Mixer):
             return_state=return_state,
             inplace=inplace,
         )
-        # Round x as the operator does under autocast, so that a compiled norm before it writes half the bytes.
-        y = h if self.omega is None else (h + self.omega * x.to(h.dtype)).to(h.dtype)
         return self.activation(y) if self.config.output == "activation" else y, new
 
     @property

@@ -35,6 +35,7 @@ def tcn(
     bias: Tensor | None = None,
     activation: str = "silu",
     residual: bool = True,
+    omega: Tensor | None = None,
     norm_fn: NormFn | None = None,
     dropout: float = 0.0,
     causal: bool = True,
@@ -58,6 +59,8 @@ def tcn(
         bias: `[depth, convolutions, channels]`.
         activation: one of `tcnca.ops.ACTIVATIONS`.
         residual: whether blocks have a skip connection.
+        omega: `[channels]`, for a skip connection around all blocks: the output is `h + omega · x`, with the `h` of the
+            last block.
         norm_fn: called with `[batch, time, channels]` and the index of the convolution, counted through all blocks. A
             causal TCN needs one that does not mix times. Kernels then run one convolution after the other.
         dropout: probability with which a value is set to zero; the others are scaled up to keep the mean. The mask
@@ -82,6 +85,7 @@ def tcn(
         bias=bias,
         activation=activation,
         residual=residual,
+        omega=omega,
         norm_fn=norm_fn,
         dropout=dropout,
         causal=causal,

@@ -33,7 +33,7 @@ _aten: Any = torch.ops.aten
 def unsupported_reason(spec: TCNSpec) -> str | None:
     """Return why this backend cannot run a call, or None if it can."""
     x = spec.x
-    for tensor in (x, spec.weight, spec.bias, spec.lengths):
+    for tensor in (x, *spec.parameters(), spec.lengths):
         if tensor is not None and tensor.device.type != "cpu":
             return f"device: expected the CPU for all tensors, got {tensor.device}"
     if spec.norm_fn is not None:
@@ -63,36 +63,44 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     options = (spec.activation, spec.causal)
     if not spec.return_state:
         factors = (spec.dilation, spec.dilation_factor)
-        return _FORWARD(spec.x, spec.weight, spec.bias, spec.lengths, *factors, *options, spec.residual), None
+        inputs = (spec.x, spec.weight, spec.bias, spec.lengths, spec.omega)
+        return _FORWARD(*inputs, *factors, *options, spec.residual), None
     adds_skip = spec.residual and spec.weight.shape[1] == 1
 
     def convolve(h: Tensor, number: int) -> Tensor:
         weight, bias, dilation = spec.convolution(number)
-        return _FORWARD(h, weight, bias, spec.lengths, dilation, 1, *options, adds_skip)
+        return _FORWARD(h, weight, bias, spec.lengths, None, dilation, 1, *options, adds_skip)
 
     return run_convolutions(spec, spec.x, convolve, adds_skip)
 
 
-def _forward(x: Tensor, *rest: Any) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
+    omega, *settings = rest
     y = x.new_empty(x.shape)
     with torch.autocast("cpu", enabled=False):
-        for part, slab in _slabs(x, *rest):
+        for part, slab in _slabs(x, weight, bias, lengths, *settings):
             slab.forward(x[part], y[part])
+            if omega is not None:
+                y[part].addcmul_(x[part], omega[part[2]])
     return y
 
 
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dkernels, dbias = _fake_backward(dy, x, weight, bias)
-    dkernels.zero_()
-    dbias.zero_()
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    lengths, omega, *settings = rest
+    dx, dkernels, dbias, domega = _fake_backward(dy, x, weight, bias, *rest)
+    for sums in (dkernels, dbias, domega):
+        sums.zero_()
     with torch.autocast("cpu", enabled=False):
-        for part, slab in _slabs(x, weight, bias, *rest):
+        for part, slab in _slabs(x, weight, bias, lengths, *settings):
             inputs = slab.forward(x[part], None)
             channels = part[2]
             dtaps = dkernels[:, :, channels].flatten(0, 1).unbind()
             dbiases = None if bias is None else dbias[:, :, channels].flatten(0, 1).unbind()
             dx[part] = slab.backward(dy[part], inputs, dtaps, dbiases)
-    return dx, dkernels.flip(-1), dbias
+            if omega is not None:
+                dx[part].addcmul_(dy[part], omega[channels])
+                domega[channels] += (dy[part] * x[part]).sum((0, 1))
+    return dx, dkernels.flip(-1), dbias, domega
 
 
 _Part = tuple[slice, slice, slice]
@@ -302,43 +310,44 @@ def _fake_forward(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    optional = [weight.new_empty(0 if each is None else each.shape) for each in (bias, rest[1])]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), *optional
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])  # what is between the convolutions is recomputed
-    ctx.settings = inputs[4:]
+    ctx.save_for_backward(*inputs[:5])  # what is between the convolutions is recomputed
+    ctx.settings = inputs[5:]
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gradients = _differentiable if torch.is_grad_enabled() else _BACKWARD
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes them
-    dx, dweight, dbias = gradients(dy, *saved, *ctx.settings)
-    return dx, dweight, None if saved[2] is None else dbias, *(None,) * 6
+    dx, dweight, dbias, domega = gradients(dy, *saved, *ctx.settings)
+    dbias, domega = None if saved[2] is None else dbias, None if saved[4] is None else domega
+    return dx, dweight, dbias, None, domega, *(None,) * 5
 
 
 def _differentiable(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *settings: Any
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any
 ) -> list[Tensor | None]:
     """Return the gradients by PyTorch's own operators, which have gradients as well."""
+    omega, *settings = rest
     names = ("dilation", "dilation_factor", "activation", "causal", "residual")
     options = dict(zip(names, settings, strict=True))
-    y, _ = naive_tcn(TCNSpec(x=x, weight=weight, bias=bias, lengths=lengths, **options))
-    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None and leaf.requires_grad]
+    y, _ = naive_tcn(TCNSpec(x=x, weight=weight, bias=bias, lengths=lengths, omega=omega, **options))
+    inputs = (x, weight, bias, omega)
+    leaves = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True, allow_unused=True))
-    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in (x, weight, bias)]
+    return [next(found) if leaf is not None and leaf.requires_grad else None for leaf in inputs]
 
 
 _INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, "
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? lengths, Tensor? omega, "
     "SymInt dilation, SymInt factor, str activation, bool causal, bool residual"
 )
 _BACKWARD = register(
-    f"tcn_cpu_backward(Tensor dy, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    f"tcn_cpu_backward(Tensor dy, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor domega)",
     _backward,
     _fake_backward,
     "CPU",

@@ -53,6 +53,7 @@ class TCNSpec:
     bias: Tensor | None = None
     activation: str = "silu"
     residual: bool = True
+    omega: Tensor | None = None
     norm_fn: NormFn | None = None
     dropout: float = 0.0
     causal: bool = True
@@ -62,8 +63,8 @@ class TCNSpec:
     inplace: bool = False
 
     def parameters(self) -> list[Tensor]:
-        """Return the weight and, if there is one, the bias."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        """Return the weight and, as far as they are given, bias and omega."""
+        return [each for each in (self.weight, self.bias, self.omega) if each is not None]
 
     def convolution(self, number: int) -> tuple[Tensor, Tensor | None, int]:
         """Return weight `[1, 1, channels, kernel_size]`, bias `[1, 1, channels]` and dilation of a convolution."""
@@ -163,7 +164,12 @@ def run_convolutions(
                 inputs.append(h if inputs else spec.x)
             h = convolve(h, block * convolutions + index)
         x = x + h if spec.residual and not adds_skip else h
-    return x, _next_state(spec, inputs) if spec.return_state else None
+    return add_input(spec, x), _next_state(spec, inputs) if spec.return_state else None
+
+
+def add_input(spec: TCNSpec, h: Tensor) -> Tensor:
+    """Add the input, times omega if it is given, to the output `h` of the last block; both are rounded to its dtype."""
+    return h if spec.omega is None else (h + spec.omega * spec.x.to(h.dtype)).to(h.dtype)
 
 
 def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
@@ -230,9 +236,11 @@ def check_tcn(spec: TCNSpec) -> None:
         raise InputError(
             f"bias: expected [depth, convolutions, channels], {list(weight.shape[:3])}, got shape {list(bias.shape)}"
         )
+    if spec.omega is not None and spec.omega.shape != x.shape[2:]:
+        raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(spec.omega.shape)}")
     if not 0.0 <= spec.dropout <= 1.0:
         raise InputError(f"dropout: expected a probability from 0 to 1, got {spec.dropout}")
-    check_same_dtype(x, weight=weight, bias=bias)
+    check_same_dtype(x, weight=weight, bias=bias, omega=spec.omega)
     check_lengths(spec.lengths, x.shape[0], x.shape[1])
     if not spec.causal and (state is not None or spec.return_state):
         raise StateError("state: expected None for a bidirectional TCN, got one or return_state=True")

@@ -69,6 +69,7 @@ class Block:
     causal: bool = True
     lengths: bool = False
     dropout: bool = False
+    omega: bool = False
 
     @property
     def ahead(self) -> int:
@@ -86,6 +87,7 @@ class Block:
             "AHEAD": self.ahead,
             "LENGTHS": int(self.lengths),
             "DROPOUT": int(self.dropout),
+            "OMEGA": int(self.omega),
         }
         return tuple((shared | more).items())
 
@@ -97,6 +99,7 @@ class Call(NamedTuple):
     weight: shape of the weight, `(depth, …, channels, kernel_size)`.
     bias, lengths: whether they are given.
     keep: whether every block's output is kept, or two buffers alternate.
+    omega: whether the input times omega is added to the output of the last block.
     """
 
     x: Layout
@@ -105,6 +108,7 @@ class Call(NamedTuple):
     lengths: bool
     settings: Settings
     keep: bool = True
+    omega: bool = False
 
     @property
     def block(self) -> Block:
@@ -119,6 +123,7 @@ class Call(NamedTuple):
             causal=settings.causal,
             lengths=self.lengths,
             dropout=settings.dropout > 0.0,
+            omega=self.omega,
         )
 
     @property
@@ -191,6 +196,7 @@ class ForwardPointers(NamedTuple):
     bias: int
     lengths: int
     seed: int
+    omega: int
     y: int
     inner: int
 
@@ -205,7 +211,9 @@ class BackwardPointers(NamedTuple):
     bias: int
     lengths: int
     seed: int
+    omega: int
     dx: int
     dweight: int
     dbias: int
+    domega: int
     scratch: int

@@ -1,7 +1,8 @@
 // Shared by all kernels: machine instructions, activations and their derivatives, dropout.
 //
 // Compiled with K (kernel size), AHEAD (taps that look into the future), DTYPE (0 float32, 1 bfloat16, 2 float16),
-// ACTIVATION (0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu), and the flags BIAS, RESIDUAL, LENGTHS and DROPOUT.
+// ACTIVATION (0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu), and the flags BIAS, RESIDUAL, LENGTHS, DROPOUT and OMEGA:
+// whether the input of the first block times omega is added to the output of the last one.
 
 typedef unsigned int word;
 #if DTYPE == 0

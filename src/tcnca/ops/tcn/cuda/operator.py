@@ -15,7 +15,7 @@ from tcnca.ops.dispatch import tensors_reason, transform_reason
 from tcnca.ops.driver import Launch, on_device
 from tcnca.ops.dropout import dropout
 from tcnca.ops.library import register
-from tcnca.ops.tcn.cuda import registers, smem, tensor_core
+from tcnca.ops.tcn.cuda import registers, smem, tensor_core, tensor_core_pair
 from tcnca.ops.tcn.cuda.call import (
     MAX_KERNEL_SIZE,
     BackwardPointers,
@@ -25,13 +25,14 @@ from tcnca.ops.tcn.cuda.call import (
     Settings,
     layout,
 )
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, run_convolutions
+from tcnca.ops.tcn.naive import TCNSpec, TCNState, add_input, run_convolutions
 
 MAX_BATCH = 65535  # of one launch
 NUM_PLANS = 1024  # that are kept
 NUM_SEEDS = 1 << 62
+FUSED_OMEGA = False  # whether the kernels add the input times omega, or PyTorch after them
 
-ForwardPlan = smem.Forward | tensor_core.Forward | registers.Forward
+ForwardPlan = smem.Forward | tensor_core_pair.Forward | tensor_core.Forward | registers.Forward
 BackwardPlan = smem.Backward | tensor_core.Backward | registers.Backward
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -78,7 +79,9 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     if fused and spec.state is None and not spec.return_state:
         factors = (spec.dilation, spec.dilation_factor)
         settings = Settings(*factors, spec.activation, spec.residual, spec.causal, spec.dropout)
-        return tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings), None
+        omega = spec.omega if FUSED_OMEGA else None
+        y = tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings, omega)
+        return y if FUSED_OMEGA else add_input(spec, y), None
     adds_skip = spec.residual and fused
     return run_convolutions(spec, x, lambda h, number: _convolve(spec, h, number, adds_skip), adds_skip)
 
@@ -99,7 +102,14 @@ def _convolve(spec: TCNSpec, h: Tensor, number: int, residual: bool) -> Tensor:
     return dropout(h, spec.dropout) if spec.dropout > 0.0 else h
 
 
-def tcn_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, settings: Settings) -> Tensor:
+def tcn_blocks(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    settings: Settings,
+    omega: Tensor | None = None,
+) -> Tensor:
     """Run `depth` blocks of one convolution each; padding counts as zeros in every block.
 
     Args:
@@ -108,17 +118,18 @@ def tcn_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor |
         bias: `[depth, channels]` or `[depth, 1, channels]`.
         lengths: `[batch]`.
         settings: see `Settings`.
+        omega: `[channels]`; the input times omega is added to the output.
     """
     seed = torch.randint(NUM_SEEDS, (1,), device=x.device) if settings.dropout > 0.0 else None
-    requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    requires_grad = any(each is not None and each.requires_grad for each in (x, weight, bias, omega))
     keep = requires_grad and torch.is_grad_enabled()
     # Plans depend on addresses, which only ordinary tensors have; others, such as fake ones, go through the dispatcher.
     if type(x) is not Tensor or torch.compiler.is_compiling():
-        return _FORWARD(x, weight, bias, lengths, seed, *settings, keep)[0]
+        return _FORWARD(x, weight, bias, lengths, seed, omega, *settings, keep)[0]
     if keep:
-        return _Blocks.apply(x, weight, bias, lengths, seed, settings)
+        return _Blocks.apply(x, weight, bias, lengths, seed, omega, settings)
     with _BelowAutograd():
-        return _FORWARD(x, weight, bias, lengths, seed, *settings, False)[0]
+        return _FORWARD(x, weight, bias, lengths, seed, omega, *settings, False)[0]
 
 
 class _Blocks(torch.autograd.Function):
@@ -127,8 +138,9 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         *tensors, settings = inputs
-        x, weight, bias, lengths, _ = tensors
-        call = Call(layout(x), weight.shape, bias is not None, lengths is not None, settings)
+        x, weight, bias, lengths, _, omega = tensors
+        given = (bias is not None, lengths is not None)
+        call = Call(layout(x), weight.shape, *given, settings, omega=omega is not None)
         with _BelowAutograd():
             y, inner = _FORWARD(*tensors, *settings, not recomputes(call))
         ctx.save_for_backward(inner, *tensors)
@@ -139,11 +151,12 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         arguments = (gradients[0], *ctx.saved_tensors, *ctx.settings)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            dx, dweight, dbias = _BACKWARD(*arguments)
+            dx, dweight, dbias, domega = _BACKWARD(*arguments)
         else:
             with _BelowAutograd():
-                dx, dweight, dbias = _BACKWARD(*arguments)
-        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
+                dx, dweight, dbias, domega = _BACKWARD(*arguments)
+        needed = ctx.needs_input_grad
+        return dx, dweight, dbias if needed[2] else None, None, None, domega if needed[5] else None, None
 
 
 @functools.lru_cache(NUM_PLANS)
@@ -152,6 +165,8 @@ def forward_plan(call: Call) -> ForwardPlan:
     # Shared memory pays off: 22 µs forward and 42 µs backward instead of 29 and 62 for one sequence of 8,192 tokens.
     if smem.forward_fits(call):
         return smem.Forward(call)
+    if tensor_core_pair.ENABLED and tensor_core_pair.forward_fits(call):
+        return tensor_core_pair.Forward(call)
     return tensor_core.Forward(call) if tensor_core.forward_fits(call) else registers.Forward(call)
 
 
@@ -176,37 +191,41 @@ def state_plan(call: Call, past: torch.dtype) -> Launch:
 
 
 def _forward(stream: int, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    lengths, seed, *settings, keep = rest
+    lengths, seed, omega, *settings, keep = rest
     x, (weight, bias, lengths) = _dense_channels(x), _prepared(weight, bias, lengths, x.shape[1])
+    omega = None if omega is None else omega.float().contiguous()
     y, inner = _fake_forward(x, weight, keep)
     if x.numel():
-        call = Call(layout(x), weight.shape, bias is not None, lengths is not None, Settings(*settings), keep)
+        given = (bias is not None, lengths is not None)
+        call = Call(layout(x), weight.shape, *given, Settings(*settings), keep, omega is not None)
         plan = forward_plan(call)
         scratch = x.new_empty(x.shape) if plan.needs_scratch and not keep else inner
-        plan.run(stream, ForwardPointers(*map(_address, (x, weight, bias, lengths, seed, y, scratch))))
+        plan.run(stream, ForwardPointers(*map(_address, (x, weight, bias, lengths, seed, omega, y, scratch))))
     return y, inner
 
 
 def _backward(
     stream: int, dy: Tensor, inner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    lengths, seed, *settings = rest
+) -> tuple[Tensor, ...]:
+    lengths, seed, omega, *settings = rest
     x, dy = _dense_channels(x), _dense_channels(dy if dy.dtype == x.dtype else dy.to(x.dtype))
     if inner.numel() == 0 and weight.shape[0] > 1:
         x, dy = _aligned16(x), _aligned16(dy)  # only the kernels that recompute the outputs can run
-    dtype, bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
+    dtypes = [weight.dtype if each is None else each.dtype for each in (weight, bias, omega)]
     weight, bias, lengths = _prepared(weight, bias, lengths, x.shape[1])
-    dx, dweight, dbias = _fake_backward(dy, inner, x, weight, bias)
+    omega = None if omega is None else omega.float().contiguous()
+    dx, *sums = _fake_backward(dy, inner, x, weight, bias, lengths, seed, omega)
     if x.numel():
-        call = Call(layout(x), weight.shape, bias is not None, lengths is not None, Settings(*settings))
+        given = (bias is not None, lengths is not None)
+        call = Call(layout(x), weight.shape, *given, Settings(*settings), omega=omega is not None)
         plan = backward_plan(call, layout(dy))
         scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
-        tensors = (dy, inner, x, weight, bias, lengths, seed, dx, dweight, dbias, scratch)
+        tensors = (dy, inner, x, weight, bias, lengths, seed, omega, dx, *sums, scratch)
         plan.run(stream, BackwardPointers(*map(_address, tensors)))
     else:
-        dweight.zero_()
-        dbias.zero_()
-    return dx, dweight if dtype == dweight.dtype else dweight.to(dtype), dbias.to(bias_dtype)
+        for each in sums:
+            each.zero_()
+    return dx, *(each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(sums, dtypes, strict=True))
 
 
 def _from_state(stream: int, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -217,7 +236,7 @@ def _from_state(stream: int, x: Tensor, weight: Tensor, bias: Tensor | None, *re
     if x.numel():
         settings = Settings(dilation, 1, function, residual, True, 0.0)
         call = Call(layout(x), weight.shape, bias is not None, lengths is not None, settings, keep=False)
-        tensors = (x, weight, bias, y, lengths, None, past, position)
+        tensors = (x, weight, bias, y, lengths, None, past, position, None, None)
         state_plan(call, past.dtype)(stream, *map(_address, tensors))
     return y
 
@@ -254,10 +273,11 @@ def _fake_forward(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 
 def _fake_backward(
-    dy: Tensor, inner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return _empty_like(x), weight.new_empty(weight.shape), dbias
+    dy: Tensor, inner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return empty results; the third argument after `bias` is `omega`."""
+    optional = [weight.new_empty(0) if each is None else each.new_empty(each.shape) for each in (bias, rest[2])]
+    return _empty_like(x), weight.new_empty(weight.shape), *optional
 
 
 def _fake_from_state(x: Tensor, *_: Any) -> Tensor:
@@ -265,26 +285,30 @@ def _fake_from_state(x: Tensor, *_: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *settings, keep = inputs[5:]
-    ctx.save_for_backward(output[1], *inputs[:5])
+    *settings, keep = inputs[6:]
+    ctx.save_for_backward(output[1], *inputs[:6])
     ctx.settings, ctx.keep = settings, keep
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 12
+        return (None,) * 13
     if not ctx.keep:
         raise KernelError("tcn_blocks: expected keep=True where gradients are required, got keep=False")
-    dx, dweight, dbias = _BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
-    return dx, dweight, dbias if ctx.needs_input_grad[2] else None, *(None,) * 9
+    dx, dweight, dbias, domega = _BACKWARD(dy, *ctx.saved_tensors, *ctx.settings)
+    dbias, domega = (each if ctx.needs_input_grad[place] else None for each, place in ((dbias, 2), (domega, 5)))
+    return dx, dweight, dbias, None, None, domega, *(None,) * 7
 
 
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? lengths"
-_SETTINGS = "Tensor? seed, SymInt dilation, SymInt factor, str activation, bool residual, bool causal, float dropout"
+_SETTINGS = (
+    "Tensor? seed, Tensor? omega, "
+    "SymInt dilation, SymInt factor, str activation, bool residual, bool causal, float dropout"
+)
 _BACKWARD = register(
     f"tcn_blocks_backward(Tensor dy, Tensor inner, {_INPUTS}, {_SETTINGS})"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor domega)",
     on_device(_backward),
     _fake_backward,
     "CUDA",

@@ -57,7 +57,10 @@ struct Args {
     const long long* seed;
     const past_number* past;
     const long long* position;
-    long long time, channels, dilation, x_time, x_batch, y_time, y_batch, phases, segments, steps, layer, dropped;
+    const number* input;
+    const float* omega;
+    long long time, channels, dilation, x_time, x_batch, y_time, y_batch, input_time, input_batch;
+    long long phases, segments, steps, layer, dropped;
     double scale;
 };
 
@@ -80,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(128) registers_forward(const Args a
     const int begin = static_cast<int>(item / args.phases * args.steps);
     int end = steps_before(args.time, phase, args.dilation);
     if (begin + args.steps < end) end = static_cast<int>(begin + args.steps);
-    int real = steps_before(LENGTHS ? args.lengths[row] : args.time, phase, args.dilation);
-    if (end + AHEAD < real) real = end + AHEAD;
+    const int length = steps_before(LENGTHS ? args.lengths[row] : args.time, phase, args.dilation);
+    const int real = end + AHEAD < length ? end + AHEAD : length;
 
     int n = begin + AHEAD - (K - 1);
     const long long hop = args.dilation * args.x_time;
@@ -117,6 +120,15 @@ extern "C" __global__ void __launch_bounds__(128) registers_forward(const Args a
     const long long y_hop = args.dilation * args.y_time;
     number* target = args.y + row * args.y_batch + channel + phase * args.y_time + begin * y_hop;
     const Dropout dropout = dropout_of(args.seed, args.layer, row, args.channels, args.dropped, args.scale);
+#if OMEGA
+    const long long input_hop = args.dilation * args.input_time;
+    const number* input = args.input + row * args.input_batch + channel + phase * args.input_time + begin * input_hop;
+    Vector next = zeros();
+    if (begin < length) next = *reinterpret_cast<const Vector*>(input);
+    float omega[VECTOR];
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) omega[v] = args.omega[channel + v];
+#endif
     for (int m = begin; m < end; m += K) {
 #pragma unroll
         for (int u = 0; u < K; ++u) {
@@ -130,6 +142,12 @@ extern "C" __global__ void __launch_bounds__(128) registers_forward(const Args a
             source += hop;
             Vector out;
             const Draw drawn = draw_at(dropout, phase + (m + u) * args.dilation, channel);
+#if OMEGA
+            const Vector now = next;
+            next = zeros();
+            input += input_hop;
+            if (m + u + 1 < length) next = *reinterpret_cast<const Vector*>(input);
+#endif
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 // Two sums, which the processor can compute in parallel.
@@ -142,6 +160,9 @@ extern "C" __global__ void __launch_bounds__(128) registers_forward(const Args a
                 float y = activate(even + odd);
                 if (DROPOUT) y = is_kept(dropout, drawn, static_cast<int>(channel) + v) ? y * dropout.scale : 0.0f;
                 if (RESIDUAL) y += ring[(newest - AHEAD + K) % K][v];
+#if OMEGA
+                y = fmaf(omega[v], widen(now.part[v]), y);
+#endif
                 out.part[v] = narrow(y);
             }
             *reinterpret_cast<Vector*>(target) = out;
@@ -159,8 +180,10 @@ struct Args {
     const long long* lengths;
     const long long* seed;
     float* partial;
-    long long time, channels, dilation, x_time, x_batch, dy_time, dy_batch, dx_time, dx_batch, phases, segments, steps;
-    long long layer, dropped;
+    const number* output_dy;
+    const float* omega;
+    long long time, channels, dilation, x_time, x_batch, dy_time, dy_batch, dx_time, dx_batch, output_time, output_batch;
+    long long phases, segments, steps, layer, dropped;
     double scale;
 };
 
@@ -168,15 +191,18 @@ struct SumArgs {
     const float* partial;
     float* dweight;
     float* dbias;
+    float* domega;
     long long parts, channels;
 };
+
+#define COLUMNS (K + 1 + OMEGA)  // of the partial sums of a channel: kernel, bias, omega
 
 // Gradients of the input and, summed over the block's segments, of kernels and bias.
 //
 // One pass along the chain recomputes the pre-activation from the ring of inputs, and adds its gradient to a ring of
 // unfinished input gradients and to the sums for the kernel.
 extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args args) {
-    __shared__ float shared[32 * VECTOR * (K + 1)];
+    __shared__ float shared[32 * VECTOR * COLUMNS];
     share_kernels(shared, args.weight, args.channels);
     const long long channel = (static_cast<long long>(blockIdx.y) * blockDim.x + threadIdx.x) * VECTOR;
     const long long item = static_cast<long long>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -194,6 +220,11 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
 #define WEIGHT(v, j) weight[v][j]
 #endif
     float bias[VECTOR], dbias[VECTOR], dweight[VECTOR][K];
+#if OMEGA
+    float domega[VECTOR];
+#pragma unroll
+    for (int v = 0; v < VECTOR; ++v) domega[v] = 0.0f;
+#endif
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) {
         bias[v] = BIAS && busy ? args.bias[channel + v] : 0.0f;
@@ -247,6 +278,16 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
         number* target = args.dx + row * args.dx_batch + channel + phase * args.dx_time + begin * dx_hop;
         const Dropout dropout = dropout_of(args.seed, args.layer, row, args.channels, args.dropped, args.scale);
         const int from = begin - AHEAD;
+#if OMEGA
+        const long long output_hop = args.dilation * args.output_time;
+        const number* output_dy =
+            args.output_dy + row * args.output_batch + channel + phase * args.output_time + begin * output_hop;
+        Vector next = zeros();
+        if (begin < end) next = *reinterpret_cast<const Vector*>(output_dy);
+        float omega[VECTOR];
+#pragma unroll
+        for (int v = 0; v < VECTOR; ++v) omega[v] = args.omega[channel + v];
+#endif
         for (int m = from; m < last; m += UNROLL) {
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
@@ -256,6 +297,14 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
                 const int done = m + u + AHEAD - (K - 1);
                 Vector out;
                 const Draw drawn = draw_at(dropout, phase + (m + u) * args.dilation, channel);
+#if OMEGA
+                const Vector now = next;
+                if (done >= begin) {
+                    next = zeros();
+                    output_dy += output_hop;
+                    if (done + 1 < end) next = *reinterpret_cast<const Vector*>(output_dy);
+                }
+#endif
 #pragma unroll
                 for (int v = 0; v < VECTOR; ++v) {
                     ring[newest][v] = widen(ahead[u].part[v]);
@@ -279,7 +328,13 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
                         dx[slot][v] = fmaf(WEIGHT(v, j), dz, dx[slot][v]);
                     }
                     if (RESIDUAL) dx[(newest - AHEAD + SLOTS) % SLOTS][v] += dy;
-                    const float ready = dx[(newest - (K - 1) + SLOTS) % SLOTS][v];
+                    float ready = dx[(newest - (K - 1) + SLOTS) % SLOTS][v];
+#if OMEGA
+                    // The oldest input is that of the finished gradient.
+                    const float added = done >= begin && done < end ? widen(now.part[v]) : 0.0f;
+                    domega[v] = fmaf(added, ring[(newest - (K - 1) + SLOTS) % SLOTS][v], domega[v]);
+                    ready = fmaf(omega[v], added, ready);
+#endif
                     out.part[v] = narrow(!LENGTHS || done < length ? ready : 0.0f);
                 }
                 if (done >= begin && done < end) {
@@ -310,24 +365,27 @@ extern "C" __global__ void __launch_bounds__(128) registers_backward(const Args 
         if (threadIdx.y != turn) continue;
 #pragma unroll
         for (int v = 0; v < VECTOR; ++v) {
-            float* sums = shared + (threadIdx.x * VECTOR + v) * (K + 1);
+            float* sums = shared + (threadIdx.x * VECTOR + v) * COLUMNS;
 #pragma unroll
             for (int j = 0; j < K; ++j) sums[j] = turn ? sums[j] + dweight[v][j] : dweight[v][j];
             sums[K] = turn ? sums[K] + dbias[v] : dbias[v];
+#if OMEGA
+            sums[K + 1] = turn ? sums[K + 1] + domega[v] : domega[v];
+#endif
         }
     }
     __syncthreads();
     const long long left = args.channels - static_cast<long long>(blockIdx.y) * blockDim.x * VECTOR;
-    const int here = static_cast<int>(left < blockDim.x * VECTOR ? left : blockDim.x * VECTOR) * (K + 1);
+    const int here = static_cast<int>(left < blockDim.x * VECTOR ? left : blockDim.x * VECTOR) * COLUMNS;
     const long long part = static_cast<long long>(blockIdx.z) * gridDim.x + blockIdx.x;
-    float* target = args.partial + (part * args.channels + blockIdx.y * blockDim.x * VECTOR) * (K + 1);
+    float* target = args.partial + (part * args.channels + blockIdx.y * blockDim.x * VECTOR) * COLUMNS;
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < here; i += blockDim.x * blockDim.y) target[i] = shared[i];
 }
 
-// Add partial sums [parts, channels, K + 1] to the gradients of kernels and bias, in a fixed order.
+// Add partial sums [parts, channels, COLUMNS] to the gradients of kernels, bias and omega, in a fixed order.
 extern "C" __global__ void __launch_bounds__(1024) sum_partials(const SumArgs args) {
     __shared__ float shared[32][33];
-    const long long width = args.channels * (K + 1);
+    const long long width = args.channels * COLUMNS;
     const long long column = static_cast<long long>(blockIdx.x) * 32 + threadIdx.x;
     float sum = 0.0f;
     const long long parts = column < width ? args.parts : 0;
@@ -338,9 +396,10 @@ extern "C" __global__ void __launch_bounds__(1024) sum_partials(const SumArgs ar
     if (threadIdx.y != 0 || column >= width) return;
 #pragma unroll
     for (int i = 1; i < 32; ++i) sum += shared[i][threadIdx.x];
-    const long long channel = column / (K + 1);
-    const int tap = static_cast<int>(column % (K + 1));
+    const long long channel = column / COLUMNS;
+    const int tap = static_cast<int>(column % COLUMNS);
     if (tap < K) args.dweight[channel * K + tap] = sum;
-    else if (BIAS) args.dbias[channel] = sum;
+    else if (BIAS && tap == K) args.dbias[channel] = sum;
+    else if (OMEGA && tap == K + 1) args.domega[channel] = sum;
 }
 #endif

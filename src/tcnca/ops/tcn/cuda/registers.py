@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from tcnca.ops import driver
@@ -38,13 +40,16 @@ def backward_source(block: Block, vector: int) -> nvrtc.Source:
 def forward_launch(call: Call, layer: int, past: torch.dtype | None = None) -> driver.Launch:
     """Prepare one block of a call; `past` is the dtype of a state's ring buffer."""
     block, x, y = call.block, call.x if layer == 0 else call.packed, call.packed
-    vector = 2 if block.kernel_size <= MAX_PAIRED_FORWARD and _paired(call, x, y) else 1
+    block = dataclasses.replace(block, omega=call.omega and layer == call.depth - 1)
+    layouts = (x, y, call.x) if block.omega else (x, y)
+    vector = 2 if block.kernel_size <= MAX_PAIRED_FORWARD and _paired(call, *layouts) else 1
     kernel = nvrtc.load(forward_source(block, vector, past), "registers_forward", 0, call.device)
     grid, threads, cut = _cut_time(call, layer, vector, kernel, block.kernel_size)
     # The size of a state's ring follows from the dilation, even if that is longer than the sequence.
     dilation = call.dilations[layer] if past is None else call.settings.dilation
-    numbers = (call.time, call.channels, dilation, *x.steps, *y.steps, *cut, layer, *call.dropout_arguments)
-    return driver.Launch(kernel, grid, threads, 8, numbers, as_struct=True)
+    strides = (*x.steps, *y.steps, *call.x.steps)
+    numbers = (call.time, call.channels, dilation, *strides, *cut, layer, *call.dropout_arguments)
+    return driver.Launch(kernel, grid, threads, 10, numbers, as_struct=True)
 
 
 class Forward:
@@ -65,7 +70,7 @@ class Forward:
             else:
                 out = p.inner if later % 2 == 1 else p.y
             weight, bias = p.weight + _weight_bytes(call, layer), p.bias + _bias_bytes(call, layer)
-            launch(stream, x, weight, bias, out, p.lengths, p.seed, 0, 0)
+            launch(stream, x, weight, bias, out, p.lengths, p.seed, 0, 0, p.x, p.omega)
             x = out
 
 
@@ -75,7 +80,7 @@ class Backward:
     def __init__(self, call: Call, dy: Layout) -> None:
         self._call, self._launches, partials = call, [], []
         for layer in range(call.depth):
-            gradients, sums, num_bytes = _backward_launches(call, layer, dy if layer == call.depth - 1 else call.packed)
+            gradients, sums, num_bytes = _backward_launches(call, layer, dy)
             self._launches.append((gradients, sums))
             partials.append(num_bytes)
         self.scratch = call.scratch_bytes + max(partials)
@@ -87,26 +92,30 @@ class Backward:
             x = p.inner + (layer - 1) * call.num_bytes if layer else p.x
             dx = p.scratch if layer % 2 else p.dx
             weight, bias = _weight_bytes(call, layer), _bias_bytes(call, layer)
-            gradients(stream, x, p.weight + weight, p.bias + bias, dy, dx, p.lengths, p.seed, partial)
-            sums(stream, partial, p.dweight + weight, p.dbias + bias)
+            tensors = (x, p.weight + weight, p.bias + bias, dy, dx, p.lengths, p.seed, partial)
+            gradients(stream, *tensors, p.dy, p.omega)
+            sums(stream, partial, p.dweight + weight, p.dbias + bias, p.domega)
             dy = dx
 
 
-def _backward_launches(call: Call, layer: int, dy: Layout) -> tuple[driver.Launch, driver.Launch, int]:
+def _backward_launches(call: Call, layer: int, output_dy: Layout) -> tuple[driver.Launch, driver.Launch, int]:
     """Prepare the gradients of one block and their sums, which need some bytes for partial sums."""
     block, x, dx = call.block, call.x if layer == 0 else call.packed, call.packed
+    dy = output_dy if layer == call.depth - 1 else call.packed
+    block = dataclasses.replace(block, omega=call.omega and layer == 0)
     small = block.dtype != torch.float32 and block.kernel_size <= MAX_PAIRED_BACKWARD
-    vector = 2 if small and _paired(call, x, dy, dx) else 1
+    layouts = (x, dy, dx, output_dy) if block.omega else (x, dy, dx)
+    vector = 2 if small and _paired(call, *layouts) else 1
     source = backward_source(block, vector)
     kernel = nvrtc.load(source, "registers_backward", 0, call.device)
     sum_kernel = nvrtc.load(source, "sum_partials", 0, call.device)
     grid, threads, cut = _cut_time(call, layer, vector, kernel, 2 * block.kernel_size)
-    parts, columns = grid[0] * grid[2], call.channels * (block.kernel_size + 1)
-    strides = (*x.steps, *dy.steps, *dx.steps)
+    parts, columns = grid[0] * grid[2], call.channels * (block.kernel_size + 1 + block.omega)
+    strides = (*x.steps, *dy.steps, *dx.steps, *output_dy.steps)
     numbers = (call.time, call.channels, call.dilations[layer], *strides, *cut, layer, *call.dropout_arguments)
-    gradients = driver.Launch(kernel, grid, threads, 8, numbers, as_struct=True)
+    gradients = driver.Launch(kernel, grid, threads, 10, numbers, as_struct=True)
     sum_grid = (-(-columns // 32), 1, 1)
-    sums = driver.Launch(sum_kernel, sum_grid, (32, 32, 1), 3, (parts, call.channels), as_struct=True)
+    sums = driver.Launch(sum_kernel, sum_grid, (32, 32, 1), 4, (parts, call.channels), as_struct=True)
     return gradients, sums, 4 * parts * columns
 
 

@@ -112,12 +112,19 @@ __device__ __forceinline__ void scatter_row(float* sequence, const float (&row)[
     for (int c = 0; c < CLUSTER; ++c) remote(sequence, c)[t] = row[c];
 }
 
-// Collect this block's times from all owners.
-__device__ __forceinline__ void gather_rows(number* to, long long stride, float* sequence, const Times& times) {
+// Collect this block's times from all owners. With `omega`, add omega times `from`, whose first `length` times count.
+__device__ __forceinline__ void gather_rows(number* to, long long stride, float* sequence, const Times& times,
+                                            const float* omega, const number* from, long long from_stride, int length) {
     for (int t = times.begin + threadIdx.x; t < times.end; t += THREADS) {
         float row[CLUSTER];
 #pragma unroll
         for (int c = 0; c < CLUSTER; ++c) row[c] = remote(sequence, c)[t];
+        if (OMEGA && omega != nullptr && t < length) {
+            float added[CLUSTER];
+            read_row(added, from + t * from_stride);
+#pragma unroll
+            for (int c = 0; c < CLUSTER; ++c) row[c] = fmaf(omega[c], added[c], row[c]);
+        }
         write_row(to + t * stride, row);
     }
 }
@@ -210,6 +217,7 @@ struct Args {
     number* inner;
     const long long* lengths;
     const long long* seed;
+    const float* omega;
     long long time, channels, x_time, x_batch, dilation, factor, depth, keep, dropped;
     double scale;
 };
@@ -250,7 +258,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         // when they synchronize again.
         cluster_sync();
         number* target = last ? args.y : args.inner + layer * gridDim.y * args.time * args.channels;
-        gather_rows(target + row * args.time * args.channels + group, args.channels, from, times);
+        gather_rows(target + row * args.time * args.channels + group, args.channels, from, times,
+                    last ? args.omega + group : nullptr, source, args.x_time, length);
     }
     cluster_sync();  // no block may exit while others read its memory
 }
@@ -267,6 +276,8 @@ struct Args {
     const long long* seed;
     float* dweight;
     float* dbias;
+    const float* omega;
+    float* domega;
     long long time, channels, x_time, dy_time, dilation, factor, depth, dropped;
     double scale;
 };
@@ -336,6 +347,22 @@ __device__ __forceinline__ void write_sums(float* scratch, const float (&sums)[K
     else if (BIAS) *dbias = sum;
 }
 
+// Sum x · dy over the sequence, in a fixed order: the gradient of omega.
+__device__ __forceinline__ void write_domega(float* scratch, const float* x, const float* dy, int length,
+                                             float* domega) {
+    float sum = 0.0f;
+    for (int t = threadIdx.x; t < length; t += THREADS) sum = fmaf(x[t], dy[t], sum);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < THREADS / 32; ++i) sum += scratch[i];
+        *domega = sum;
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) smem_backward(const Args args) {
     extern __shared__ __align__(128) char shared[];
     const int time = static_cast<int>(args.time), depth = static_cast<int>(args.depth);
@@ -363,6 +390,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         scatter_row(dy, slopes, t);
     }
     cluster_sync();
+    if (OMEGA) write_domega(scratch, inputs, dy, length, args.domega + channel);
     long long dilation = args.dilation;
     for (int layer = 0; layer + 1 < depth; ++layer) {
         const Dropout dropout = dropout_of(args.seed, layer, 0, args.channels, args.dropped, args.scale);
@@ -386,7 +414,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncthreads();
     }
     cluster_sync();
-    gather_rows(args.dx + group, args.channels, dy, times);
+    gather_rows(args.dx + group, args.channels, dy, times, args.omega + group, args.dy + group, args.dy_time, length);
     cluster_sync();  // no block may exit while others read its memory
 }
 #endif

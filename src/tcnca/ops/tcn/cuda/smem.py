@@ -61,11 +61,11 @@ class Forward:
     def __init__(self, call: Call) -> None:
         dilations = (*call.first_dilation_and_factor, call.depth)
         numbers = (call.time, call.channels, *call.x.steps, *dilations, call.keep, *call.dropout_arguments)
-        self._launch = _launch(call, True, (call.channels, call.batch, 1), 7, numbers)
+        self._launch = _launch(call, True, (call.channels, call.batch, 1), 8, numbers)
 
     def run(self, stream: int, p: ForwardPointers) -> None:
         """Launch the kernel."""
-        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed)
+        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, p.omega)
 
 
 class Backward:
@@ -76,11 +76,12 @@ class Backward:
     def __init__(self, call: Call, dy: Layout) -> None:
         dilations = (*call.first_dilation_and_factor, call.depth)
         numbers = (call.time, call.channels, call.x.steps[0], dy.steps[0], *dilations, *call.dropout_arguments)
-        self._launch = _launch(call, False, (call.channels, 1, 1), 9, numbers)
+        self._launch = _launch(call, False, (call.channels, 1, 1), 11, numbers)
 
     def run(self, stream: int, p: BackwardPointers) -> None:
         """Launch the kernel."""
-        self._launch(stream, p.x, p.weight, p.bias, p.dy, p.dx, p.lengths, p.seed, p.dweight, p.dbias)
+        tensors = (p.x, p.weight, p.bias, p.dy, p.dx, p.lengths, p.seed, p.dweight, p.dbias, p.omega, p.domega)
+        self._launch(stream, *tensors)
 
 
 def _launch(

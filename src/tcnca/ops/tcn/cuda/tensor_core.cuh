@@ -1,8 +1,8 @@
 // Shared by the tensor-core kernels: which times a tile covers, and where it is in shared memory.
 //
-// A tile is 16 chains t = phase + dilation · n of 8 · WARPS channels, processed in blocks of 8 steps. Where there are
-// fewer than 16 phases, a chain is cut into segments of `steps`, and the 16 are (segment, phase) pairs. A warp owns 8
-// channels, 16 bytes of a row. For one channel a block is a matrix of 16 chains by 8 times, of which a lane holds the
+// A tile is 16 chains t = phase + dilation · n of 8 · PARTS channels, processed in blocks of 8 steps. Where there are
+// fewer than 16 phases, a chain is cut into segments of `steps`, and the 16 are (segment, phase) pairs. A part of a row,
+// 8 channels or 16 bytes, belongs to one warp, or half of it to each of two. For one channel a block is a matrix of 16 chains by 8 times, of which a lane holds the
 // times 2q and 2q + 1 of chains g and g + 8 (g = lane / 4, q = lane % 4): the tensor cores read the left operand and
 // return the result in this layout. The convolution is that matrix, and those of the blocks around it, times 8 × 8
 // Toeplitz matrices: `tap` says which tap belongs where.
@@ -11,7 +11,8 @@
 #define SPAN 8
 #define PART 8
 #define THREADS (32 * WARPS)
-#define ROW_BYTES (16 * WARPS)
+#define ROW_BYTES (16 * PARTS)
+#define STEPS_AT_ONCE (THREADS / (PARTS * CHAINS))  // that the threads of a block move
 #define BLOCK_BYTES (CHAINS * SPAN * ROW_BYTES)
 
 // Output block o needs the input blocks from o - BEFORE to o + AFTER.
@@ -19,14 +20,17 @@ constexpr int AFTER = (AHEAD + SPAN - 1) / SPAN;
 constexpr int BEFORE = (K - 1 - AHEAD + SPAN - 1) / SPAN;
 constexpr int BLOCKS = AFTER + BEFORE + 1;
 
-// Offset of the 16 bytes of warp `part` for step k of chain r, swizzled so that no access has bank conflicts.
+// Offset of the 16 bytes of a part for step k of chain r, swizzled so that accesses have as few bank conflicts as
+// possible: none to 16 bytes, two of each kind to 8 bytes.
+__device__ __forceinline__ int swizzle(int k, int r) { return PARTS == 8 ? (k ^ r) & 7 : k >> 1 & 3; }
+
 __device__ __forceinline__ int place(int k, int r, int part) {
-    return (k * CHAINS + r) * ROW_BYTES + (part ^ ((k ^ r) & 7)) * 16;
+    return (k * CHAINS + r) * ROW_BYTES + (part ^ swizzle(k, r)) * 16;
 }
 
 // place(k + more, r + 8 * half, part), given `base` = place(k, r, part); `more` may only set bits that k does not have.
 __device__ __forceinline__ int place_offset(int base, int more, int half) {
-    return (base ^ more * 16) + (more * CHAINS + 8 * half) * ROW_BYTES;
+    return (base ^ swizzle(more, 0) * 16) + (more * CHAINS + 8 * half) * ROW_BYTES;
 }
 
 // How the time axis of one convolution is cut into tiles. Dilations are limited to the length of the sequence, so all
@@ -87,7 +91,7 @@ __device__ __forceinline__ Draws draws_for(const Cut& cut, const Dropout& dropou
     return draws;
 }
 
-// One thread's part of copies between device and shared memory: 16 bytes of every other step of one chain.
+// One thread's part of copies between device and shared memory: 16 bytes of every second or fourth step of one chain.
 struct Mover {
     int begin;  // the first one's step in the chain, in block 0 of the tile
     int limit;  // steps in the chain
@@ -97,12 +101,12 @@ struct Mover {
 
 // Offset of the thread's first 16 bytes in a block.
 __device__ __forceinline__ int base_of_mover() {
-    return place(threadIdx.x / (WARPS * CHAINS), threadIdx.x / WARPS % CHAINS, threadIdx.x % WARPS);
+    return place(threadIdx.x / (PARTS * CHAINS), threadIdx.x / PARTS % CHAINS, threadIdx.x % PARTS);
 }
 
 __device__ __forceinline__ Mover mover_for(const Cut& cut, long long time, int tile_in_row, long long left) {
     Mover mover;
-    const int part = threadIdx.x % WARPS, chain = threadIdx.x / WARPS % CHAINS, step = threadIdx.x / (WARPS * CHAINS);
+    const int part = threadIdx.x % PARTS, chain = threadIdx.x / PARTS % CHAINS, step = threadIdx.x / (PARTS * CHAINS);
     const word item = tile_in_row * CHAINS + chain, segment = item / cut.dilation;
     mover.phase = static_cast<int>(item - segment * cut.dilation);
     mover.begin = static_cast<int>(segment * cut.steps) + step;
@@ -122,20 +126,20 @@ __device__ __forceinline__ long long offset_of(const Mover& mover, const Cut& cu
 __device__ __forceinline__ void load_block(char* block, const number* source, long long hop, int base, int n,
                                            int limit) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        copy_async(block + place_offset(base, 2 * i, 0), source + 2 * i * hop,
-              static_cast<word>(n + 2 * i) < static_cast<word>(limit));
+    for (int i = 0; i < SPAN; i += STEPS_AT_ONCE)
+        copy_async(block + place_offset(base, i, 0), source + i * hop,
+                   static_cast<word>(n + i) < static_cast<word>(limit));
 }
 
 // Store a block; zeros from step `length` on.
 __device__ __forceinline__ void store_block(const char* block, number* target, long long hop, int base, int n,
                                             int limit, int length) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        Bytes16 v = load16(block + place_offset(base, 2 * i, 0));
+    for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
+        Bytes16 v = load16(block + place_offset(base, i, 0));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v.part[j] = LENGTHS && n + 2 * i >= length ? 0 : v.part[j];
-        if (n + 2 * i < limit) store_global(target + 2 * i * hop, v);
+        for (int j = 0; j < 4; ++j) v.part[j] = LENGTHS && n + i >= length ? 0 : v.part[j];
+        if (n + i < limit) store_global(target + i * hop, v);
     }
 }
 

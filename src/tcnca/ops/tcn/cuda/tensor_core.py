@@ -19,8 +19,13 @@ STAGES = 3  # eight steps each in shared memory of the forward kernel: one in us
 DEPTH_AHEAD = 3  # eight steps each that the backward kernel loads ahead
 MAX_LAYERS = 12  # blocks per launch
 LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a layer
-# The most groups of eight steps that an output may depend on, for the kernels to keep them in registers.
-MAX_FORWARD, MAX_BACKWARD = 5, 3
+# The most groups of eight steps that an output may depend on, for the kernels to keep them in registers. The backward
+# kernel for longer ones keeps them in shared memory, and has half as many channels.
+MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 9
+LONG_PARTS = 4  # of eight channels
+LONG_MEMORY = (227 * 1024, 113 * 1024)  # bytes of shared memory for one block on a multiprocessor, and for each of two
+LONG_RESIDENT = 1  # blocks of this kernel on a multiprocessor, if that many fit
+LONG_STEP_BYTES = 16 * 8 * 16 * LONG_PARTS
 NUM_COUNTERS = 4096
 _counters: dict[int, Tensor] = {}
 _stream_slots: dict[tuple[int, int], int] = {}
@@ -36,21 +41,36 @@ def forward_source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_forward`."""
     # Outputs that depend on more than three groups need more registers.
     resident = 2 if sum(_groups(block)) + 1 <= 3 else 1
-    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, STAGES=STAGES, RESIDENT=resident)
+    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, PARTS=WARPS, STAGES=STAGES, RESIDENT=resident)
     return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_forward.cu"), macros)
+
+
+def is_long(block: Block) -> bool:
+    """Return whether the gradients of a block need the kernel for long kernels, which also adds omega's part."""
+    return sum(_groups(block)) + 1 > MAX_SHORT_BACKWARD or block.omega
 
 
 def backward_source(block: Block) -> nvrtc.Source:
     """Return the source of `tensor_core_backward`."""
-    macros = block.macros(LAYERS=MAX_LAYERS, WARPS=WARPS, DEEP=DEPTH_AHEAD, RESIDENT=1, LAYER_BYTES=LAYER_BYTES)
-    return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_backward.cu"), macros)
+    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "LAYER_BYTES": LAYER_BYTES}
+    if is_long(block):
+        depth, resident = long_depth(block)
+        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": depth, "RESIDENT": resident, "RELOAD": int(block.residual)}
+    else:
+        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RESIDENT": 1, "RELOAD": 0}
+    files = ("common.cuh", "tensor_core.cuh", "tensor_core_backward.cuh", f"tensor_core_backward_{name}.cu")
+    return nvrtc.Source(files, block.macros(**shared, **own))
 
 
-FORWARD_MEMORY = STAGES * STEP_BYTES + 32 * WARPS
+def forward_memory(block: Block) -> int:
+    """Return the bytes of shared memory of the forward kernel."""
+    return (STAGES + (STAGES - 1) * block.omega) * STEP_BYTES + 32 * WARPS
 
 
 def backward_memory(block: Block) -> int:
     """Return the bytes of shared memory of the backward kernel."""
+    if is_long(block):
+        return long_memory(block, long_depth(block)[0])
     before, after = _groups(block)
     rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
     tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
@@ -58,14 +78,31 @@ def backward_memory(block: Block) -> int:
     return rings + tables + kernels + LAYER_BYTES
 
 
+def long_memory(block: Block, depth: int) -> int:
+    """Return the bytes of shared memory of the backward kernel for long kernels, if it loads so many groups ahead."""
+    groups = sum(_groups(block)) + 1
+    rings = ((2 + block.residual + block.omega) * (depth + 1) + 2 * (groups - 1)) * LONG_STEP_BYTES
+    tables = WARPS * max(2 * (8 * groups + 6) * 16, (groups + block.bias + 1) // 2 * 512)
+    return rings + tables + 16 * WARPS * (1 + block.omega) + LAYER_BYTES
+
+
+def long_depth(block: Block) -> tuple[int, int]:
+    """Return how many groups of eight steps the long backward kernel loads ahead, and its blocks per multiprocessor."""
+    if LONG_RESIDENT == 2 and long_memory(block, DEPTH_AHEAD - 1) <= LONG_MEMORY[1]:
+        return DEPTH_AHEAD - 1, 2
+    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= LONG_MEMORY[0] else DEPTH_AHEAD - 1, 1
+
+
 def forward_fits(call: Call) -> bool:
     """Return whether `Forward` can run a call."""
-    return _fits(call, MAX_FORWARD, call.x) and driver.max_shared_memory(call.device) >= FORWARD_MEMORY
+    fits = _fits(call, MAX_FORWARD, call.x)
+    return fits and forward_memory(call.block) <= driver.max_shared_memory(call.device)
 
 
 def backward_fits(call: Call, dy: Layout) -> bool:
     """Return whether `Backward` can run the gradients of a call."""
-    fits = _fits(call, MAX_BACKWARD, call.x, dy)
+    # A kernel of one tap has no matrices to keep.
+    fits = _fits(call, MAX_BACKWARD, call.x, dy) and not (call.omega and call.block.kernel_size == 1)
     return fits and backward_memory(call.block) <= driver.max_shared_memory(call.device)
 
 
@@ -94,10 +131,10 @@ def tiles_in_row(time: int, dilation: int, steps: int) -> int:
     return -(-dilation * -(-chain // steps) // 16)
 
 
-def _cut_time(call: Call, kernel: driver.Function, halo: int) -> tuple[list[int], list[int], int]:
+def _cut_time(call: Call, kernel: driver.Function, halo: int, parts: int = WARPS) -> tuple[list[int], list[int], int]:
     """Return the steps of a segment and the tiles of all sequences in each layer, and the blocks of the grid."""
     resident = nvrtc.resident_blocks(kernel, THREADS, call.device)
-    groups = -(-call.channels // (8 * WARPS))
+    groups = -(-call.channels // (8 * parts))
     steps = [segment_steps(call.time, each, call.batch * groups, resident, halo) for each in call.dilations]
     cuts = zip(call.dilations, steps, strict=True)
     tiles = [call.batch * tiles_in_row(call.time, each, length) for each, length in cuts]
@@ -108,11 +145,12 @@ class Forward:
     """All blocks in one launch."""
 
     def __init__(self, call: Call) -> None:
-        kernel = nvrtc.load(forward_source(call.block), "tensor_core_forward", FORWARD_MEMORY, call.device)
+        memory = forward_memory(call.block)
+        kernel = nvrtc.load(forward_source(call.block), "tensor_core_forward", memory, call.device)
         steps, _, grid = _cut_time(call, kernel, sum(_groups(call.block)))
         numbers = _numbers(call, call.x.steps, (call.keep,), steps)
         self._launch = driver.Launch(
-            kernel, (grid, 1, 1), (THREADS, 1, 1), 8, numbers, as_struct=True, cooperative=call.depth > 1
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 9, numbers, as_struct=True, cooperative=call.depth > 1
         )
         self._device = call.device
         self.needs_scratch = call.depth > 1
@@ -120,7 +158,7 @@ class Forward:
     def run(self, stream: int, p: ForwardPointers) -> None:
         """Launch the kernel."""
         counter = _counter(self._device, stream)
-        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, counter)
+        self._launch(stream, p.x, p.weight, p.bias, p.y, p.inner, p.lengths, p.seed, p.omega, counter)
 
 
 class Backward:
@@ -129,21 +167,22 @@ class Backward:
     def __init__(self, call: Call, dy: Layout) -> None:
         block = call.block
         kernel = nvrtc.load(backward_source(block), "tensor_core_backward", backward_memory(block), call.device)
-        steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)))
+        parts = LONG_PARTS if is_long(block) else WARPS
+        steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)), parts)
         numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)
         self._launch = driver.Launch(
-            kernel, (grid, 1, 1), (THREADS, 1, 1), 13, numbers, as_struct=True, cooperative=True
+            kernel, (grid, 1, 1), (THREADS, 1, 1), 15, numbers, as_struct=True, cooperative=True
         )
         self._call = call
         # A block of the grid adds the gradients of its tiles, and writes one partial sum per layer.
-        parts = sum(min(count, grid) for count in tiles)
-        self.scratch = call.scratch_bytes + 4 * parts * call.channels * (block.kernel_size + 1)
+        sums = sum(min(count, grid) for count in tiles)
+        self.scratch = call.scratch_bytes + 4 * sums * call.channels * (block.kernel_size + 1 + block.omega)
 
     def run(self, stream: int, p: BackwardPointers) -> None:
         """Launch the kernel."""
         counter, partial = _counter(self._call.device, stream), p.scratch + self._call.scratch_bytes
-        inputs = (p.x, p.inner, p.weight, p.bias, p.dy)
-        self._launch(stream, *inputs, p.dx, p.scratch, p.lengths, p.seed, partial, p.dweight, p.dbias, counter)
+        inputs = (p.x, p.inner, p.weight, p.bias, p.dy, p.dx, p.scratch, p.lengths, p.seed, p.omega)
+        self._launch(stream, *inputs, partial, p.dweight, p.dbias, p.domega, counter)
 
 
 def _numbers(call: Call, strides: tuple[int, ...], keep: tuple[int, ...], steps: list[int]) -> tuple[int | float, ...]:

@@ -8,6 +8,7 @@ struct Args {
     number* inner;
     const long long* lengths;
     const long long* seed;
+    const float* omega;
     word* counter;
     long long rows, time, channels, x_time, x_batch, dilation, factor, depth, keep, dropped;
     double scale;
@@ -30,6 +31,41 @@ __device__ __forceinline__ void read_kernels(word (&toeplitz)[BLOCKS][PART], cha
     }
 }
 
+// The input of the first block, times omega, that is added to the output of the last one. A thread loads and adds the
+// pieces that it stores, a step before.
+#define ADDED (STAGES - 1)
+#define ADDED_AT (STAGES * BLOCK_BYTES + WARPS * PART * 4)
+
+struct Added {
+    const number* source;
+    const float* omega;
+    long long hop;
+    int step, length;
+};
+
+__device__ __forceinline__ void load_added(char* block, Added& added, int base) {
+    load_block(block, added.source, added.hop, base, added.step, added.length);
+    added.source += SPAN * added.hop;
+    added.step += SPAN;
+}
+
+// Add it to a block, just before that is stored.
+__device__ __forceinline__ void add_input(char* block, const char* added, const float* omega, int base) {
+    float scale[PART];
+#pragma unroll
+    for (int c = 0; c < PART; ++c) scale[c] = omega[c];
+#pragma unroll
+    for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
+        Bytes16 v = load16(block + place_offset(base, i, 0));
+        const Bytes16 x = load16(added + place_offset(base, i, 0));
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            v.part[j] = pack(fmaf(scale[2 * j], first(x.part[j]), first(v.part[j])),
+                             fmaf(scale[2 * j + 1], second(x.part[j]), second(v.part[j])));
+        store16(block + place_offset(base, i, 0), v);
+    }
+}
+
 __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int tile_in_row, long long row_number,
                                              int group, const Args& args, const number* x, long long x_time,
                                              long long x_batch, const float* weight, const float* bias, number* y,
@@ -37,7 +73,7 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
     const Extent extent = extent_of(cut, args.time, tile_in_row);
     const int blocks = extent.blocks;
     if (blocks == 0) return;
-    const long long channel = static_cast<long long>(group) * PART * WARPS;
+    const long long channel = static_cast<long long>(group) * PART * PARTS;
     const Mover mover = mover_for(cut, args.time, tile_in_row, args.channels - channel);
     const int length = LENGTHS ? min(mover.limit, steps_before(args.lengths[row_number], mover.phase, cut.dilation))
                                : mover.limit;
@@ -50,11 +86,24 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
     const number* source = x + row_number * x_batch + channel + offset_of(mover, cut, x_time, start);
     number* target = y + row_number * args.time * args.channels + channel + offset_of(mover, cut, args.channels, 0);
     int loaded = mover.begin + start * SPAN, written = mover.begin;
+    // Step s stores block s - AFTER - 1, for which the input is loaded together with block s.
+    const bool adds = OMEGA && layer + 1 == args.depth;
+    char* added_blocks = shared + ADDED_AT;
+    int added_slot = 0;
+    Added added;
+    if (adds) {
+        added.hop = cut.dilation * args.x_time;
+        added.source = args.x + row_number * args.x_batch + channel + offset_of(mover, cut, args.x_time, 0);
+        added.omega = args.omega + channel + (mover.limit > 0 ? mover.channel : 0);
+        added.step = mover.begin;
+        added.length = length;
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (start + i < end) load_block(shared + i * BLOCK_BYTES, source, hop, moved, loaded, length);
         source += SPAN * hop;
         loaded += SPAN;
+        if (adds && start + i > AFTER && start + i <= end) load_added(added_blocks + i * BLOCK_BYTES, added, moved);
         commit_group();
     }
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -78,7 +127,10 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
         // The output of the last step is where the next input will be; a thread stores the bytes that it refills.
         char* last = shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES;
         const int base_now = opaque(moved);
+        char* added_block = added_blocks + added_slot * BLOCK_BYTES;
+        added_slot = added_slot == ADDED - 1 ? 0 : added_slot + 1;
         if (s > AFTER) {
+            if (adds) add_input(last, added_block, added.omega, base_now);
             store_block(last, target, y_hop, base_now, written, mover.limit, mover.limit);
             target += SPAN * y_hop;
             written += SPAN;
@@ -88,6 +140,7 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
             source += SPAN * hop;
             loaded += SPAN;
         }
+        if (adds && s + STAGES - 1 > AFTER && s + STAGES - 1 <= end) load_added(added_block, added, base_now);
         commit_group();
         char* block = shared + stage * BLOCK_BYTES;
         stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -131,16 +184,18 @@ __device__ __forceinline__ void forward_tile(char* shared, const Cut& cut, int t
 #pragma unroll
         for (int h = 0; h < 2; ++h) draws.index[h] += SPAN * draws.hop;
     }
+    if (adds) wait_group<0>();
     __syncthreads();
-    store_block(shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES, target, y_hop, moved, written,
-                mover.limit, mover.limit);
+    char* last = shared + (stage == 0 ? STAGES - 1 : stage - 1) * BLOCK_BYTES;
+    if (adds) add_input(last, added_blocks + added_slot * BLOCK_BYTES, added.omega, moved);
+    store_block(last, target, y_hop, moved, written, mover.limit, mover.limit);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_forward(const Args args) {
     extern __shared__ __align__(128) char shared[];
     const number* x = args.x;
     long long x_time = args.x_time, x_batch = args.x_batch, dilation = args.dilation;
-    const int groups = static_cast<int>((args.channels + PART * WARPS - 1) / (PART * WARPS));
+    const int groups = static_cast<int>((args.channels + PART * PARTS - 1) / (PART * PARTS));
     const long long tensor = args.rows * args.time * args.channels;
     const int warp = threadIdx.x / 32;
     char* offsets = shared + STAGES * BLOCK_BYTES + warp * PART * 4;
