@@ -38,6 +38,12 @@ def _slow(cases: dict[str, tcn_cases.Case]) -> list[Any]:
     return [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in cases.items()]
 
 
+@pytest.fixture(autouse=True)
+def _long_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute the gradients of long kernels on the tensor cores too."""
+    monkeypatch.setattr(tensor_core, "MAX_BACKWARD", 9)
+
+
 @pytest.fixture
 def launched() -> Iterator[list[str]]:
     with emulated() as names:

@@ -49,8 +49,10 @@ def _new_plans() -> Iterator[None]:
 Case = partial(tcn_cases.Case, shape=(2, 300, 16), dtype=BF16, device="cuda")
 
 
+@pytest.mark.parametrize("groups", [3, 9], ids=["default", "long kernels"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
-def test_outputs_and_gradients_are_those_of_float64(name: str) -> None:
+def test_outputs_and_gradients_are_those_of_float64(name: str, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_core, "MAX_BACKWARD", groups)
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda"))
 
 

@@ -20,8 +20,8 @@ DEPTH_AHEAD = 3  # eight steps each that the backward kernel loads ahead
 MAX_LAYERS = 12  # blocks per launch
 LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a layer
 # The most groups of eight steps that an output may depend on, for the kernels to keep them in registers. The backward
-# kernel for longer ones keeps them in shared memory, and has half as many channels.
-MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 9
+# kernel for longer ones keeps them in shared memory, and has half as many channels; it suits up to 9 groups.
+MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 3
 LONG_PARTS = 4  # of eight channels
 LONG_MEMORY = (227 * 1024, 113 * 1024)  # bytes of shared memory for one block on a multiprocessor, and for each of two
 LONG_RESIDENT = 1  # blocks of this kernel on a multiprocessor, if that many fit
