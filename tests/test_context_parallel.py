@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import tcnca
 from tcnca.errors import ConfigError, InputError
 from tcnca.layers import (
     EMA,
@@ -47,7 +48,7 @@ from tcnca.models import (
     TokenInputConfig,
     ValueInputConfig,
 )
-from tcnca.ops import ContextParallel, current_context, ema
+from tcnca.ops import ContextParallel, State, current_context, ema
 from tests.training.tiny import together
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -294,6 +295,35 @@ class Unprepared(EMA):
     halo = Mixer.halo
 
 
+@dataclasses.dataclass(frozen=True)
+class LastState(State):
+    last: Tensor
+
+
+class LastConfig(MixerConfig, kind="last"):
+    """Add the token before, with a state that has no position."""
+
+    def build(self, d_model: int, causal: bool = True) -> Last:
+        return Last(d_model, self, causal)
+
+
+class Last(Mixer):
+    state_class = LastState
+    receptive_field = 2
+    signature = "Last"
+
+    def mix(self, x: Tensor, lengths: Any, state: Any, return_state: bool, inplace: bool) -> tuple[Tensor, Any]:
+        assert lengths is None
+        last = x.new_zeros(x.shape[0], self.d_model) if state is None else state.last
+        return x + torch.cat([last.unsqueeze(1), x[:, :-1]], 1), LastState(x[:, -1]) if return_state else None
+
+    def initial_state(self, batch: int) -> LastState:
+        return LastState(torch.zeros(batch, self.d_model))
+
+    def macs(self, length: int) -> int:
+        return 0
+
+
 def _misuse() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
@@ -312,14 +342,24 @@ def _misuse() -> None:
             net(torch.zeros(1, 4, dtype=torch.long), lengths=[9])
         with pytest.raises(ConfigError, match="mixer: expected one with a limited receptive field"):
             Unprepared(4)(torch.zeros(1, 4, 4))
+        with pytest.raises(InputError, match="expected a call outside of ContextParallel"):
+            tcnca.generate(net, torch.zeros(1, 4, dtype=torch.long), 2)
     assert current_context() is None
+    x, plain = torch.randn(1, 8, 4), LastConfig().build(4)
+    y, state = plain(x, return_state=True)
+    with context:
+        part, new = plain(context.shard(x), return_state=True)
+    torch.testing.assert_close((part, new.last), (context.shard(y), state.last))
     # Lower precision, and layers that are computed again in the backward pass.
-    net, x = SequenceModel(CASES["chunks over borders"].config), torch.randint(0, 9, (2, TIME))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = context.shard(net(x).logits)
-        with context:
-            logits = net(context.shard(x)).logits
-    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+    x = torch.randint(0, 9, (2, TIME))
+    for mixer, attends, changes in FAMILIES.values():
+        net = SequenceModel(model(mixer, attends, **changes)).eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = context.shard(net(x).logits)
+            with context:
+                logits = net(context.shard(x)).logits
+        torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+    net = SequenceModel(CASES["chunks over borders"].config)
     gradients = []
     for recomputed in (False, True):
         net.zero_grad()

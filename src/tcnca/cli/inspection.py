@@ -173,7 +173,9 @@ def _load(name: str | None, device: torch.device, best: bool) -> _Subject:
     length = model.preprocessing.max_length or _LENGTH
     if (folder / RECIPE).is_file() and (known := load_recipe(str(folder / RECIPE)).model.get("preset")):
         length = preset(known).length
-    return _Subject(name=pretrained.NAME if name is None else folder.name, model=model, folder=folder, length=length)
+    return _Subject(
+        name=pretrained.NAME if name is None else folder.resolve().name, model=model, folder=folder, length=length
+    )
 
 
 def _parse_layers(text: str, count: int) -> list[int]:

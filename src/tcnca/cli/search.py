@@ -91,7 +91,9 @@ def search(
         int | None, typer.Option(min=2, help="With --train, most structures to train. (default: 8)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="With --train, directory. (default: searches/RECIPE-LENGTH)")] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=1024, help="With --train, runs at a time.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="With --train, runs at a time. (default: 1)")
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Plot to write: .png, .svg or .pdf.")] = None,
 ) -> None:
@@ -112,7 +114,7 @@ def search(
     check_changes(changes or [], _OPTIONS)
     whole = parse_duration("--budget", budget)
     sizes = _numbers(kernel_sizes)
-    if train is None and (changes or whole or finalists or out):
+    if train is None and (changes or whole or finalists or out or jobs):
         raise ConfigError(f"--train: expected a recipe with {', '.join(_TRAINING)} and changes, got none")
     if train is not None:
         find(train)  # answers a misspelled name before PyTorch is imported
@@ -154,7 +156,7 @@ def search(
         stopped = ""
         if train is not None:
             report, stopped = _train(
-                report, train, changes or [], whole or _BUDGET, begun, finalists, folder, device, jobs
+                report, train, changes or [], whole or _BUDGET, begun, finalists, folder, device, jobs or 1
             )
     if json is not None:
         write_json(json, report)

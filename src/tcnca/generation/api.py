@@ -16,7 +16,7 @@ from tcnca.generation.step import CacheDtype, Quantization, Step, generating
 from tcnca.models import Lengths, SequenceModel
 from tcnca.models.model import suggest_arguments
 from tcnca.models.prediction import check_language_model
-from tcnca.ops import check_lengths
+from tcnca.ops import check_lengths, current_context
 
 _suggest = suggest_arguments(
     {
@@ -87,6 +87,10 @@ def stream(
     )
     check_rounding(model, quantization, cache_dtype)
     check_whole("num_samples", num_samples, 1)
+    if current_context() is not None:
+        raise InputError(
+            "model: expected a call outside of ContextParallel, in which a prompt would be a part, got one in it"
+        )
     if seed is not None and generator is not None:
         raise InputError("seed, generator: expected at most one of them, got both")
     if prefix_cache is not None:

@@ -33,7 +33,7 @@ def load(folder: str | Path | None = None, device: str | torch.device = "cpu", *
 
     Args:
         folder: the folder; None for the pretrained model that comes with the package, a language model of bytes.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `mps`.
         best: the best checkpoint of the run by validation, instead of the last.
     """
     run = pretrained.FOLDER if folder is None else Path(folder)

@@ -130,7 +130,7 @@ class Mixer(nn.Module, abc.ABC):
             state = self.initial_state(batch) if state is None else state
             if left < start:
                 # What is before the halo has no effect on the outputs of the part.
-                state = continued(self.initial_state(batch), state.position + start - left)
+                state = continued(self.initial_state(batch), state, start - left)
         valid = context.extended_lengths(lengths, time, left, extended.shape[1])
         with context.suspended():
             y, new = self.mix(extended, valid, state, return_state, False)

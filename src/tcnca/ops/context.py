@@ -121,7 +121,10 @@ class ContextParallel:
         return (lengths - self.rank * time).clamp(0, time)
 
     def whole_lengths(self, lengths: Tensor) -> Tensor:
-        """Return the lengths of whole rows, of those of this part (`[batch]`)."""
+        """Return the lengths of whole rows, of those of this part (`[batch]`).
+
+        They are exchanged once for each tensor, which must not be changed in place inside the context.
+        """
         if self._whole is None or self._whole[0] is not lengths:
             # All layers of a model are given the same tensor.
             whole = lengths.to(torch.long, copy=True)
@@ -271,9 +274,10 @@ class ContextParallel:
         return hidden if first is None else hidden + decay(begin) * first
 
 
-def continued(state: AnyState, position: Tensor) -> AnyState:
-    """Return a state of a window of inputs, with another position."""
-    return dataclasses.replace(state, position=position)  # type: ignore[call-arg]
+def continued(state: AnyState, before: AnyState, steps: int) -> AnyState:
+    """Return `state` with the position of `before`, `steps` later, if states of this kind have one."""
+    position = getattr(before, "position", None)
+    return state if position is None else dataclasses.replace(state, position=position + steps)  # type: ignore[call-arg]
 
 
 def sum_over_processes(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

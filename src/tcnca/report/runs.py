@@ -136,7 +136,7 @@ def run_cells(
         console: where to print; it must not interpret markup.
         resume: continue runs that were stopped.
         jobs: runs at a time.
-        device: `cpu` or `cuda`; None for GPUs if there are any.
+        device: `cpu`, `cuda` or `mps`; None for GPUs if there are any.
 
     Returns:
         The name of the signal that stopped the runs, if one did.

@@ -70,10 +70,10 @@ class BatchConfig(Config, shorthand="size"):
     grad_accum_steps: PositiveInt = 1
     """Parts into which each process cuts its share, computed one after the other, to need less memory."""
     initial_size: PositiveInt | None = None
-    """`size` at the start of the run, a divisor of it; None for `size` throughout. Small batches take more steps on the
-    same data, which gains most early on."""
+    """`size` at the start of the run, a divisor of it; None for `size` throughout. As many steps then read less data:
+    give the run more `max_steps`, or a time budget."""
     grow_at: Fraction = 0.5
-    """Fraction of the run after which batches grow from `initial_size` to `size`."""
+    """Fraction of the steps, or of the time budget, after which batches grow from `initial_size` to `size`."""
     seed: Seed = 0
     """Seed of the order of examples, of the weights and of dropout."""
 

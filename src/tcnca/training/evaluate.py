@@ -239,7 +239,7 @@ def evaluate_run(
         changes: `key=value` changes to the recipe: how to measure, not what was trained.
         split: for example `test`.
         best: measure the best checkpoint by validation instead of the last.
-        device: `cpu` or `cuda`; None for a GPU if there is one.
+        device: `cpu`, `cuda` or `mps`; None for a GPU if there is one.
         verbose: print progress and the score.
     """
     check_choice("split", split, SPLITS)

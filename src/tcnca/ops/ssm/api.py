@@ -214,7 +214,8 @@ def _ssm_part(call: SSMCall, backend: SSMBackend, context: ContextParallel) -> t
 
     def direction(index: int, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, SSMState | None]:
         kernel = log_decay[index : index + 1], weight[index : index + 1]
-        end = decayed_sum(align_right(x, lengths).to(log_decay.real.dtype), log_decay[index])
+        with without_autocast(x.device):
+            end = decayed_sum(align_right(x, lengths).to(log_decay.real.dtype), log_decay[index])
         before = _state_before(call, context, end, log_decay[index], lengths, reverse=index == 1)
         with context.suspended():
             return ssm(x, *kernel, backend=backend, lengths=lengths, state=before, return_state=call.return_state)

@@ -114,7 +114,7 @@ class Sweep:
     budget: float | None = None
     """Seconds of each run; None if the number of steps ends it."""
     device: str | None = None
-    """`cpu` or `cuda`; None for GPUs if there are any."""
+    """`cpu`, `cuda` or `mps`; None for GPUs if there are any."""
     jobs: int = 1
     """Runs at a time."""
     variants: Variants | None = None
@@ -172,7 +172,7 @@ def plan(
         folder: directory of the runs; None for `sweeps/` and the names of the recipe and the variants.
         variants: sets of changes, each of which is combined with all values.
         budget: seconds of each run; None if the number of steps ends it.
-        device: `cpu` or `cuda`; None for GPUs if there are any.
+        device: `cpu`, `cuda` or `mps`; None for GPUs if there are any.
         jobs: runs at a time.
     """
     check_device(device)

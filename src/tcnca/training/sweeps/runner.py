@@ -74,7 +74,7 @@ def run_jobs(
         finish: is called with the directory when a run has ended, and returns what to print.
         console: where to print.
         jobs: runs at a time.
-        device: `cpu` or `cuda`; None for GPUs if there are any.
+        device: `cpu`, `cuda` or `mps`; None for GPUs if there are any.
         deadline: time of `time.monotonic()` at which runs are stopped; None for no limit.
 
     Returns:
@@ -106,7 +106,7 @@ def run_jobs(
                     waiting.clear()
                     console.print("the time is over: runs save and end")
                     for job in running:
-                        job.process.terminate()
+                        ask_to_end(job.process)
                 time.sleep(0.1)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
