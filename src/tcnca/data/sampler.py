@@ -69,7 +69,8 @@ def training_rank_range(rows: int, rank: int, world_size: int) -> tuple[int, int
     """Return the `rank_range` of a training batch, in which every process needs at least one row."""
     if rows < world_size:
         raise ConfigError(
-            f"batch_size: expected at least one row for each of the {world_size} processes, got {rows} rows"
+            f"batch_size: expected at least one row for each of the {world_size} processes, got {rows} rows; "
+            "each of the grad_accum_steps counts as one: use fewer, or a larger batch.size and batch.initial_size"
         )
     return rank_range(rows, rank, world_size)
 

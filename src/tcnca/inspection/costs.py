@@ -14,7 +14,7 @@ from torch import nn
 from tcnca.layers import TCN, CDILConfig, Layer, Mixer, TCNConfig
 from tcnca.models import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.models.heads import LanguageModelHead
-from tcnca.ops import EMAState, LongConvState, lag_counts
+from tcnca.ops import EMAState, LongConvState, lag_counts, receptive_field
 
 PARTS = ("embedding", "mixer", "attention", "projections", "feed-forward", "norms", "head")
 """Parts of a model. Projections are all linear maps and gates around mixer and attention."""
@@ -180,7 +180,7 @@ class Dilated:
     @property
     def receptive_field(self) -> int:
         """Number of inputs from the first to the last one that an output depends on."""
-        return 1 + (self.kernel_size - 1) * sum(self.dilations)
+        return receptive_field(self.kernel_size, self.dilation_factor, self.depth, self.convolutions)
 
     def lags(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return all lags of the receptive field, negative ones in the future, and the ways in which each is reached.

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.errors import plural
-from tcnca.files import atomic_path, disk_errors
+from tcnca.files import disk_errors
 from tcnca.inspection.costs import Dilated
 from tcnca.inspection.probes import Array, Influence, Response, mean_weights
-from tcnca.training.report import GRAY, STYLE
+from tcnca.training.report import GRAY, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,17 +41,10 @@ _FAINT = 1e-4
 
 
 def save(draw: Callable[[], Figure], path: Path) -> Path:
-    """Draw a figure into a file, in the format that its name says. The same figure gives the same file."""
-    # Slow to import, and needed only here.
-    import matplotlib.style
-
-    # Not with the user's own settings of matplotlib.
-    style = {**STYLE, "svg.hashsalt": path.stem, "svg.fonttype": "none"}
-    vector = path.suffix == ".svg"
+    """Draw a figure into a file, whose folder need not exist."""
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.style.context(["default", style]), atomic_path(path) as draft:
-            draw().savefig(draft, format=path.suffix[1:], dpi=150, metadata={"Date": None} if vector else None)
+        save_figure(draw, path)
     return path
 
 

@@ -250,12 +250,14 @@ def draw_curves(folder: Path, title: str, *, higher_is_better: bool) -> Path | N
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw a figure into a file, in the format that its name says."""
+    """Draw a figure into a file, in the format that its name says. The same figure gives the same file."""
     import matplotlib.style
 
     # Not with the user's own settings of matplotlib.
-    with matplotlib.style.context(["default", STYLE]), atomic_path(path) as temporary:
-        draw().savefig(temporary, format=path.suffix.lstrip("."), dpi=150)
+    style = {**STYLE, "svg.hashsalt": path.stem, "svg.fonttype": "none"}
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.style.context(["default", style]), atomic_path(path) as temporary:
+        draw().savefig(temporary, format=path.suffix.lstrip("."), dpi=150, metadata=metadata)
 
 
 def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -258,7 +258,10 @@ class Trainer:
         return loss.detach()
 
     def _batch_size_and_index(self, step: int) -> tuple[int, int]:
-        """Return the size of the batch of a step, and its index among all batches of that size."""
+        """Return the size of the batch of a step, and its index among all batches of that size.
+
+        Sets the step at which batches grow in the state of the run, once it has come.
+        """
         config, state = self.recipe.batch, self.state
         if config.initial_size is None:
             return config.size, step
