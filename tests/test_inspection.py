@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -521,7 +522,7 @@ ERRORS: dict[str, tuple[list[str], str]] = {
         ["mega-recall-64", "--tokens", "9", "--no-plots"],
         "--tokens: expected it with pictures",
     ),
-    "no such file": (["{model}", "--data", "{model}/none.txt"], "none.txt"),
+    "no such file": (["{model}", "--data", "{model}/none.txt"], "none.txt, which is none"),
     "a text for values": (["{model}", "--data", "{model}/config.json"], "expected an .npy file"),
 }
 
@@ -533,6 +534,15 @@ def test_errors(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = run(*words)
     assert done.exit_code == 1, done.output
     assert message in done.output.replace("\n", " ")
+
+
+def test_tables_need_no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("mega-recall-64")
+    assert done.exit_code == 0, done.output
+    assert "feed-forward" in done.output
+    assert "no pictures: matplotlib is not installed; pip install 'tcnca[plots]'" in done.output
+    assert run("mega-recall-64", "--layers", "0").exit_code == 1
 
 
 def test_what_was_measured_is_kept_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tcnca.cli.completion import complete_preset, complete_run
 from tcnca.cli.reporting import Device, Threads, progress_bar, use_threads
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError, escape_control, plural, shown
-from tcnca.extras import require
+from tcnca.extras import missing, require
 from tcnca.files import atomic_write, check_no_links, to_json
 
 if TYPE_CHECKING:
@@ -112,12 +112,13 @@ def inspect(
     and coverage of the TCN, effective receptive field, kernels, attention. See docs/inspect.md.
     """
     for option, value in {"--out": out, "--data": data, "--layers": layers or None, "--tokens": tokens}.items():
-        if value is not None and not plots:
-            raise ConfigError(
-                f"{option}: expected it with pictures only, got it with --no-plots; leave one of them out"
-            )
-    if plots:
-        require("plots", "the pictures of tcnca inspect, which --no-plots leaves out")
+        if value is not None:
+            if not plots:
+                raise ConfigError(
+                    f"{option}: expected it with pictures only, got it with --no-plots; leave one of them out"
+                )
+            require("plots", option)
+    no_plots = missing("plots") if plots else None
 
     from tcnca.training.distributed import dist_context
 
@@ -131,9 +132,13 @@ def inspect(
             raise ConfigError(
                 f"--data: expected a trained model, got the preset {subject.name} with random weights; leave it out"
             )
+        if data is not None and not data.is_file():
+            raise ConfigError(f"--data: expected a file, got {data}, which is none")
         _print_tables(console, subject, numbers)
         try:
-            if plots:
+            if no_plots is not None:
+                console.print(f"no pictures: {no_plots}", markup=False, soft_wrap=True)
+            elif plots:
                 folder = out or _default_folder(subject)
                 for path in _draw(subject, folder, data, chosen, tokens, numbers):
                     numbers.setdefault("pictures", []).append(str(path))

@@ -47,15 +47,16 @@ def search(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="With --train, changes to the recipe.")
     ] = None,
     causal: Annotated[
-        bool | None, typer.Option("--causal/--bidirectional", help="Direction. (default: causal, or as in the recipe)")
+        bool | None,
+        typer.Option("--causal/--bidirectional", help="Direction. (default: causal; of --train: the recipe's)"),
     ] = None,
     channels: Annotated[
-        int | None, typer.Option(min=1, help="Channels of the TCN. (default: 64, or d_model of the recipe)")
+        int | None, typer.Option(min=1, help="Channels of the TCN. (default: 64; of --train: d_model)")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
     block: Annotated[
         Literal["linear", "residual"] | None,
-        typer.Option(help="linear: TCNCA-linear; residual: the paper's. (default: linear, or as in the recipe)"),
+        typer.Option(help="linear: TCNCA-linear; residual: the paper's. (default: linear; of --train: the recipe's)"),
     ] = None,
     budget_us: Annotated[
         float | None, typer.Option(min=0.001, help="Longest time of a forward and backward pass, in microseconds.")
@@ -211,8 +212,12 @@ def _size(
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     base, width, direction = TCNConfig(), 64, True
     if train is not None:
-        if block is not None:
-            raise ConfigError(f"--block: expected none with --train, whose recipe says it, got {block}")
+        own = {"--block": block, "--channels": channels, "--causal/--bidirectional": causal}
+        for option, value in own.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{option}: expected none with --train, whose recipe says it, got {value}; leave it out"
+                )
         model = recipe_model(train, changes, chosen.type)
         assert isinstance(model.mixer, TCNConfig)
         base, width, direction = model.mixer, model.d_model, model.causal

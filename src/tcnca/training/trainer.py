@@ -491,6 +491,12 @@ class Trainer:
             if reason := missing(extra):
                 self.logger.print(f"{what}: {reason}")
         several = f" with {dist.world_size} processes" if dist.world_size > 1 else ""
+        if self.context is not None:
+            several += f", {self.context.size} to each sequence"
+        elif recipe.runtime.parallel.context > 1:
+            self.logger.print(
+                "warning: runtime.parallel.context has no effect on one process; start several with torchrun"
+            )
         compiling = "; the first steps take longer while code is compiled" if self.compiled else ""
         sizes = self.task.value_shape
         shape = f" ({plural(sizes[0], 'time step')} of {plural(sizes[1], 'feature')})" if sizes else ""
