@@ -300,7 +300,7 @@ class LastState(State):
     last: Tensor
 
 
-class LastConfig(MixerConfig, kind="last"):
+class LastConfig(MixerConfig, kind="token-before"):
     """Add the token before, with a state that has no position."""
 
     def build(self, d_model: int, causal: bool = True) -> Last:
