@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,6 +165,25 @@ def test_any_text_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     main()
     output.flush()
     assert output.buffer.getvalue() == b"a\\udcff \\xe9\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["default", "own count", "own policy"],
+)
+def test_waiting_threads_give_their_core_away(given: dict[str, str], expected: str) -> None:
+    """GNU's OpenMP reads the variable when PyTorch is imported."""
+    code = """
+import os, sys
+import tcnca.__main__, tcnca.cli
+tcnca.cli.app = lambda: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+tcnca.__main__.main()
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))} | given
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    assert done.stdout == f"{expected} False\n"
 
 
 def test_a_reader_that_ends_is_no_error() -> None:

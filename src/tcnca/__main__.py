@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
@@ -13,10 +14,13 @@ from tcnca.errors import Stopped
 _DUPLICATE_SECONDS = 1.0
 """A second SIGTERM within this time is ignored, so that it does not interrupt what the first one has begun."""
 _last_signal = -_DUPLICATE_SECONDS
+_SPINS = 3000
+"""Turns that a waiting thread of OpenMP makes, about ten microseconds, before it gives its core away."""
 
 
 def main() -> None:
     """Run the command line. A signal while modules are imported ends it without a traceback, too."""
+    limit_spinning()
     for name in ("SIGTERM", "SIGBREAK"):  # the second on Windows
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _terminate)
@@ -31,6 +35,16 @@ def main() -> None:
         number = error.signal_number if isinstance(error, Stopped) else signal.SIGINT
         print(f"\nstopped by {signal.Signals(number).name}", file=sys.stderr)
         sys.exit(128 + number)
+
+
+def limit_spinning() -> None:
+    """Let waiting threads sleep soon; call it before PyTorch is imported.
+
+    By default GNU's OpenMP, which PyTorch uses on Linux, spins for milliseconds. If another program runs on one of the
+    cores, the thread that is waited for does not get a core in that time, at every operation.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
