@@ -131,7 +131,8 @@ def test_runs_in_minutes_warm_up_alike() -> None:
     """With a budget, only the share of the warm-up in the steps matters."""
     for table in TABLES.values():
         for cell in table.cells:
-            if cell.budget is not None and cell.recipe and "recipe)" not in cell.row:
+            published = "recipe)" in cell.row or cell.column == "Text"
+            if cell.budget is not None and cell.recipe and not published:
                 schedule = load_recipe(cell.recipe).override(cell.changes).schedule
                 assert schedule.warmup_steps / schedule.max_steps == pytest.approx(0.025), cell
 
