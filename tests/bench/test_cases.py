@@ -20,7 +20,7 @@ def case_id(suite: str, case: BenchCase) -> str:
 
 def test_every_candidate_exists() -> None:
     names = {suite: {case.name for it, case in CASES if it == suite} for suite in SUITES}
-    both = {"tcn", "tcn-skip", "naive-tcn", "conv", "fft-ema", "fft-ema-cached", "scan-ema"}
+    both = {"tcn", "tcn-skip", "naive-tcn", "conv", "fft-ema", "fft-ema-cached", "scan-ema", "scan-ema-skip"}
     others = {"copy", "fft-ema-16", "scan-ema-16", "attention", "fft-ema-published-bi"}
     others |= {"ssm", "fft-ssm", "diagonal-scan"}
     assert names["ops"] == both | {f"{name}-bi" for name in both} | others

@@ -30,13 +30,15 @@ class Case:
     lengths: bool = False
     state: bool = False
     final: bool = False
+    omega: bool = False
+    silu: bool = False
     dtype: torch.dtype = torch.float32
     strided: bool = False
     expanded: bool = False
     slow: bool = False
 
     def __str__(self) -> str:
-        flags = ("lengths", "state", "final", "strided", "expanded", "slow")
+        flags = ("lengths", "state", "final", "omega", "silu", "strided", "expanded", "slow")
         sizes = (self.batch, self.time, self.channels, self.hidden, self.directions)
         kind = str(self.dtype).removeprefix("torch.")
         return "-".join([*map(str, sizes), kind, *(name for name in flags if getattr(self, name))])
@@ -55,10 +57,12 @@ class Case:
             found["alpha"] = off_ties(found["delta"], found["alpha"])
         if self.state:
             found["hidden"] = torch.randn(self.batch, self.channels, self.hidden, generator=draw)
+        if self.omega:
+            found["omega"] = torch.randn(self.channels, generator=draw)
         found["x"] = found["x"].to(self.dtype)
         found = {name: value.to(device) for name, value in found.items()}
         if self.strided:
-            found = {name: spread(value) for name, value in found.items()}
+            found = {name: spread(value) if value.dim() > 1 else value for name, value in found.items()}
         return {name: value.detach().requires_grad_() for name, value in found.items()}
 
     def valid(self, device: str) -> Tensor | None:
@@ -84,11 +88,14 @@ class Case:
         y, state = ema(
             given["x"],
             *(given[name] for name in PARAMETERS),
+            omega=given.get("omega"),
+            activation="silu" if self.silu else "none",
             backend=backend,
             lengths=lengths,
             state=start,
             return_state=self.final,
         )
+        assert y.dtype == given["x"].dtype
         found, pulls = {"y": y}, [g.to(y.dtype)]
         if state is not None:
             found["hidden"] = state.hidden
@@ -178,8 +185,9 @@ def assert_right(case: Case, device: str, backend: EMABackend = "triton") -> Non
     again = actual if device == "cpu" else case.results(given, backend)
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
-        # Only the output and the gradient of the input have the case's dtype.
-        allowed = TOLERANCE[case.dtype if name in ("y", "to x") else torch.float32]
+        # The output and the gradient of the input have the case's dtype, and so has all that goes through a SiLU.
+        rounded = name in ("y", "to x") or (case.silu and name.startswith("to "))
+        allowed = TOLERANCE[case.dtype if rounded else torch.float32]
         allowed *= cancellation(exact, expected) if name == "to delta" else 1.0
         assert value.shape == expected[name].shape, name
         # Zeros have no relative error.

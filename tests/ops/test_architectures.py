@@ -169,9 +169,11 @@ def test_attention_and_the_ema_fit(shared: dict[str, int], architecture: int) ->
         plan.backward_plan(signature, d_value, True)
     assert {"attended", "scores_gradient", "rows_gradient", "bias_gradient"} <= set(shared)
     plan = launch_module("ema")
-    signature = plan.Signature((2, 4096, 64), 1, 16, BRAIN, (FULL,) * 4, FULL, False, True, 0)
-    plan.forward_plan(signature, (4096 * 64, 64, 1))
-    plan.backward_plan(signature, (4096 * 64, 64, 1), (4096 * 64, 64, 1), BRAIN)
+    strides = (4096 * 64, 64, 1)
+    for skip in ((None, False, False), (FULL, True, True)):
+        signature = plan.Signature((2, 4096, 64), 1, 16, BRAIN, (FULL,) * 4, FULL, False, True, *skip, 0)
+        plan.forward_plan(signature, strides)
+        plan.backward_plan(signature, strides, strides, BRAIN)
     assert {"ends", "carry", "outputs", "weights", "reduce"} <= set(shared)
     assert max(shared.values()) <= SMALL
 

@@ -337,7 +337,8 @@ def plan_ema(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     for name in ("ENDS_GROUP", "OUTPUTS_GROUP", "WEIGHTS_GROUP"):
         monkeypatch.setattr(plan, name, 1)
     dtype, initial = (FULL, FULL) if streams else (BRAIN, None)
-    signature = plan.Signature((2, 300, 40), 1, 4, dtype, (FULL,) * 4, initial, streams, streams, 0)
+    skip = (FULL, True, True) if streams else (None, False, False)
+    signature = plan.Signature((2, 300, 40), 1, 4, dtype, (FULL,) * 4, initial, streams, streams, *skip, 0)
     plan.forward_plan(signature, (300 * 40, 40, 1))
     plan.backward_plan(signature, (300 * 40, 40, 1), (0, 0, 0), dtype)
 

@@ -79,19 +79,43 @@ def test_equals_the_convolution_written_out(
 
 
 @THOROUGH
-@given(time=st.integers(1, 30), directions=DIRECTIONS, truncation=st.none() | st.integers(2, 35), cached=st.booleans())
-def test_backends_agree(time: int, directions: int, truncation: int | None, cached: bool) -> None:
+@given(
+    time=st.integers(1, 30),
+    directions=DIRECTIONS,
+    truncation=st.none() | st.integers(2, 35),
+    cached=st.booleans(),
+    skip=st.booleans(),
+)
+def test_backends_agree(time: int, directions: int, truncation: int | None, cached: bool, skip: bool) -> None:
     torch.manual_seed(0)
-    x, values = leaf(2, time, 3), parameters(directions, 3, 4)
-    leaves = dict(zip(("x", "delta", "alpha", "beta", "gamma"), (x, *values), strict=True))
+    x, values, omega = leaf(2, time, 3), parameters(directions, 3, 4), leaf(3)
+    leaves = dict(zip(("x", "delta", "alpha", "beta", "gamma", "omega"), (x, *values, omega), strict=True))
     # More lags than needed, as a kernel kept from a longer call has.
     kernel = ema_kernel(*values, 40) if cached else None
-    y, _ = ema(x, *values, backend="fft", truncation=truncation, kernel=kernel)
+    options: dict[str, Any] = {"truncation": truncation, "kernel": kernel}
+    options |= {"omega": omega, "activation": "silu"} if skip else {}
+    y, _ = ema(x, *values, backend="fft", **options)
     expected = properties.gradients(y, leaves)
     for backend in ("chunked", "recurrent", "scan"):
-        other, _ = ema(x, *values, backend=backend, truncation=truncation, kernel=kernel)
+        other, _ = ema(x, *values, backend=backend, **options)
         assert_close(other.detach(), y.detach(), backend)
         properties.assert_same_gradients(properties.gradients(other, leaves), expected)
+
+
+@every_backend
+@pytest.mark.parametrize("directions", [1, 2], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("lengths", [None, [7, 4]], ids=["full", "padded"])
+def test_the_skip_and_the_silu_follow_the_sum_of_directions(
+    backend: EMABackend, directions: int, lengths: list[int] | None
+) -> None:
+    with torch.no_grad():
+        x, values, omega = leaf(2, 7, 3), parameters(directions, 3, 4), leaf(3)
+        options: dict[str, Any] = {"backend": backend, "lengths": None if lengths is None else torch.tensor(lengths)}
+        y, _ = ema(x, *values, **options)
+        # Padding is zeros for the convolution, but not for the skip connection.
+        assert_close(ema(x, *values, omega=omega, **options)[0], y + omega * x)
+        found, _ = ema(x, *values, omega=omega, activation="silu", **options)
+        assert_close(found, (y + omega * x) * torch.sigmoid(y + omega * x))
 
 
 @every_backend
@@ -131,8 +155,13 @@ def test_lower_precision_is_close_to_float64(
         x, *values = (part.to(dtype) for part in (leaf(2, 40, 3), *parameters(directions, 3, 4)))
         y, _ = ema(x, *values, backend=backend, truncation=truncation)
         expected, _ = ema(x.double(), *(part.double() for part in values), truncation=truncation)
-    assert y.dtype == dtype
+        # As under autocast, omega is wider than the input.
+        options: dict[str, Any] = {"omega": leaf(3).float(), "activation": "silu", "truncation": truncation}
+        other, _ = ema(x, *values, backend=backend, **options)
+        with_skip, _ = ema(x.double(), *(part.double() for part in values), **options)
+    assert y.dtype == other.dtype == dtype
     assert_close(y, expected)
+    assert_close(other, with_skip, "with skip and SiLU")
 
 
 # Decays near 1, which float32 rounds; a gradient of two parts that cancel.
@@ -176,9 +205,10 @@ def _ema(x: Tensor, values: list[Tensor], **options: Any) -> tuple[Tensor, EMASt
 def test_autocast_changes_nothing(backend: EMABackend) -> None:
     with torch.no_grad():
         x, *values = (part.float() for part in (leaf(2, 60, 3), *parameters(1, 3, 4)))
-        expected, state = ema(x, *values, backend=backend, return_state=True)
+        options: dict[str, Any] = {"omega": leaf(3).float(), "activation": "silu", "return_state": True}
+        expected, state = ema(x, *values, backend=backend, **options)
         with torch.autocast("cpu", torch.bfloat16):
-            y, other = ema(x, *values, backend=backend, return_state=True)
+            y, other = ema(x, *values, backend=backend, **options)
     assert state is not None
     assert other is not None
     assert torch.equal(y, expected)

@@ -15,6 +15,7 @@ from tcnca import AttentionConfig, EMAConfig, ModelConfig, ValueInputConfig
 from tcnca.errors import KernelError
 from tcnca.ops import ema, ema_kernel
 from tcnca.ops.driver import capture_graph
+from tcnca.ops.ema import triton_op
 from tests.comparison import TOLERANCE, assert_close, relative_error
 from tests.ops.ema_cases import Case, assert_right, some
 
@@ -22,30 +23,50 @@ pytestmark = pytest.mark.gpu
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 
+
+@pytest.fixture(autouse=True)
+def _fused_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_op, "FUSED_SKIP", True)
+
+
 # No multiples of a tile, a segment or a group, and multiples of all; every number of states that a kernel rounds up to.
 CASES = [
     *(Case(3, time, 33, 16, lengths=True, state=True, final=True) for time in (1, 2, 17, 127, 128, 129, 1000, 4097)),
+    *(Case(3, time, 33, 16, lengths=True, omega=True, silu=True) for time in (1, 17, 128, 1000, 4097)),
     *(Case(2, time, 40, 16) for time in (1, 16, 255, 8192)),
     Case(1, 200_000, 17, 16, state=True, final=True, slow=True),
     Case(2, 131_073, 8, 16, lengths=True),
     Case(3, 777, 40, 16, directions=2, lengths=True),
+    Case(3, 777, 40, 16, directions=2, lengths=True, omega=True, silu=True),
+    Case(2, 300, 40, 16, omega=True),
+    Case(2, 300, 40, 16, silu=True, strided=True),
     Case(2, 65_537, 9, 16, directions=2),
     Case(2, 300, 7, 3, directions=2, strided=True),
     Case(3, 129, 65, 5, lengths=True, state=True, final=True, strided=True),
     Case(2, 1000, 30, 24, final=True),
     Case(2, 515, 33, 64, lengths=True, state=True, final=True),
+    Case(2, 515, 33, 64, lengths=True, state=True, final=True, omega=True, silu=True),
     Case(2, 100, 513, 1, expanded=True),
     Case(3, 700, 100, 16, lengths=True, state=True, final=True, dtype=BRAIN),
     Case(2, 700, 64, 8, directions=2, lengths=True, dtype=BRAIN, strided=True),
     Case(3, 333, 36, 16, lengths=True, state=True, final=True, dtype=HALF, strided=True),
     Case(4, 8191, 64, 16, dtype=BRAIN, expanded=True),
     Case(4, 8191, 64, 16, directions=2, dtype=BRAIN, expanded=True),
+    Case(3, 700, 100, 16, lengths=True, state=True, final=True, omega=True, silu=True, dtype=BRAIN),
+    Case(2, 700, 64, 8, directions=2, lengths=True, omega=True, silu=True, dtype=BRAIN, strided=True),
+    Case(3, 333, 36, 16, lengths=True, omega=True, silu=True, dtype=HALF, expanded=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_state_and_gradients_are_right(case: Case) -> None:
     assert_right(case, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_skip_and_silu_after_the_scan(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(triton_op, "FUSED_SKIP", False)
+    assert_right(Case(2, 37, 5, 3, directions=2, lengths=True, omega=True, silu=True, dtype=dtype), "cuda")
 
 
 def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +142,9 @@ def test_second_derivatives_are_refused() -> None:
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
 def test_opcheck(streams: bool) -> None:
     x, *parameters = some("cuda", (2, 40, 6), *[(1, 6, 4)] * 4, requires_grad=True)
-    (hidden,) = some("cuda", (2, 4, 6), requires_grad=True)
-    rest = (hidden, torch.tensor([40, 7], device="cuda"), True) if streams else (None, None, False)
+    hidden, omega = some("cuda", (2, 4, 6), (6,), requires_grad=True)
+    lengths = torch.tensor([40, 7], device="cuda")
+    rest = (hidden, lengths, omega, True, True, True) if streams else (*[None] * 3, *[False] * 3)
     torch.library.opcheck(torch.ops.tcnca.ema_scan.default, (x, *parameters, *rest))
 
 
@@ -151,12 +173,12 @@ def test_threads_with_their_own_streams() -> None:
 
 
 def test_graphs_replay_bit_exactly() -> None:
-    x, *parameters = some("cuda", (2, 500, 40), *[(1, 40, 16)] * 4, requires_grad=True)
+    x, *parameters, omega = some("cuda", (2, 500, 40), *[(1, 40, 16)] * 4, (40,), requires_grad=True)
     (g,) = some("cuda", (2, 500, 40))
 
     def step() -> tuple[Tensor, ...]:
-        y, _ = ema(x, *parameters, backend="triton")
-        return y, *torch.autograd.grad(y, [x, *parameters], g)
+        y, _ = ema(x, *parameters, omega=omega, activation="silu", backend="triton")
+        return y, *torch.autograd.grad(y, [x, *parameters, omega], g)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -168,15 +190,17 @@ def test_graphs_replay_bit_exactly() -> None:
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
     graph.replay()
-    for name, ours, expected in zip(["y", "x", "delta", "alpha", "beta", "gamma"], captured, step(), strict=True):
+    names = ["y", "x", "delta", "alpha", "beta", "gamma", "omega"]
+    for name, ours, expected in zip(names, captured, step(), strict=True):
         assert torch.equal(ours, expected), f"{name}: {relative_error(ours, expected):.1e} away"
 
 
 def test_one_compilation_for_all_lengths() -> None:
-    parameters = some("cuda", *[(1, 40, 16)] * 4, requires_grad=True)
+    *parameters, omega = some("cuda", *[(1, 40, 16)] * 4, (40,), requires_grad=True)
+    options: dict[str, Any] = {"omega": omega, "activation": "silu", "return_state": True}
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     run = torch.compile(
-        lambda x: ema(x.sin(), *parameters, backend="auto", return_state=True),
+        lambda x: ema(x.sin(), *parameters, backend="auto", **options),
         fullgraph=True,
         dynamic=True,
         backend=counter,
@@ -184,11 +208,12 @@ def test_one_compilation_for_all_lengths() -> None:
     for time in (50, 128, 3000, 4097):
         x = torch.randn(2, time, 40, device="cuda", requires_grad=True)
         y, state = run(x)
-        expected, other = ema(x.sin(), *parameters, backend="triton", return_state=True)
+        expected, other = ema(x.sin(), *parameters, backend="triton", **options)
         assert_close(y, expected, f"output of {time} tokens")
         assert_close(state.hidden, other.hidden, f"hidden states after {time} tokens")  # type: ignore[union-attr]
-        ours, theirs = (torch.autograd.grad(part.square().sum(), [x, *parameters]) for part in (y, expected))
-        for name, mine, same in zip(["x", "delta", "alpha", "beta", "gamma"], ours, theirs, strict=True):
+        leaves = [x, *parameters, omega]
+        ours, theirs = (torch.autograd.grad(part.square().sum(), leaves) for part in (y, expected))
+        for name, mine, same in zip(["x", "delta", "alpha", "beta", "gamma", "omega"], ours, theirs, strict=True):
             assert_close(mine, same, f"gradient of {name}, {time} tokens")
     assert counter.frame_count == 1, "another length compiled everything anew"
 

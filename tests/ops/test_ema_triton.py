@@ -16,9 +16,15 @@ from torch import Tensor
 from tcnca import ConfigError, EMAConfig
 from tcnca.errors import KernelError
 from tcnca.ops import EMAState, dispatch, ema
+from tcnca.ops.ema import triton_op
 from tests.comparison import assert_close
 from tests.ops.ema_cases import Case, assert_right, some
 from tests.ops.interpreter import INTERPRETED, interpreted, not_interpreted
+
+
+@pytest.fixture(autouse=True)
+def _fused_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_op, "FUSED_SKIP", True)
 
 
 def test_a_truncated_configuration_refuses_triton() -> None:
@@ -36,8 +42,8 @@ def test_on_a_cpu_auto_is_chunked_and_triton_is_refused() -> None:
 
 def reason(x: Tensor, parameter: Tensor, **options: Any) -> str | None:
     api: Any = importlib.import_module("tcnca.ops.ema.api")
-    usual = {"truncation": None, "kernel": None, "lengths": None, "state": None, "return_state": False}
-    call = api.EMACall(x, (parameter,) * 4, inplace=False, **usual | options)
+    usual = {"omega": None, "truncation": None, "kernel": None, "lengths": None, "state": None}
+    call = api.EMACall(x, (parameter,) * 4, activation="none", return_state=False, inplace=False, **usual | options)
     return api.CANDIDATES[0].unsupported_reason(call)
 
 
@@ -50,10 +56,11 @@ def test_unsupported_reasons_are_named() -> None:
             reason(x, parameter, truncation=3),
             reason(x.double(), parameter),
             reason(x, parameter, state=EMAState(hidden, None, torch.empty(2, device="cuda"))),
+            reason(x, parameter, omega=torch.empty(3, device="cuda", dtype=torch.float64)),
             reason(x, parameter, lengths=torch.empty(2)),
             reason(x, torch.empty(1, 3, 65, device="cuda")),
         ]
-    words = ["truncation: ", "got torch.float64", "got torch.float64", "device: .*got cpu", "at most 64"]
+    words = ["truncation: ", *["got torch.float64"] * 3, "device: .*got cpu", "at most 64"]
     assert found[0] is None
     for text, word in zip(found[1:], words, strict=True):
         assert text is not None
@@ -89,7 +96,8 @@ def test_time_is_cut_into_as_many_segments_as_fit(
     pytest.importorskip("triton")
     plan: Any = importlib.import_module("tcnca.ops.ema.triton_launch")
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
-    signature = plan.Signature(shape, 1, 16, torch.bfloat16, (torch.float32,) * 4, None, False, False, 0)
+    full = torch.float32
+    signature = plan.Signature(shape, 1, 16, torch.bfloat16, (full,) * 4, None, False, False, full, True, True, 0)
     cut = plan.cut(signature)
     assert (cut.length, cut.segments) == (length, segments)
 
@@ -108,14 +116,24 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 # As small as the interpreter is slow, yet with more than one segment, group and tile, and multiples of none.
 CASES = [
     Case(3, 11, 3, 4, lengths=True, state=True, final=True, strided=True),
+    Case(3, 11, 3, 4, lengths=True, state=True, final=True, omega=True, silu=True, strided=True),
     Case(2, 9, 2, 3, directions=2, lengths=True, expanded=True),
+    Case(3, 9, 5, 3, directions=2, lengths=True, omega=True, silu=True, expanded=True),
+    Case(2, 7, 5, 2, omega=True, silu=True, dtype=torch.bfloat16),
 ]
 MORE_CASES = [
     Case(1, 1, 1, 1, state=True, final=True),
+    Case(1, 1, 1, 1, omega=True, silu=True),
     Case(2, 1, 3, 2),
     Case(1, 5, 5, 2, dtype=torch.bfloat16, strided=True),
     Case(2, 8, 2, 17, final=True, lengths=True),
+    Case(3, 8, 5, 17, lengths=True, omega=True, silu=True),
+    Case(3, 9, 5, 3, lengths=True, omega=True),
+    Case(2, 9, 5, 3, silu=True, strided=True),
     Case(1, 6, 2, 2, directions=2, dtype=torch.float16),
+    Case(3, 10, 5, 17, directions=2, lengths=True, omega=True, silu=True, dtype=torch.float16, strided=True),
+    Case(3, 9, 5, 3, lengths=True, state=True, final=True, omega=True, dtype=torch.bfloat16),
+    Case(3, 9, 5, 3, lengths=True, state=True, final=True, omega=True, silu=True, dtype=torch.bfloat16, expanded=True),
 ]
 
 
@@ -128,17 +146,29 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_skip_and_silu_after_the_scan(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(triton_op, "FUSED_SKIP", False)
+    assert_right(Case(2, 37, 5, 3, directions=2, lengths=True, omega=True, silu=True, dtype=dtype), "cpu")
+
+
+@interpreted
 def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
-    x, *parameters = some("cpu", (2, 6, 2), *[(2, 2, 2)] * 4)
-    lengths = torch.tensor([6, 3], dtype=torch.int32)
-    expected, _ = ema(x, *parameters, backend="triton", lengths=lengths)
+    x, *parameters, omega = some("cpu", (2, 6, 2), *[(2, 2, 2)] * 4, (2,))
+    options: dict[str, Any] = {"backend": "triton", "lengths": torch.tensor([6, 3], dtype=torch.int32)}
+    both = (options, options | {"omega": omega, "activation": "silu"})
+    expected, with_skip = (ema(x, *parameters, **each)[0] for each in both)
     x[1, 3:] = float("nan")
     with torch.autocast("cpu", torch.bfloat16):
-        y, _ = ema(x.requires_grad_(), *parameters, backend="triton", lengths=lengths)
+        y, other = (ema(x.requires_grad_(), *parameters, **each)[0] for each in both)
     assert torch.equal(y, expected)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert not gradient[1, 3:].any()
     assert gradient[1, :3].isfinite().all()
+    # Through a skip connection, padding reaches its own outputs and no others.
+    assert torch.equal(other[0], with_skip[0])
+    assert torch.equal(other[1, :3], with_skip[1, :3])
+    assert other[1, 3:].isnan().all()
 
 
 @interpreted
@@ -158,12 +188,12 @@ def test_a_gradient_of_the_state_alone() -> None:
 
 @interpreted
 def test_no_rows() -> None:
-    x, *parameters = (part.requires_grad_() for part in some("cpu", (0, 5, 2), *[(1, 2, 2)] * 4))
-    y, state = ema(x, *parameters, backend="triton", return_state=True)
+    x, *parameters, omega = (part.requires_grad_() for part in some("cpu", (0, 5, 2), *[(1, 2, 2)] * 4, (2,)))
+    y, state = ema(x, *parameters, omega=omega, activation="silu", backend="triton", return_state=True)
     assert y.shape == x.shape
     assert state is not None
     assert state.hidden.shape == (0, 2, 2)
-    for gradient in torch.autograd.grad(y.sum(), [x, *parameters]):
+    for gradient in torch.autograd.grad(y.sum(), [x, *parameters, omega]):
         assert not gradient.any()
 
 
@@ -180,9 +210,18 @@ def test_second_derivatives_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["from the start", "from state to state"])
 def test_opcheck(streams: bool) -> None:
-    *most, hidden = (part.requires_grad_() for part in some("cpu", (2, 3, 2), *[(1, 2, 3)] * 4, (2, 3, 2)))
-    inputs = (*most, hidden, torch.tensor([3, 1]), True) if streams else (*most, None, None, False)
-    torch.library.opcheck(torch.ops.tcnca.ema_scan.default, inputs)
+    sizes = ((2, 3, 2), *[(1, 2, 3)] * 4, (2, 3, 2), (2,))
+    *most, hidden, omega = (part.requires_grad_() for part in some("cpu", *sizes))
+    rest = (hidden, torch.tensor([3, 1]), omega, True, True, True) if streams else (*[None] * 3, *[False] * 3)
+    torch.library.opcheck(torch.ops.tcnca.ema_scan.default, (*most, *rest))
+
+
+@interpreted
+def test_gradients_need_what_was_kept() -> None:
+    inputs = [part.requires_grad_() for part in some("cpu", (1, 3, 2), *[(1, 2, 3)] * 4)]
+    y, *_ = torch.ops.tcnca.ema_scan.default(*inputs, None, None, None, True, False, False)
+    with pytest.raises(KernelError, match=r"ema_scan: expected keep=True where gradients are required"):
+        y.sum().backward()
 
 
 @interpreted
@@ -196,18 +235,17 @@ def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.Monkey
     candidate = api.CANDIDATES[0]._replace(should_use=lambda call: call.kernel is None)
     monkeypatch.setattr(api, "CANDIDATES", (candidate,))
     monkeypatch.delenv("TCNCA_KERNELS", raising=False)
-    parameters = [part.requires_grad_() for part in some("cpu", *[(1, 3, 2)] * 4)]
+    *parameters, omega = (part.requires_grad_() for part in some("cpu", *[(1, 3, 2)] * 4, (3,)))
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    run = torch.compile(
-        lambda x: ema(x.sin(), *parameters, return_state=True), fullgraph=True, dynamic=True, backend=counter
-    )
+    options: dict[str, Any] = {"omega": omega, "activation": "silu", "return_state": True}
+    run = torch.compile(lambda x: ema(x.sin(), *parameters, **options), fullgraph=True, dynamic=True, backend=counter)
     for time in (5, 9, 6):
         x = torch.randn(2, time, 3, requires_grad=True)
         y, state = run(x)
-        expected, other = ema(x.sin(), *parameters, backend="triton", return_state=True)
+        expected, other = ema(x.sin(), *parameters, backend="triton", **options)
         assert torch.equal(y, expected)
         assert torch.equal(state.hidden, other.hidden)  # type: ignore[union-attr]
-        ours, theirs = (torch.autograd.grad(part.sum(), [x, *parameters]) for part in (y, expected))
+        ours, theirs = (torch.autograd.grad(part.sum(), [x, *parameters, omega]) for part in (y, expected))
         for mine, same in zip(ours, theirs, strict=True):
             assert_close(mine, same)
     assert counter.frame_count == 1

@@ -91,6 +91,8 @@ EMA: list[Row] = [
     ("delta-empty", lambda: ema(X, *[zeros(1, 3, 0)] * 4), ["delta:", "[1, 3, 0]"]),
     ("gamma", lambda: one_wrong(3), ["gamma:", "[1, 3, 2]", "the same for all four"]),
     ("backend", lambda: run_ema(backend="loop"), ["backend:", "'loop'", "auto, chunked, fft, scan, recurrent, triton"]),
+    ("omega", lambda: run_ema(omega=zeros(4)), ["omega:", "[4]", "[3]"]),
+    ("activation", lambda: run_ema(activation="relu"), ["activation:", "'relu'", "'silu' or 'none'"]),
     ("truncation", lambda: run_ema(truncation=0), ["truncation:", "got 0", "None or 1 or more"]),
     (
         "kernel-short",

@@ -91,18 +91,21 @@ def tcn_case(time: int, limit: int | None = None, *, causal: bool = True, extra:
 def ema_case(
     time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, backend: EMABackend
 ) -> Case:
-    """`extra` uses a kernel that was computed beforehand."""
+    """`extra` uses a kernel that was computed beforehand, a skip connection and a SiLU."""
     torch.manual_seed(0)
     delta, alpha, beta, gamma = (leaf(1 if causal else 2, CHANNELS, HIDDEN, scale=1.5) for _ in range(4))
     kernel = ema_kernel(delta, alpha, beta, gamma, max(time, limit or 1)) if extra else None
+    omega = leaf(CHANNELS) if extra else None
 
     def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
         options |= {"backend": backend, "truncation": limit, "kernel": kernel}
+        options |= {"omega": omega, "activation": "silu" if extra else "none"}
         # A few tokens would be one block.
         with mock.patch.multiple(CHUNKED, SHORT_BLOCK=3, CARRY_BLOCK=2):
             return ema(x, delta, alpha, beta, gamma, **options)
 
     parameters = {"delta": delta, "alpha": alpha, "beta": beta, "gamma": gamma}
+    parameters |= {} if omega is None else {"omega": omega}
     return Case(operator, (leaf(BATCH, time, CHANNELS),), parameters)
 
 

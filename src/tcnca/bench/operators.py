@@ -183,7 +183,7 @@ def _tcn_cases(size: OperatorSize, causal: bool) -> Iterator[BenchCase]:
 
 
 def _ema_cases(size: OperatorSize, causal: bool, d_state: int = 8) -> Iterator[BenchCase]:
-    """Yield the EMA by FFT, as a scan and, with 8 hidden states, with a cached kernel and as published."""
+    """Yield the EMA by FFT, as a scan and, with 8 states, with skip and SiLU, with a cached kernel and as published."""
     suffix, direction = _direction(causal)
     if d_state != 8:
         suffix, direction = f"-{d_state}{suffix}", f", N={d_state}{direction}"
@@ -197,9 +197,20 @@ def _ema_cases(size: OperatorSize, causal: bool, d_state: int = 8) -> Iterator[B
         x, *parameters = inputs(size)
         return [x, _kernel(parameters, size.length), *parameters]
 
-    def run(x: Tensor, *parameters: Tensor, backend: Any, kernel: Tensor | None = None) -> Tensor:
+    def with_omega(size: OperatorSize) -> list[Tensor]:
+        return [*inputs(size), torch.randn(size.settings.channels, device=size.settings.device)]
+
+    def run(x: Tensor, *parameters: Tensor, backend: Any, **options: Any) -> Tensor:
         delta, alpha, beta, gamma = parameters
-        return ema(x, delta, alpha, beta, gamma, backend=backend, kernel=kernel)[0]
+        return ema(x, delta, alpha, beta, gamma, backend=backend, **options)[0]
+
+    def with_skip(x: Tensor, *parameters: Tensor) -> Tensor:
+        *others, omega = parameters
+        return fastest(x, *others, omega=omega, activation="silu")
+
+    def skip_oracle(x: Tensor, *parameters: Tensor) -> Tensor:
+        *others, omega = parameters
+        return F.silu(fft(x, *others) + omega * x)
 
     def cached(x: Tensor, kernel: Tensor, *parameters: Tensor) -> Tensor:
         return run(x, *parameters, backend="fft", kernel=kernel)
@@ -213,6 +224,8 @@ def _ema_cases(size: OperatorSize, causal: bool, d_state: int = 8) -> Iterator[B
     fastest = fused if size.settings.on_gpu else scan
     yield _case(size, f"scan-ema{suffix}", f"scan-EMA{direction}", inputs, fastest, fft, flops)
     if d_state == 8:
+        named = f"scan-ema-skip{suffix}", f"scan-EMA with skip and SiLU{direction}"
+        yield _case(size, *named, with_omega, with_skip, skip_oracle, flops + 2)
         named = f"fft-ema-cached{suffix}", f"FFT-EMA, cached kernel{direction}"
         # The kernel is a constant here, as in inference.
         yield _case(size, *named, with_kernel, cached, cached_oracle, flops, check_length=limit, learned=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnca.config import TokenCount, Width
@@ -88,12 +87,14 @@ class EMA(Mixer):
         self, x: Tensor, lengths: Tensor | None, state: EMAState | None, return_state: bool, inplace: bool
     ) -> tuple[Tensor, EMAState | None]:
         """Implement `forward` with `tcnca.ops.ema`."""
-        averaged, new = ema(
+        return ema(
             x,
             self.delta,
             self.alpha,
             self.beta,
             self.gamma,
+            omega=self.omega,
+            activation="silu" if self.config.output == "activation" else "none",
             backend=self.config.backend,
             truncation=self.config.truncation,
             lengths=lengths,
@@ -101,9 +102,6 @@ class EMA(Mixer):
             return_state=return_state,
             inplace=inplace,
         )
-        # Under autocast the parameters are wider than what the operator returns.
-        y = (averaged + x * self.omega).to(averaged.dtype)
-        return F.silu(y) if self.config.output == "activation" else y, new
 
     @property
     def halo(self) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_float64, check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
+from tcnca.ops.ema import triton_op
 from tcnca.ops.ema.chunked import ema_chunked
-from tcnca.ops.ema.naive import decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
-from tcnca.ops.ema.triton_op import scan
+from tcnca.ops.ema.naive import add_input, decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
@@ -22,6 +22,7 @@ from tcnca.ops.ssm.naive import decayed_sum, sum_exponentials
 from tcnca.ops.state import State
 
 EMABackend = Literal["auto", "chunked", "recurrent", "scan", "fft", "triton"]
+EMAActivation = Literal["silu", "none"]
 TRITON_MAX_STATES = 64
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -63,6 +64,8 @@ class EMACall:
 
     x: Tensor
     parameters: Parameters
+    omega: Tensor | None
+    activation: str
     truncation: int | None
     kernel: Tensor | None
     lengths: Tensor | None
@@ -95,6 +98,8 @@ def ema(
     beta: Tensor,
     gamma: Tensor,
     *,
+    omega: Tensor | None = None,
+    activation: EMAActivation = "none",
     backend: EMABackend = "auto",
     truncation: int | None = None,
     kernel: Tensor | None = None,
@@ -120,6 +125,8 @@ def ema(
         alpha: of the same shape.
         beta: of the same shape.
         gamma: of the same shape.
+        omega: `[channels]`, for a skip connection: the output is `y + omega · x`, with the `y` of all directions.
+        activation: of that sum, `silu` or `none`.
         backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
             `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
             truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`
@@ -127,19 +134,31 @@ def ema(
         truncation: number of lags after which the kernel is cut off.
         kernel: what `ema_kernel` returns for these parameters with at least `time` lags (or `truncation`, if less),
             so that `fft` need not compute it; the other backends do not use it.
-        lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
+        lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros except in `omega · x`.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
         inplace: reuse the memory of the given state, which must not be used again.
 
     Returns:
-        `y` of `x`'s shape, and the new state or None.
+        `y` of `x`'s shape and dtype, and the new state or None.
     """
-    call = EMACall(x, (delta, alpha, beta, gamma), truncation, kernel, lengths, state, return_state, inplace)
+    call = EMACall(
+        x,
+        (delta, alpha, beta, gamma),
+        omega,
+        activation,
+        truncation,
+        kernel,
+        lengths,
+        state,
+        return_state,
+        inplace,
+    )
     _check(call)
     context = current_context()
     if context is not None:
-        return _run_part(call, backend, context)
+        y, new = _run_part(call, backend, context)
+        return add_input(y, x, omega, activation), new
     chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
     if backend == "auto" and _needs_kernel(call):
         chosen = "fft"
@@ -147,7 +166,8 @@ def ema(
         return _run_triton(call)
     # Autocast would compute the kernel in half precision.
     with without_autocast(x.device):
-        return _run_pytorch(call, chosen)
+        y, new = _run_pytorch(call, chosen)
+        return add_input(y, x, omega, activation), new
 
 
 def _triton_unsupported(call: EMACall) -> str | None:
@@ -156,8 +176,9 @@ def _triton_unsupported(call: EMACall) -> str | None:
         return f"x: expected a CUDA tensor, got one on {x.device}"
     if call.truncation is not None:
         return f"truncation: expected None, got {call.truncation}; the fused scan never subtracts an input"
-    hidden = () if call.state is None else (call.state.hidden,)
-    reason = tensors_reason([x, *call.parameters, *hidden], call.lengths)
+    optional = (call.omega, None if call.state is None else call.state.hidden)
+    given = [part for part in optional if part is not None]
+    reason = tensors_reason([x, *call.parameters, *given], call.lengths)
     if reason is not None:
         return reason
     if d_state > TRITON_MAX_STATES:
@@ -184,7 +205,9 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     """Compute outputs, and the state after them or None, in one scan."""
     x, state = call.x, call.state
     start = None if state is None else state.hidden.mT
-    y, hidden = scan(x, *call.parameters, start, call.lengths, call.return_state)
+    skip = (call.omega, call.activation == "silu") if triton_op.FUSED_SKIP else (None, False)
+    y, hidden = triton_op.scan(x, *call.parameters, start, call.lengths, *skip, call.return_state)
+    y = y if triton_op.FUSED_SKIP else add_input(y, x, call.omega, call.activation)
     if hidden is None:
         return y, None
     if state is None:
@@ -326,6 +349,10 @@ def _check(call: EMACall) -> None:
                 f"{name}: expected shape [directions, channels, d_state], the same for all four, with 1 or 2 "
                 f"directions and {x.shape[2]} channels as in x, got {list(value.shape)}"
             )
+    if call.omega is not None and call.omega.shape != x.shape[2:]:
+        raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(call.omega.shape)}")
+    if call.activation not in get_args(EMAActivation):
+        raise InputError(f"activation: expected 'silu' or 'none', got {call.activation!r}")
     check_lengths(call.lengths, x.shape[0], x.shape[1])
     if truncation is not None and truncation < 1:
         raise InputError(f"truncation: expected None or 1 or more, got {truncation}")

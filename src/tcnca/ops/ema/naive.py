@@ -80,6 +80,12 @@ def _scan(driven: Tensor, coefficients: EMACoefficients) -> Tensor:
     return (hidden * coefficients.readout).sum(-1)
 
 
+def add_input(y: Tensor, x: Tensor, omega: Tensor | None, activation: str) -> Tensor:
+    """Return `activation(y + ω x)` in the dtype of `x`, where `y` is the EMA of `x` in all its directions."""
+    y = y if omega is None else y + omega * x
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
 def decay_powers(decay: Tensor, exponents: Tensor) -> Tensor:
     """Return `decay` (`[…, d_state]`) to the powers `exponents` (`[time]`), as `[…, d_state, time]`."""
     # By the logarithm, as a kernel of thousands of taps needs. Sigmoids that round to 1 give a decay of 0.

@@ -10,6 +10,12 @@ time for the gradients of the coefficients, and `reduce` adds up the results of 
 readout), hidden states `[batch, hidden, channels]`, ends and carries `[directions, batch, segments, hidden, channels]`:
 channels last, as a warp reads them.
 
+The skip connection `ω x` and the SiLU of the sum are part of the last launch of `outputs`, where they need no pass over
+memory of their own. Gradients are multiplied by the slopes of the SiLU in their first walk, which goes back in time and
+so cannot recompute the forward pass. The forward pass therefore stores the slopes; `ends` reads them and writes the
+products, which the later launches read in place of the gradients. To recompute the slopes would take as many passes and
+one more walk; to store the inputs of the SiLU instead, an exponential in every program of `ends`.
+
 If the hidden states start from zero, they are kept without the drive, which goes into the readout: two multiplications
 for each hidden state and token instead of three. `SCALED` keeps the drive in.
 """
@@ -116,6 +122,8 @@ def ends(
     found,
     lengths,
     final,
+    slopes,
+    sloped,
     by_batch,
     by_time,
     by_channel,
@@ -133,12 +141,14 @@ def ends(
     SCALED: tl.constexpr,
     LENGTHS: tl.constexpr,
     INJECT: tl.constexpr,
+    SLOPES: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Compute the hidden states at the end of each segment, started from zero.
 
-    One row for each direction and sequence. `flip` reverses time, `ENTER` is the coefficient that multiplies `x`.
+    One row for each direction and sequence. `flip` reverses time, `ENTER` is the coefficient that multiplies `x`. With
+    `SLOPES`, `x` is a gradient that is first multiplied by `slopes`; the products are stored in `sloped`.
     """
     tile, segment, row = locate(tiles * groups, segments)
     channel = tile % tiles * TILE + tl.arange(0, TILE)
@@ -164,15 +174,33 @@ def ends(
     pointer = token_pointers(x, batch, t, channel, by_batch, by_time, by_channel)
     state = tl.zeros([STATES, TILE], tl.float32)
     ahead = load_group(pointer, step, in_channels, t, sign, tl.where(count > 0, limit, 0), GROUP)
+    dense_step = (sign * channels).to(tl.int64)
+    dense = (batch.to(tl.int64) * time + t) * channels + channel
+    # All directions and groups of hidden states have the same products.
+    stores = in_channels & (row < rows) & (tile < tiles)
+    if SLOPES:
+        slopes_ahead = load_group(
+            slopes + dense, dense_step, in_channels, t, sign, tl.where(count > 0, limit, 0), GROUP
+        )
     for i in range(count):
         current = ahead
         # Another segment, or nothing, follows the last group: load the last again.
         further = tl.where(i + 1 < count, GROUP, 0)
         pointer += further * step
         ahead = load_group(pointer, step, in_channels, t + further * sign, sign, limit, GROUP)
+        if SLOPES:
+            slope = slopes_ahead
+            following = slopes + dense + further * dense_step
+            slopes_ahead = load_group(following, dense_step, in_channels, t + further * sign, sign, limit, GROUP)
         for j in tl.static_range(GROUP):
+            value = current[j]
+            if SLOPES:
+                rounded = (value * slope[j]).to(sloped.dtype.element_ty)
+                tl.store(sloped + dense + j * dense_step, rounded, mask=stores & (t < time - sign * j))
+                value = rounded.to(tl.float32)
             is_last = t + sign * j == valid - 1
-            state = decay * state + added_by(current[j], weight, last, is_last, SCALED, INJECT)
+            state = decay * state + added_by(value, weight, last, is_last, SCALED, INJECT)
+        dense += GROUP * dense_step
         t += GROUP * sign
     tl.store(found + (row * segments + segment).to(tl.int64) * size + offset, state, mask=inside)
 
@@ -278,6 +306,8 @@ def outputs(
     carries,
     lengths,
     final,
+    omega,
+    slopes,
     by_batch,
     by_time,
     by_channel,
@@ -298,6 +328,9 @@ def outputs(
     INJECT: tl.constexpr,
     ADD: tl.constexpr,
     FINAL: tl.constexpr,
+    SKIP: tl.constexpr,
+    SILU: tl.constexpr,
+    KEEP: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -305,6 +338,7 @@ def outputs(
 
     Without `SCALED` drive and readout enter as a product, so that the gradient has the same coefficients.
     `ADD` adds to `previous`, the other direction. `FINAL` also stores the hidden states after the last valid token.
+    `SKIP` adds `omega` times `x`, padding included, `SILU` computes the SiLU of that, and `KEEP` stores its slopes.
     """
     tile, segment, batch = locate(tiles, segments)
     channel = tile * TILE + tl.arange(0, TILE)
@@ -324,7 +358,9 @@ def outputs(
         last = tl.load(final + batch.to(tl.int64) * size + offset, mask=inside, other=0.0)
     valid = valid_tokens(lengths, batch, time, LENGTHS)
     # Padding is no input, but it has outputs; a gradient comes from all outputs and goes to the inputs.
-    limit = time if GRADIENT else valid
+    limit = time if GRADIENT or SKIP else valid
+    if SKIP:
+        skip = tl.load(omega + channel, mask=in_channels, other=0.0).to(tl.float32)
     t, sign, count = walk(segment, length, time, backwards, GROUP)
     step = sign * by_time.to(tl.int64)
     pointer = token_pointers(x, batch, t, channel, by_batch, by_time, by_channel)
@@ -346,13 +382,25 @@ def outputs(
             kept = tl.where(i == held, state, kept)
         for j in tl.static_range(GROUP):
             is_last = t + sign * j == valid - 1
-            state = decay * state + added_by(current[j], weight, last, is_last, SCALED, INJECT)
+            entering = current[j]
+            if SKIP and LENGTHS and not GRADIENT:
+                entering = tl.where(t < valid - sign * j, entering, 0.0)
+            state = decay * state + added_by(entering, weight, last, is_last, SCALED, INJECT)
             value = tl.sum(leave * state, 0)
             exists = in_channels & (t < time - sign * j)
             if ADD:
                 value += tl.load(previous + offset_out + j * step_out, mask=exists, other=0.0)
             if GRADIENT and LENGTHS:
                 value = tl.where(t < valid - sign * j, value, 0.0)
+            if SKIP:
+                value += skip * current[j]
+            if SILU:
+                share = tl.sigmoid(value)
+                silu = value * share
+                if KEEP:
+                    slope = share + silu * (1.0 - share)
+                    tl.store(slopes + offset_out + j * step_out, slope.to(slopes.dtype.element_ty), mask=exists)
+                value = silu
             tl.store(y + offset_out + j * step_out, value.to(y.dtype.element_ty), mask=exists)
         offset_out += GROUP * step_out
         t += GROUP * sign
@@ -376,6 +424,7 @@ def weights(
     carries,
     pulls,
     parts,
+    omega_parts,
     lengths,
     final,
     x_by_batch,
@@ -396,10 +445,13 @@ def weights(
     SCALED: tl.constexpr,
     LENGTHS: tl.constexpr,
     INJECT: tl.constexpr,
+    OMEGA: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Compute each segment's part of the coefficients' gradients, `[directions, 2 or 3, rows, hidden, channels]`.
+
+    `OMEGA` adds that of the skip connection's gradient, `[rows, channels]`, to which padding contributes.
 
     The walk carries the states and their derivatives by the decay (and by the drive, if `SCALED`). It needs the
     gradient of the states only at the end of the segment, and no token's states are stored.
@@ -433,24 +485,31 @@ def weights(
     to_readout = tl.zeros([STATES, TILE], tl.float32)
     to_decay = tl.zeros([STATES, TILE], tl.float32)
     to_drive = tl.zeros([STATES, TILE], tl.float32)
-    x_ahead = load_group(x_pointer, x_step, in_channels, t, sign, tl.where(count > 0, valid, 0), GROUP)
+    to_omega = tl.zeros([TILE], tl.float32)
+    limit = time if OMEGA else valid
+    x_ahead = load_group(x_pointer, x_step, in_channels, t, sign, tl.where(count > 0, limit, 0), GROUP)
     g_ahead = load_group(g_pointer, g_step, in_channels, t, sign, tl.where(count > 0, time, 0), GROUP)
     for i in range(count):
         x_current, g_current = x_ahead, g_ahead
         further = tl.where(i + 1 < count, GROUP, 0)
         x_pointer += further * x_step
         g_pointer += further * g_step
-        x_ahead = load_group(x_pointer, x_step, in_channels, t + further * sign, sign, valid, GROUP)
+        x_ahead = load_group(x_pointer, x_step, in_channels, t + further * sign, sign, limit, GROUP)
         g_ahead = load_group(g_pointer, g_step, in_channels, t + further * sign, sign, time, GROUP)
         for j in tl.static_range(GROUP):
             is_last = t + sign * j == valid - 1
+            entering = x_current[j]
+            if OMEGA:
+                to_omega += g_current[j] * entering
+                if LENGTHS:
+                    entering = tl.where(t < valid - sign * j, entering, 0.0)
             pull = added_by(g_current[j], readout, last, is_last, SCALED, INJECT)
             by_decay = decay * by_decay + state
-            state = decay * state + added_by(x_current[j], drive, last, False, SCALED, False)
+            state = decay * state + added_by(entering, drive, last, False, SCALED, False)
             to_readout += g_current[j][None, :] * state
             to_decay += pull * by_decay
             if SCALED:
-                by_drive = decay * by_drive + x_current[j][None, :]
+                by_drive = decay * by_drive + entering[None, :]
                 to_drive += pull * by_drive
         t += GROUP * sign
     pull = decay * tl.load(pulls + here + offset, mask=inside, other=0.0)
@@ -463,6 +522,10 @@ def weights(
     tl.store(part + by_kind + offset, to_decay, mask=inside)
     if SCALED:
         tl.store(part + 2 * by_kind + offset, to_drive + pull * by_drive, mask=inside)
+    if OMEGA:
+        # The same in both directions and all groups of hidden states.
+        first = in_channels & (direction == 0) & (tile < tiles)
+        tl.store(omega_parts + (row * segments + segment).to(tl.int64) * channels + channel, to_omega, mask=first)
 
 
 @triton.jit
@@ -479,6 +542,7 @@ def _column(base, lane, rows, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def reduce(
     parts,
+    omega_parts,
     coefficients,
     delta,
     alpha,
@@ -487,11 +551,13 @@ def reduce(
     to_alpha,
     to_beta,
     to_gamma,
+    to_omega,
     rows,
     channels,
     HIDDEN: tl.constexpr,
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
+    OMEGA: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -523,3 +589,7 @@ def reduce(
     tl.store(to_alpha + out, by_alpha.to(to_alpha.dtype.element_ty), mask=inside)
     tl.store(to_beta + out, (p * to_drive).to(to_beta.dtype.element_ty), mask=inside)
     tl.store(to_gamma + out, (SCALE * to_readout).to(to_gamma.dtype.element_ty), mask=inside)
+    if OMEGA:
+        if (direction == 0) & (tl.program_id(0) * BLOCK < channels):
+            by_omega = _column(omega_parts, lane, rows, channels, WIDTH, BLOCK)
+            tl.store(to_omega + lane, by_omega.to(to_omega.dtype.element_ty), mask=lane < channels)

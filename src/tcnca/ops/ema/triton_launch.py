@@ -46,6 +46,10 @@ class Signature(NamedTuple):
     lengths: bool
     final: bool
     """Whether the final hidden states are returned; in the backward pass, whether they have a gradient."""
+    omega: torch.dtype | None
+    silu: bool
+    keep: bool
+    """Whether the slopes of the SiLU are kept; always True in the backward pass of one."""
     device: int | None
 
     @property
@@ -72,6 +76,7 @@ class Backward(NamedTuple):
 
     carries: int
     parts: int
+    omega_parts: int
     ends: Launch
     carry: Launch
     pulls: Launch
@@ -87,21 +92,27 @@ def run_forward(
     parameters: Parameters,
     initial: Tensor | None,
     lengths: Tensor | None,
+    omega: Tensor | None,
+    silu: bool,
     y: Tensor,
     final: Tensor | None,
     coefficients: Tensor,
+    slopes: Tensor | None,
 ) -> Tensor | None:
-    """Fill `y`, `final` and `coefficients`; return what segments start from, for `run_backward`."""
+    """Fill `y`, `final`, `coefficients` and `slopes`; return what segments start from, for `run_backward`."""
     if x.numel() == 0:
         return None
-    plan = forward_plan(_signature(x, parameters, initial, lengths, final is not None), x.stride())
+    signature = _signature(x, parameters, initial, lengths, final is not None, omega, silu, slopes is not None)
+    plan = forward_plan(signature, x.stride())
     carries = coefficients.new_empty(plan.carries)
     # The coefficients take the place of tensors that are not given.
-    count = coefficients if lengths is None else lengths
+    initial, count, final, omega, slopes = (
+        coefficients if part is None else part for part in (initial, lengths, final, omega, slopes)
+    )
     plan.prepare(stream, *parameters, coefficients)
-    plan.ends(stream, x, coefficients, carries, count, coefficients)
-    plan.carry(stream, coefficients, carries, coefficients if initial is None else initial, coefficients)
-    _run_outputs(plan.outputs, stream, x, y, coefficients, carries, count, coefficients if final is None else final)
+    plan.ends(stream, x, coefficients, carries, count, *[coefficients] * 3)
+    plan.carry(stream, coefficients, carries, initial, coefficients)
+    _run_outputs(plan.outputs, stream, x, y, coefficients, carries, count, final, omega, slopes)
     return carries
 
 
@@ -111,43 +122,55 @@ def run_backward(
     to_final: Tensor | None,
     x: Tensor,
     coefficients: Tensor,
+    slopes: Tensor | None,
     parameters: Parameters,
     initial: Tensor | None,
     lengths: Tensor | None,
+    omega: Tensor | None,
     carries: Tensor | None,
-) -> tuple[Tensor, Parameters, Tensor | None]:
-    """Return the gradients of the input, of the parameters and of the initial hidden states (None if there are none).
+) -> tuple[Tensor, Parameters, Tensor | None, Tensor | None]:
+    """Return the gradients of the input, of the parameters, of the initial hidden states and of omega (or None).
 
     What segments start from is computed again if it was not kept.
     """
     to_x, to_parameters = _contiguous_like(x), tuple([_contiguous_like(part) for part in parameters])
+    to_omega = None if omega is None else _contiguous_like(omega)
     if x.numel() == 0:
-        for part in to_parameters:
+        for part in (*to_parameters, *([] if to_omega is None else [to_omega])):
             part.zero_()
-        return to_x, to_parameters, None if initial is None else _contiguous_like(initial)
-    signature = _signature(x, parameters, initial, lengths, to_final is not None)
+        return to_x, to_parameters, None if initial is None else _contiguous_like(initial), to_omega
+    silu = slopes is not None
+    signature = _signature(x, parameters, initial, lengths, to_final is not None, omega, silu, silu)
     plan = backward_plan(signature, x.stride(), g.stride(), g.dtype)
     pulls, parts = coefficients.new_empty(plan.carries), coefficients.new_empty(plan.parts)
     total = coefficients if initial is None else coefficients.new_empty(initial.shape)
     count = coefficients if lengths is None else lengths
     last = coefficients if to_final is None else to_final
+    skip, omega_parts, out_omega = [coefficients] * 3
+    if omega is not None and to_omega is not None:
+        skip, omega_parts, out_omega = omega, coefficients.new_empty(plan.omega_parts), to_omega
     # A gradient of the final states needs states that include the drive, which a start from zero left out.
     if carries is None or (initial is None and to_final is not None):
         carries = coefficients.new_empty(plan.carries)
-        plan.ends(stream, x, coefficients, carries, count, coefficients)
+        plan.ends(stream, x, coefficients, carries, count, *[coefficients] * 3)
         plan.carry(stream, coefficients, carries, coefficients if initial is None else initial, coefficients)
-    plan.pulls(stream, g, coefficients, pulls, count, last)
+    if slopes is None:
+        plan.pulls(stream, g, coefficients, pulls, count, last, coefficients, coefficients)
+    else:
+        sloped = _contiguous_like(x)
+        plan.pulls(stream, g, coefficients, pulls, count, last, slopes, sloped)
+        g = sloped
     plan.carry_pulls(stream, coefficients, pulls, coefficients, total)
-    _run_outputs(plan.outputs, stream, g, to_x, coefficients, pulls, count, last)
-    plan.weights(stream, x, g, coefficients, carries, pulls, parts, count, last)
-    plan.reduce(stream, parts, coefficients, *parameters[:3], *to_parameters)
+    _run_outputs(plan.outputs, stream, g, to_x, coefficients, pulls, count, last, skip, coefficients)
+    plan.weights(stream, x, g, coefficients, carries, pulls, parts, omega_parts, count, last)
+    plan.reduce(stream, parts, omega_parts, coefficients, *parameters[:3], *to_parameters, out_omega)
     if initial is None:
-        return to_x, to_parameters, None
+        return to_x, to_parameters, None, to_omega
     to_initial = coefficients[0, 1] * total
     if to_final is not None and lengths is not None:
         # Without a token, the final states are the initial ones.
         to_initial += torch.where((lengths == 0).view(-1, 1, 1), to_final, 0.0)
-    return to_x, to_parameters, to_initial.to(initial.dtype)
+    return to_x, to_parameters, to_initial.to(initial.dtype), to_omega
 
 
 def _contiguous_like(value: Tensor) -> Tensor:
@@ -155,7 +178,14 @@ def _contiguous_like(value: Tensor) -> Tensor:
 
 
 def _signature(
-    x: Tensor, parameters: Parameters, initial: Tensor | None, lengths: Tensor | None, final: bool
+    x: Tensor,
+    parameters: Parameters,
+    initial: Tensor | None,
+    lengths: Tensor | None,
+    final: bool,
+    omega: Tensor | None,
+    silu: bool,
+    keep: bool,
 ) -> Signature:
     delta, alpha, beta, gamma = parameters
     directions, _, hidden = delta.shape
@@ -168,6 +198,9 @@ def _signature(
         None if initial is None else initial.dtype,
         lengths is not None,
         final,
+        None if omega is None else omega.dtype,
+        silu,
+        keep,
         x.device.index,
     )
 
@@ -178,18 +211,16 @@ def _run_outputs(
     x: Tensor,
     y: Tensor,
     coefficients: Tensor,
-    carries: Tensor,
-    count: Tensor,
-    final: Tensor,
+    *rest: Tensor,
 ) -> None:
     """Launch one direction after the other."""
     if len(launches) == 1:
-        launches[0](stream, x, y, y, coefficients, carries, count, final)
+        launches[0](stream, x, y, y, coefficients, *rest)
         return
     # The directions are added in float32, whatever the dtype of the outputs.
     between = y if y.dtype == FULL else torch.empty_like(y, dtype=FULL)
-    launches[0](stream, x, between, between, coefficients, carries, count, final)
-    launches[1](stream, x, y, between, coefficients, carries, count, final)
+    launches[0](stream, x, between, between, coefficients, *rest)
+    launches[1](stream, x, y, between, coefficients, *rest)
 
 
 @functools.lru_cache(CACHED_PLANS)
@@ -221,25 +252,29 @@ def backward_plan(signature: Signature, strides: Strides, g_strides: Strides, g_
     build = _Builder(signature, signature.initial is not None or signature.final)
     s = signature
     segments, size = s.shape[0] * build.cut.segments, s.shape[2] * s.hidden
+    # After the first launch, gradients are read that were multiplied by the slopes of a SiLU.
+    read = ((s.shape[1] * s.shape[2], s.shape[2], 1), s.dtype) if s.silu else (g_strides, g_dtype)
     return Backward(
         s.directions * segments * size,
         (3 if build.scaled else 2) * s.directions * segments * size,
+        segments * s.shape[2],
         build.ends(strides, s.dtype, gradient=False),
         build.carry(gradient=False),
         build.ends(g_strides, g_dtype, gradient=True),
         build.carry(gradient=True),
-        build.outputs(g_strides, g_dtype, gradient=True),
-        build.weights(strides, g_strides, g_dtype),
+        build.outputs(*read, gradient=True),
+        build.weights(strides, *read),
         build.launch(
             kernels.reduce,
             (-(-size // 8), s.directions),
-            (FULL, FULL, *s.parameters[:3], *s.parameters),
+            (FULL, FULL, FULL, *s.parameters[:3], *s.parameters, s.omega or FULL),
             (segments, s.shape[2]),
             4,
             # One thread loads several hidden states at once, which needs aligned tensors; other kernels load one.
             stride_divisor=1,
             SCALE=s.hidden**-0.5,
             SCALED=build.scaled,
+            OMEGA=s.omega is not None,
             WIDTH=512,
             BLOCK=8,
         ),
@@ -291,11 +326,11 @@ class _Builder:
 
     def ends(self, strides: Strides, dtype: torch.dtype, *, gradient: bool) -> Launch:
         s, c, (rows, time, channels) = self.signature, self.cut, self.signature.shape
-        injected = gradient and s.final
+        injected, slopes = gradient and s.final, gradient and s.silu
         return self.launch(
             kernels.ends,
             (c.tiles * c.groups * c.segments * rows * s.directions, 1),
-            (dtype, FULL, FULL, s.lengths_dtype, FULL),
+            (dtype, FULL, FULL, s.lengths_dtype, FULL, *[s.dtype if slopes else FULL] * 2),
             (*strides, rows, time, channels, c.segments, c.length, c.tiles, c.groups, int(gradient)),
             ENTER=2 if gradient and self.scaled else 0,
             STATES=min(c.states, MAX_STATES),
@@ -303,8 +338,10 @@ class _Builder:
             # The gradient of padded outputs counts; only the position of the last token has to be known.
             LENGTHS=s.lengths and (injected or not gradient),
             INJECT=injected,
+            SLOPES=slopes,
             TILE=TILE,
-            GROUP=ENDS_GROUP,
+            # Slopes double the loads of a step, and with 16 steps the registers.
+            GROUP=ENDS_GROUP // 2 if slopes else ENDS_GROUP,
         )
 
     def carry(self, *, gradient: bool) -> Launch:
@@ -333,10 +370,12 @@ class _Builder:
             # Of two directions the first writes float32, to which the second adds.
             first, last = direction == 0, direction == s.directions - 1
             out, previous = s.dtype if last else FULL, s.dtype if first and last else FULL
+            silu = s.silu and last and not gradient
+            keep = silu and s.keep
             launch = self.launch(
                 kernels.outputs,
                 (c.tiles * c.segments * rows, 1),
-                (dtype, out, previous, FULL, FULL, s.lengths_dtype, FULL),
+                (dtype, out, previous, FULL, FULL, s.lengths_dtype, FULL, s.omega or FULL, s.dtype if keep else FULL),
                 (*strides, rows, time, channels, c.segments, c.length, c.tiles, direction, int(gradient)),
                 ENTER=2 if gradient and self.scaled else 0,
                 STATES=c.states,
@@ -346,6 +385,9 @@ class _Builder:
                 INJECT=gradient and s.final,
                 ADD=not first,
                 FINAL=s.final and not gradient,
+                SKIP=s.omega is not None and last,
+                SILU=silu,
+                KEEP=keep,
                 TILE=TILE,
                 GROUP=OUTPUTS_GROUP * MAX_STATES // max(c.states, MAX_STATES),
             )
@@ -357,12 +399,13 @@ class _Builder:
         return self.launch(
             kernels.weights,
             (c.tiles * c.groups * c.segments * rows * s.directions, 1),
-            (s.dtype, g_dtype, *[FULL] * 4, s.lengths_dtype, FULL),
+            (s.dtype, g_dtype, *[FULL] * 5, s.lengths_dtype, FULL),
             (*strides, *g_strides, rows, time, channels, c.segments, c.length, c.tiles, c.groups),
             STATES=min(c.states, MAX_STATES),
             SCALED=self.scaled,
             LENGTHS=s.lengths,
             INJECT=s.final,
+            OMEGA=s.omega is not None,
             TILE=TILE,
             GROUP=WEIGHTS_GROUP,
         )
