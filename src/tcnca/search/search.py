@@ -82,6 +82,8 @@ class Recommendation:
     reason: str
     overrides: list[str]
     """Changes to a recipe that `tcnca train` takes."""
+    ties: list[Structure] = dataclasses.field(default_factory=list)
+    """Other structures that are as fast within `TIE`, or after training those with the same score."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,7 +277,8 @@ def recommend(measured: Sequence[Candidate], limits: Limits, length: int) -> Rec
         reason = f"{lags}, the fewest of the {len(within)} measured structures{limited}: {spent}"
     else:
         reason = f"{lags}, and is {rank} of the {len(level)} measured structures{limited} that do: {spent}"
-    return Recommendation(structure=best.structure, reason=reason, overrides=best.structure.overrides())
+    others = [each.structure for each in ties if each is not best]
+    return Recommendation(structure=best.structure, reason=reason, overrides=best.structure.overrides(), ties=others)
 
 
 def result_table(report: SearchReport, *, everything: bool = False) -> Table:
