@@ -18,6 +18,7 @@ from tcnca.search import Limits, SearchReport, Structure
 from tcnca.search import halving as module
 from tcnca.search.halving import finalists, read_report, start, train_finalists
 from tcnca.search.search import Recommendation
+from tcnca.search.structures import overrides
 from tcnca.training.sweeps import Row, Sweep
 from tests.search.test_search import candidate
 from tests.training.tiny import Clock, changed
@@ -42,7 +43,7 @@ def searched(count: int = 8) -> SearchReport:
         level=1.0,
         coefficients={},
         candidates=measured,
-        recommendation=Recommendation(structure=first, reason="", overrides=first.overrides()),
+        recommendation=Recommendation(structure=first, reason="", overrides=overrides(first)),
     )
 
 

@@ -20,9 +20,10 @@ from tcnca.bench.report import format_seconds
 from tcnca.errors import ConfigError, TrainingError, format_score
 from tcnca.files import atomic_write, read_json
 from tcnca.layers import TCNConfig
+from tcnca.layers.structure import Structure
 from tcnca.models import ModelConfig
 from tcnca.search.search import Candidate, Recommendation, Rung, SearchReport, Training, load_average, write_json
-from tcnca.search.structures import Structure
+from tcnca.search.structures import overrides
 from tcnca.training.distributed import available_cores
 from tcnca.training.recipe import load_recipe
 from tcnca.training.sweeps import Row, Sweep, load_variants, plan, read_rows, run_sweep, write_tables
@@ -207,7 +208,7 @@ def _start_overhead() -> float:
 def _plan(training: Training, folder: Path, device: str | None, jobs: int) -> Sweep:
     """Plan the last rung as a sweep over variants, which are kept in a file so that `tcnca sweep` can repeat it."""
     rung, place = training.rungs[-1], folder / f"rung-{len(training.rungs)}"
-    variants = {str(each).replace("=", "").replace(" ", "-"): each.overrides() for each in rung.structures}
+    variants = {str(each).replace("=", "").replace(" ", "-"): overrides(each) for each in rung.structures}
     content = {"about": "Structures of the TCN", "recipe": training.recipe, "variants": variants}
     atomic_write(place / VARIANTS, yaml.safe_dump(content, sort_keys=False))
     named = load_variants(str(place / VARIANTS))
@@ -244,5 +245,5 @@ def _with_scores(report: SearchReport, training: Training) -> SearchReport:
         f"{number} ({training.rungs[number - 1].seconds:g} s of training each); {format_seconds(candidate.seconds)} "
         f"for a forward and backward pass, {candidate.missed_lags:,} lags missed"
     )
-    chosen = Recommendation(structure=best, reason=reason, overrides=best.overrides(), ties=ties)
+    chosen = Recommendation(structure=best, reason=reason, overrides=overrides(best), ties=ties)
     return dataclasses.replace(report, recommendation=chosen)

@@ -17,8 +17,9 @@ from rich.text import Text
 from tcnca.bench.report import format_number, format_seconds
 from tcnca.errors import ConfigError, format_score, plural
 from tcnca.files import atomic_write, to_json
+from tcnca.layers.structure import Structure
 from tcnca.search.cost import FEATURES, Array, CostModel, OnMeasured, Size, load_or_fit, measure_bytes, measure_seconds
-from tcnca.search.structures import Structure, enumerate_structures, pareto_front
+from tcnca.search.structures import enumerate_structures, overrides, pareto_front
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import commit, hardware, versions
 
@@ -278,7 +279,7 @@ def recommend(measured: Sequence[Candidate], limits: Limits, length: int) -> Rec
     else:
         reason = f"{lags}, and is {rank} of the {len(level)} measured structures{limited} that do: {spent}"
     others = [each.structure for each in ties if each is not best]
-    return Recommendation(structure=best.structure, reason=reason, overrides=best.structure.overrides(), ties=others)
+    return Recommendation(structure=best.structure, reason=reason, overrides=overrides(best.structure), ties=others)
 
 
 def result_table(report: SearchReport, *, everything: bool = False) -> Table:
