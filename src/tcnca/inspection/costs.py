@@ -164,6 +164,11 @@ class Dilated(Structure):
     residual: bool
     causal: bool
 
+    @property
+    def taps(self) -> NDArray[np.int64]:
+        """Time of the input of each tap relative to the output, in dilations."""
+        return (0 if self.causal else (self.kernel_size - 1) // 2) - np.arange(self.kernel_size)
+
     def lags(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return all lags of the receptive field, negative ones in the future, and the ways in which each is reached.
 

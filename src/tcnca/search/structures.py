@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 
 from tcnca.errors import ConfigError
 from tcnca.layers.structure import Structure
-from tcnca.layers.tcn import MAX_RECEPTIVE_FIELD
-from tcnca.ops import receptive_field
+from tcnca.layers.tcn import MAX_RECEPTIVE_FIELD, smallest_factor
 
 KERNEL_SIZES = (3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 21, 25, 33, 41, 49, 65)
 CONVOLUTIONS = (1, 2)
@@ -51,11 +49,13 @@ def enumerate_structures(
         for per_block in convolutions:
             last = None
             for depth in range(1, max_depth + 1):
-                factor = _smallest_factor(length, kernel_size, depth, per_block)
+                factor = smallest_factor(length, kernel_size, depth, per_block, least=1 if depth == 1 else 2)
                 if factor is None or factor == last:
                     continue
-                last = factor
                 structure = Structure(kernel_size, factor, depth, per_block)
+                if structure.receptive_field > MAX_RECEPTIVE_FIELD:
+                    continue
+                last = factor
                 found.append(structure)
                 if partial and not structure.gapless:
                     found.append(dataclasses.replace(structure, dilation_factor=structure.digits))
@@ -68,19 +68,6 @@ def enumerate_structures(
             f"--kernel-sizes or --max-depth"
         )
     return found
-
-
-def _smallest_factor(length: int, kernel_size: int, depth: int, convolutions: int) -> int | None:
-    """Return the smallest dilation factor of at least 2 that covers a length, 1 for one block; None without one."""
-    if depth == 1:
-        return 1 if receptive_field(kernel_size, 1, 1, convolutions) >= length else None
-    factors = range(2, max(length, 2) + 1)
-    place = bisect.bisect_left(
-        factors, length, key=lambda factor: receptive_field(kernel_size, factor, depth, convolutions)
-    )
-    if place == len(factors) or receptive_field(kernel_size, factors[place], depth, convolutions) > MAX_RECEPTIVE_FIELD:
-        return None
-    return factors[place]
 
 
 def pareto_front(costs: NDArray[np.float64]) -> NDArray[np.bool_]:
