@@ -13,7 +13,7 @@ import tcnca
 ROOT = Path(tcnca.__file__).parent
 # From the bottom to the top. Packages of one layer do not import each other, except in the first and the last.
 LAYERS = (
-    ("config", "errors", "extras", "files", "pretrained", "recipes", "version", "yaml_reader"),
+    ("config", "errors", "extras", "files", "pretrained", "recipes", "signals", "version", "yaml_reader"),
     ("ops",),
     ("layers",),
     ("models",),

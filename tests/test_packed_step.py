@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from copy import deepcopy
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import tcnca
 from tcnca import SequenceModel, TokenInputConfig
+from tcnca.cli.reporting import use_threads
 from tcnca.errors import InputError, StateError
 from tcnca.generation import dispatch
 from tcnca.generation.dispatch import MIN_PACKED_LAYERS, ModelStep, make_step
@@ -41,15 +44,31 @@ def test_a_step_equals_the_model(name: str, batch: int, ragged: bool) -> None:
 @pytest.mark.parametrize("name", ["tcnca", "tcnca-simple"])
 def test_threads_share_a_step(name: str, batch: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = small_model(name, torch.float32, chunk_size=7), torch.randint(VOCABULARY, (batch, 30))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 5)
     # More than the machine has: their parts are then computed one after the other.
     monkeypatch.setattr(numba, "set_num_threads", lambda _: None)
     with torch.no_grad():
         expected = model(x, return_state=False).logits
-    step = PackedStep(model, model.initial_state(batch))
-    assert step.threads == threads
-    assert_close(torch.stack([step(token).clone() for token in x.unbind(1)], 1), expected)
+    with use_threads(threads):
+        step = PackedStep(model, model.initial_state(batch))
+        assert step.threads == threads
+        assert_close(torch.stack([step(token).clone() for token in x.unbind(1)], 1), expected)
+
+
+def test_threads_of_pytorch_are_not_changed() -> None:
+    """Numba's threads start once in a process, and set the number of PyTorch's."""
+    program = """
+import torch
+from tcnca.generation.packed import PackedStep
+from tests.examples import small_model
+
+torch.set_num_threads(2)
+model = small_model("tcnca", torch.float32)
+PackedStep(model, model.initial_state(1))(torch.zeros(1, dtype=torch.long))
+print(torch.get_num_threads())
+"""
+    options: dict[str, Any] = {"env": {**os.environ, "NUMBA_NUM_THREADS": "3"}, "text": True, "check": True}
+    assert subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options).stdout == "2\n"
 
 
 def test_the_exponential_is_exact_to_three_units_in_the_last_place() -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from typer.testing import CliRunner
 
-from tcnca import CheckpointError, ClassifierHeadConfig, InputError
+from tcnca import CheckpointError, ClassifierHeadConfig, InputError, signals
 from tcnca.cli import app, score
 from tcnca.data import npy
 from tcnca.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from tcnca.extras import EXTRAS
 from tcnca.files import atomic_write
 from tcnca.ops import cache, checks
 from tcnca.ops.state import read_tensors
-from tcnca.training import logger, signals
+from tcnca.training import logger
 from tcnca.training.distributed import available_cores, check_device, dist_context
 from tcnca.training.recipe import load_recipe
 from tests.examples import FAMILY, VARIANTS, VOCABULARY, small_model

@@ -271,11 +271,11 @@ def _own_field_texts(cls: type[Config]) -> dict[str, str]:
     return texts
 
 
-_HINTS: dict[type[Config], dict[str, Any]] = {}
+_HINTS: dict[type[Any], dict[str, Any]] = {}
 
 
-def _hints(cls: type[Config]) -> dict[str, Any]:
-    """Return the types of the fields of a configuration."""
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
     if cls not in _HINTS:
         hints = typing.get_type_hints(cls, include_extras=True)
         _HINTS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -291,9 +291,6 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             return [_plain(each) for each in value]
     return value
-
-
-# ---- Checks of values
 
 
 _LONG_LIST = 12
@@ -318,8 +315,7 @@ def check(name: str, value: Any, hint: Any) -> Any:
     except _UnfitError as error:
         where, value, hint = f"{name}{error.path}".removeprefix("."), error.value, error.hint
         where = f"{shorten(where)}: " if where else ""
-        choices = [each for each in _members(hint) if get_origin(each) is Literal]
-        known = [str(each) for choice in choices for each in get_args(choice)]
+        known = [str(each) for it in _members(hint) if get_origin(it) is Literal for each in get_args(it)]
         close = closest(value, known)
         if close and len(known) > _LONG_LIST:
             raise ConfigError(f"{where}did you mean {close}? Got {shown(value)}") from None
@@ -386,7 +382,7 @@ def _convert(value: Any, hint: Any) -> Any:
     elif hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     elif hint in (int, float):
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         fits = fits and not (hint is int and isinstance(value, float))
         value = float(value) if fits and hint is float else value
     else:
@@ -394,9 +390,6 @@ def _convert(value: Any, hint: Any) -> Any:
     if not fits:
         raise _UnfitError(value, hint)
     return value
-
-
-_LARGEST = sys.float_info.max
 
 
 def _inside(path: str, value: Any, hint: Any) -> Any:
@@ -409,11 +402,9 @@ def _inside(path: str, value: Any, hint: Any) -> Any:
 
 def _convert_dataclass(value: Mapping[Any, Any], cls: Any) -> Any:
     """Build a dataclass from a dictionary, which must have all fields without a default and no others."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    empty = dataclasses.MISSING
-    needed = {name for name, field in fields.items() if field.default is empty and field.default_factory is empty}
-    if needed - value.keys() or value.keys() - fields.keys():
+    hints, empty = _hints(cls), dataclasses.MISSING
+    needed = {it.name for it in dataclasses.fields(cls) if it.default is empty and it.default_factory is empty}
+    if not needed <= value.keys() <= hints.keys():
         raise _UnfitError(value, cls)
     return cls(**{name: _inside(f".{name}", each, hints[name]) for name, each in value.items()})
 
@@ -439,9 +430,6 @@ def _describe(hint: Any, value: Any = None) -> str:
         return f"the keys {', '.join(field.name for field in dataclasses.fields(hint))}"
     names_of = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "None"}
     return names_of.get(hint) or str(getattr(hint, "__name__", hint))
-
-
-# ---- Keys: the full paths of all fields, and the names that stand for them
 
 
 @dataclasses.dataclass
@@ -472,24 +460,20 @@ def _kinds(hint: Any) -> dict[str, type[Config]]:
     found: dict[str, type[Config]] = {}
     for member in _members(hint):
         if isinstance(member, type) and issubclass(member, Config):
-            family = [member, *_subclasses(member)]
-            found |= {cls._kind: cls for cls in family if cls._kind} or {"": member}
+            found |= {cls._kind: cls for cls in _family(member) if cls._kind} or {"": member}
     return found
 
 
-def _subclasses(cls: type[Config]) -> Iterator[type[Config]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+def _family(cls: type[Config]) -> list[type[Config]]:
+    """Return a class and all its subclasses."""
+    return [cls, *(each for below in cls.__subclasses__() for each in _family(below))]
 
 
 _SCHEMAS: dict[type[Config] | KeysOf, _Schema] = {}
 
 
 def _schema(owner: type[Config] | KeysOf) -> _Schema:
-    if owner not in _SCHEMAS:
-        _SCHEMAS[owner] = _build_schema(owner)
-    return _SCHEMAS[owner]
+    return _SCHEMAS.get(owner) or _SCHEMAS.setdefault(owner, _build_schema(owner))
 
 
 def _build_schema(owner: type[Config] | KeysOf) -> _Schema:
@@ -500,10 +484,8 @@ def _build_schema(owner: type[Config] | KeysOf) -> _Schema:
     for name, hint in _hints(owner).items():
         mark = getattr(hint, "__metadata__", (None,))[0]
         for kind, cls in _kinds(hint).items():
-            below = _schema(cls)
-            extra = ["kind"] if kind else []
-            below = dataclasses.replace(below, keys=[*extra, *below.keys])
-            schema.add(name, below, cls._shorthand or "".join(extra))
+            extra = ("kind",) if kind else ()
+            schema.add(name, _schema(KeysOf(cls, extra)), cls._shorthand or "".join(extra))
         if isinstance(mark, KeysOf):
             schema.add(name, _schema(mark), next(iter(mark.extra), ""))
         elif name not in schema.sections:
@@ -538,10 +520,8 @@ def resolve(owner: type[Config] | KeysOf, key: str) -> str:
         _check_not_own(schema, own, below.partition(".")[0])
         return f"{own}.{resolve(owner, below)}"
     section, _, name = key.rpartition(".")
-    found: list[str] = []
-    if name in _FOREIGN:
-        found = [path for path in _foreign(schema, name) if not section or f".{section}." in f".{path}"]
-    found = found or _matches(schema, key)
+    foreign = _foreign(schema, name) if name in _FOREIGN else []
+    found = [path for path in foreign if not section or f".{section}." in f".{path}"] or _matches(schema, key)
     if len(found) == 1:
         return found[0]
     if found:
@@ -572,18 +552,14 @@ def _matches(schema: _Schema, key: str) -> list[str]:
         rest = iter(above)
         if last == name and all(part in rest for part in outer):
             by_section.setdefault(path.partition(".")[0], []).append(path)
-    return [path for paths in by_section.values() for path in _shallowest(paths)]
+    least = {section: min(path.count(".") for path in paths) for section, paths in by_section.items()}
+    return [path for section, paths in by_section.items() for path in paths if path.count(".") == least[section]]
 
 
 def _foreign(schema: _Schema, name: str) -> list[str]:
     """Return the paths that a name of another library stands for."""
     # A model by itself has no section called `model`.
     return _matches(schema, _FOREIGN[name]) or _matches(schema, _FOREIGN[name].removeprefix("model."))
-
-
-def _shallowest(paths: list[str]) -> list[str]:
-    depth = min(path.count(".") for path in paths)
-    return [path for path in paths if path.count(".") == depth]
 
 
 def _unknown(schema: _Schema, key: str) -> ConfigError:
@@ -612,9 +588,6 @@ def closest(text: Any, known: Iterable[str]) -> str:
     return next(iter(reordered or difflib.get_close_matches(text, names, 1)), "")
 
 
-# ---- Changes: dictionaries of full paths and values
-
-
 def canonical(owner: type[Config] | KeysOf, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes, nested or flat, with any names, as one dictionary of full paths and values."""
     found: dict[str, Any] = {}
@@ -633,12 +606,11 @@ def _flat(owner: type[Config] | KeysOf, changes: Mapping[str, Any], above: str) 
             raise ConfigError(f"{above}{shown(name)}: expected a text as the name of a key, got {shown(name)}")
         key = f"{above}{name}"
         path = resolve(owner, key)
-        inside = path in schema.sections or path in schema.open
         if path in schema.own and isinstance(value, Mapping):
             for below, each in canonical(owner, value).items():
                 _check_not_own(schema, path, below.partition(".")[0])
                 yield f"{path}.{below}", f"{path}.{below}", each
-        elif inside and isinstance(value, Mapping):
+        elif (path in schema.sections or path in schema.open) and isinstance(value, Mapping):
             yield from _flat(owner, value, f"{path}.")
         elif value is None and schema.sections.get(path, "kind") != "kind":
             continue  # a section of a YAML file that is left empty

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import struct
 import tarfile
 import zipfile
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.schema import Column, Columns, Content, Ragged, concatenate
 from tcnca.data.store import Dataset, DatasetWriter
+from tcnca.errors import DataError
 
 PACKINGS = ("", ".gz", ".xz", ".bz2", ".zip")
 TARS = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
@@ -92,6 +96,14 @@ def assert_same_content(got: Content, expected: Content) -> None:
     assert (got.kind, got.metadata) == (expected.kind, expected.metadata)
     for name in expected.splits:
         assert_same_columns(split(got, name), split(expected, name))
+
+
+def assert_refused(path: Path, message: str, options: CustomOptions | None = None) -> None:
+    """Read a data set; the error begins with its path, followed by what matches `message`."""
+    with pytest.raises(DataError) as caught:
+        read_custom(path, options or CustomOptions())
+    assert str(caught.value).startswith(str(path))
+    assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
 
 
 def assert_same_columns(got: Columns, expected: Columns) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from tcnca.data.custom import CustomOptions, read_custom
 from tcnca.data.schema import Column, Content, Ragged
-from tcnca.errors import DataError
+from tests.data.helpers import assert_refused
 
 Array = NDArray[Any]
 
@@ -190,13 +189,6 @@ def _with(index: tuple[int, ...], value: float, shape: tuple[int, ...] = (20, 3)
     return values
 
 
-def _refused(path: Path, message: str, options: CustomOptions | None = None) -> None:
-    with pytest.raises(DataError) as caught:
-        read_custom(path, options or CustomOptions())
-    assert str(caught.value).startswith(str(path))
-    assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -267,7 +259,7 @@ def _refused(path: Path, message: str, options: CustomOptions | None = None) -> 
 )
 def test_invalid_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
-    _refused(tmp_path / "a.npz", message)
+    assert_refused(tmp_path / "a.npz", message)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +281,14 @@ def test_invalid_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> No
 )
 def test_invalid_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "a.npz", values=VALUES, y=HALVES)
-    _refused(tmp_path / "a.npz", message, CustomOptions(**options))
+    assert_refused(tmp_path / "a.npz", message, CustomOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_nothing_to_predict(tmp_path: Path, kind: Any) -> None:
     np.save(tmp_path / "a.npy", VALUES)
     message = "^: no array is obviously the (labels|targets); choose one of 'values' with --(labels|targets), or"
-    _refused(tmp_path / "a.npy", message, CustomOptions(kind=kind))
+    assert_refused(tmp_path / "a.npy", message, CustomOptions(kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +306,9 @@ def test_nothing_to_predict(tmp_path: Path, kind: Any) -> None:
 def test_arrays_of_unknown_role(tmp_path: Path, arrays: dict[str, Any], left: str, kind: Any) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, **arrays)
-    _refused(path, f"^: the role of {left} is unknown; .* --labels, .* --targets, .* --lengths, or give --kind {kind} ")
+    assert_refused(
+        path, f"^: the role of {left} is unknown; .* --labels, .* --targets, .* --lengths, or give --kind {kind} "
+    )
     assert read_custom(path, CustomOptions(kind=kind)).kind == kind
 
 
@@ -331,7 +325,7 @@ def test_arrays_of_unknown_role(tmp_path: Path, arrays: dict[str, Any], left: st
 )
 def test_invalid_npy(tmp_path: Path, array: NDArray[Any], message: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    _refused(tmp_path / "a.npy", message)
+    assert_refused(tmp_path / "a.npy", message)
 
 
 @pytest.mark.parametrize("ending", ["npy", "npz"])
@@ -339,10 +333,10 @@ def test_invalid_npy(tmp_path: Path, array: NDArray[Any], message: str) -> None:
 def test_damaged_files(tmp_path: Path, ending: str, content: bytes) -> None:
     path = tmp_path / f"a.{ending}"
     path.write_bytes(content)
-    _refused(path, "cannot be read")
+    assert_refused(path, "cannot be read")
 
 
 def test_two_files_for_a_split(tmp_path: Path) -> None:
     for name in ("train1.npz", "train2.npz", "test.npz"):
         np.savez(tmp_path / name, values=VALUES)
-    _refused(tmp_path, "^: expected one file for train, got 2; join their arrays")
+    assert_refused(tmp_path, "^: expected one file for train, got 2; join their arrays")

@@ -6,7 +6,6 @@ import csv
 import itertools
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tcnca.data import npy
 from tcnca.data.custom import CustomOptions, read_custom, tables
 from tcnca.data.schema import Content, Kind, Ragged
 from tcnca.errors import DataError
+from tests.data.helpers import assert_refused
 
 Rows = Sequence[dict[str, Any]]
 REVIEWS: Rows = [{"id": n, "text": f'review, «{n}»\n"quoted"', "label": ("bad", "good")[n % 2]} for n in range(60)]
@@ -210,10 +210,7 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(6))
 
 def _refused(path: Path, content: str | bytes, message: str, options: CustomOptions | None = None) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(DataError) as caught:
-        read_custom(path, options or CustomOptions())
-    assert str(caught.value).startswith(str(path))
-    assert re.search(message, str(caught.value).removeprefix(str(path))), str(caught.value)
+    assert_refused(path, message, options)
 
 
 @pytest.mark.parametrize(

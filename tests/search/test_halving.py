@@ -18,6 +18,7 @@ from tcnca.search import Limits, SearchReport, Structure
 from tcnca.search import halving as module
 from tcnca.search.halving import finalists, read_report, start, train_finalists
 from tcnca.search.search import Recommendation
+from tcnca.search.structures import overrides
 from tcnca.training.sweeps import Row, Sweep
 from tests.search.test_search import candidate
 from tests.training.tiny import Clock, changed
@@ -42,7 +43,7 @@ def searched(count: int = 8) -> SearchReport:
         level=1.0,
         coefficients={},
         candidates=measured,
-        recommendation=Recommendation(structure=first, reason="", overrides=first.overrides()),
+        recommendation=Recommendation(structure=first, reason="", overrides=overrides(first)),
     )
 
 
@@ -112,6 +113,24 @@ def test_the_better_half_trains_longer(tmp_path: Path, machine: Machine) -> None
     assert ranks == {2: 1, 3: 1, 4: 1, 5: 1, 6: 2, 7: 2, 8: 3, 9: 3}
 
 
+def test_structures_with_the_same_score_are_named(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved = {"validation": 1.0}
+    monkeypatch.setattr(
+        module, "read_rows", lambda sweep: [dataclasses.replace(row, scores=solved) for row in machine.rows(sweep)]
+    )
+    report, _ = train(begin(count=2), tmp_path)
+    assert report.recommendation.structure == Structure(3, 2, 2)
+    assert report.recommendation.ties == [Structure(3, 3, 2)]
+
+
+def test_one_finalist_is_not_trained(tmp_path: Path, machine: Machine) -> None:
+    report, _ = train(begin(count=1), tmp_path)
+    assert not machine.rungs
+    assert report.recommendation == searched().recommendation
+
+
 def test_a_stopped_search_continues_where_it_was(tmp_path: Path, machine: Machine) -> None:
     machine.stop_in = 2
     report, stopped = train(begin(), tmp_path)
@@ -140,7 +159,7 @@ def test_a_small_budget_trains_fewer(tmp_path: Path, machine: Machine) -> None:
     train(begin(60.0 + 50.0), tmp_path)
     assert len(machine.rungs[0][0]) == 2
     with pytest.raises(
-        ConfigError, match="--budget: expected at least 17s more for two runs of a few seconds, got 10s"
+        ConfigError, match="--budget: expected at least 17s for two runs of a few seconds, got 10s after the"
     ):
         train(begin(70.0), tmp_path / "other")
 

@@ -54,6 +54,7 @@ def test_the_smallest_of_equally_fast_structures_is_recommended() -> None:
     found = recommend(measured, Limits(), 100)
     assert found.structure == measured[1].structure
     assert "the smallest of those within 3% of the fastest" in found.reason
+    assert found.ties == [measured[0].structure]
 
 
 def test_limits_are_kept_or_named() -> None:
@@ -91,7 +92,7 @@ def test_the_command_from_start_to_end(tmp_path: Path) -> None:
     values = json.loads(numbers.read_text(encoding="utf-8"))
     assert values["size"]["length"] == 40
     assert values["fit_from_cache"] is False
-    assert set(values["recommendation"]) == {"structure", "reason", "overrides"}
+    assert set(values["recommendation"]) == {"structure", "reason", "overrides", "ties"}
     assert {field.name for field in dataclasses.fields(SearchReport)} == set(values)
     report: SearchReport = read_json(numbers, SearchReport)
     assert len(report.measured) == 6
@@ -139,6 +140,10 @@ def test_directions_and_partial_structures(tmp_path: Path) -> None:
         (
             ["--length", "99", "--train", "recall-small", "data=recall-16", "--block", "linear"],
             "--block: expected none",
+        ),
+        (
+            ["--length", "99", "--train", "recall-small", "data=recall-16", "--budget", "1s"],
+            "s for two runs of a few seconds, got 1s; give more time",
         ),
         ([*TINY, "--params", "1"], "--params: expected at least"),
     ],

@@ -17,6 +17,7 @@ from tcnca.errors import ConfigError
 from tcnca.layers import TCN, TCNConfig
 from tcnca.ops import lag_counts
 from tcnca.search import Structure, enumerate_structures, pareto_front
+from tcnca.search.structures import overrides
 from tcnca.training import load_recipe
 
 STRUCTURES = st.builds(Structure, st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
@@ -130,7 +131,7 @@ def test_costs_are_those_of_the_module() -> None:
 
 
 def test_overrides_change_a_recipe() -> None:
-    recipe = load_recipe("enwik8-short").override(Structure(9, 5, 3, 2).overrides())
+    recipe = load_recipe("enwik8-short").override(overrides(Structure(9, 5, 3, 2)))
     mixer = recipe.model_config().mixer
     assert isinstance(mixer, TCNConfig)
     assert (mixer.kernel_size, mixer.dilation_factor, mixer.depth, mixer.convolutions) == (9, 5, 3, 2)

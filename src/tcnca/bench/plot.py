@@ -11,30 +11,30 @@ from tcnca.bench.report import EAGER, GRAPH, Report, Result, distinct_sizes, for
 from tcnca.errors import ConfigError
 from tcnca.extras import require
 from tcnca.files import atomic_path
-from tcnca.training.report import GRAY, STYLE
+from tcnca.training.report import AMBER, BLUE, GRAY, GREEN, ORANGE, PINK, SKY, STYLE, YELLOW
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-# Distinguishable for color-blind readers. EMA is blue and convolution orange, as in the paper.
+# EMA is blue and convolution orange, as in the paper.
 _COLORS = {
-    "tcn": "#d55e00",
-    "naive-tcn": "#e69f00",
-    "conv": "#cc79a7",
-    "fft-ema": "#0072b2",
-    "fft-ema-published": "#56b4e9",
-    "scan-ema": "#009e73",
+    "tcn": ORANGE,
+    "naive-tcn": AMBER,
+    "conv": PINK,
+    "fft-ema": BLUE,
+    "fft-ema-published": SKY,
+    "scan-ema": GREEN,
     "copy": "#888888",
-    "tcnca": "#d55e00",
-    "tcnca-linear": "#e69f00",
-    "mega-fft": "#0072b2",
-    "mega-scan": "#009e73",
-    "mega": "#0072b2",
-    "transformer": "#56b4e9",
-    "gated-deltanet": "#cc79a7",
-    "mamba2": "#f0e442",
+    "tcnca": ORANGE,
+    "tcnca-linear": AMBER,
+    "mega-fft": BLUE,
+    "mega-scan": GREEN,
+    "mega": BLUE,
+    "transformer": SKY,
+    "gated-deltanet": PINK,
+    "mamba2": YELLOW,
 }
 # Hatches of candidates that are another one in a different way, and lines of ways to generate.
 _VARIANTS = {"-compiled": "//"}

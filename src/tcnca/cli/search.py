@@ -113,9 +113,10 @@ def search(
     """
     begun = time.monotonic()
     check_changes(changes or [], _OPTIONS)
-    whole = parse_duration("--budget", budget)
+    given = parse_duration("--budget", budget)
+    whole = given or _BUDGET
     sizes = _numbers(kernel_sizes)
-    if train is None and (changes or whole or finalists or out or jobs):
+    if train is None and (changes or given or finalists or out or jobs):
         raise ConfigError(f"--train: expected a recipe with {', '.join(_TRAINING)} and changes, got none")
     if train is not None:
         find(train)  # answers a misspelled name before PyTorch is imported
@@ -127,6 +128,7 @@ def search(
 
     from tcnca.bench.plot import check_plot_path
     from tcnca.search import Limits, enumerate_structures, write_json
+    from tcnca.search.halving import check_budget
     from tcnca.search.plot import save_plot
     from tcnca.search.search import is_busy, load_average, result_table, summary_lines
     from tcnca.training.provenance import command_line
@@ -149,16 +151,15 @@ def search(
     with use_threads(threads), continue_with(f"continue with\n{command}"):
         size = _size(length, causal, channels, batch, block, dtype, device, train, changes or [])
         folder = out or Path("searches") / f"{Path(train or '').stem}-{length}"
-        report = _stopped_report(folder, size, limits, train, changes or [], whole) if train else None
+        report = _stopped_report(folder, size, limits, train, changes or [], given) if train else None
         if report is None:
-            # Most of the time is for training.
-            seconds = seconds if train is None else min(seconds, (whole or _BUDGET) / 3)
+            if train is not None:
+                check_budget(whole, jobs or 1)
+                seconds = min(seconds, whole / 3)  # most of the time is for training
             report = _measure(console, size, structures, limits, measure, seconds, refit, command)
         stopped = ""
         if train is not None:
-            report, stopped = _train(
-                report, train, changes or [], whole or _BUDGET, begun, finalists, folder, device, jobs or 1
-            )
+            report, stopped = _train(report, train, changes or [], whole, begun, finalists, folder, device, jobs or 1)
     if json is not None:
         write_json(json, report)
     facts = report.hardware
@@ -169,6 +170,8 @@ def search(
         typer.echo(line)
     best = report.recommendation
     typer.echo(f"\nRecommended: {best.structure}. It {best.reason}.\n    {' '.join(best.overrides)}")
+    if best.ties:
+        typer.echo(f"Tied with it: {', '.join(map(str, best.ties))}.")
     if json is not None:
         typer.echo(f"All numbers are in {json}.")
     if plot is not None:

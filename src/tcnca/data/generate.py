@@ -11,7 +11,6 @@ the number of workers, on interruptions, or on how many shards were generated in
 from __future__ import annotations
 
 import concurrent.futures.process
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -35,6 +34,7 @@ from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, check_offsets, concatenate, take
 from tcnca.errors import DataError
 from tcnca.files import atomic_path, disk_errors
+from tcnca.signals import handle_signals
 
 SETTINGS = "settings.json"
 MIN_PARALLEL_SECONDS = 5.0
@@ -238,7 +238,7 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker)
     try:
         # Workers inherit this, so that Ctrl-C reaches only the process that waits for them.
-        with _ignore_interrupts():
+        with handle_signals([signal.SIGINT], signal.SIG_IGN):
             futures = [pool.submit(_write_shard, plan, folder, number) for number in todo]
         for more, future in enumerate(concurrent.futures.as_completed(futures), 1):
             future.result()
@@ -249,7 +249,7 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
         ) from error
     except BaseException:
         # A second Ctrl-C during the shutdown would leave the pool waiting forever.
-        with _ignore_interrupts():
+        with handle_signals([signal.SIGINT], signal.SIG_IGN):
             # Shards are written atomically, so there is no need to wait for unfinished ones.
             for process in list(pool._processes.values()):
                 process.terminate()
@@ -258,19 +258,6 @@ def _run_workers(plan: Plan, folder: Path, todo: list[int], workers: int, progre
     finally:
         pool.shutdown(cancel_futures=True)
         _remove_partial(folder)
-
-
-@contextlib.contextmanager
-def _ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C for a while. Only the main thread can do so, and only it is interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _start_worker() -> None:

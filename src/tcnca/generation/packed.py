@@ -69,7 +69,12 @@ class PackedStep(Step):
         assert isinstance(model.head, LanguageModelHead)
         self.model, self.batch, self.quantization = model, state.batch_size, quantization
         config: Any = numba.config
-        self.threads: int = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+        threads = torch.get_num_threads()
+        self.threads: int = min(threads, config.NUMBA_NUM_THREADS)
+        if self.threads > 1:
+            # This starts Numba's threads, which sets the number of OpenMP's, and so of PyTorch's, to all cores.
+            numba.get_num_threads()
+            torch.set_num_threads(threads)
         self._set_num_threads = numba.set_num_threads
         self._kernels: Any = cpu_kernels
         self._linear = cpu_kernels.parallel_linear if self.threads > 1 else cpu_kernels.linear

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tcnca.layers import TCN, CDILConfig, Layer, Mixer, TCNConfig
+from tcnca.layers.structure import Structure
 from tcnca.models import ModelConfig, SequenceModel, TokenInputConfig
 from tcnca.models.heads import LanguageModelHead
-from tcnca.ops import EMAState, LongConvState, lag_counts, receptive_field
+from tcnca.ops import EMAState, LongConvState, lag_counts
 
 PARTS = ("embedding", "mixer", "attention", "projections", "feed-forward", "norms", "head")
 """Parts of a model. Projections are all linear maps and gates around mixer and attention."""
@@ -157,50 +158,34 @@ def _moved_bytes(mixer: Mixer) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dilated:
-    """The structure of a stack of dilated convolutions, block `i` with dilation `dilation_factor^i`."""
+class Dilated(Structure):
+    """The structure of a mixer with dilated convolutions, with its direction and whether its blocks are residual."""
 
-    kernel_size: int
-    dilation_factor: int
-    depth: int
-    convolutions: int
     residual: bool
     causal: bool
 
     @property
-    def dilations(self) -> list[int]:
-        """Dilation of each convolution, from the input to the output."""
-        return [self.dilation_factor**block for block in range(self.depth) for _ in range(self.convolutions)]
-
-    @property
-    def lead(self) -> int:
-        """Number of inputs after the present one that an output depends on."""
-        return 0 if self.causal else (self.kernel_size - 1) // 2 * sum(self.dilations)
-
-    @property
-    def receptive_field(self) -> int:
-        """Number of inputs from the first to the last one that an output depends on."""
-        return receptive_field(self.kernel_size, self.dilation_factor, self.depth, self.convolutions)
+    def taps(self) -> NDArray[np.int64]:
+        """Time of the input of each tap relative to the output, in dilations."""
+        return (0 if self.causal else (self.kernel_size - 1) // 2) - np.arange(self.kernel_size)
 
     def lags(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return all lags of the receptive field, negative ones in the future, and the ways in which each is reached.
 
         See `tcnca.ops.lag_counts`.
         """
-        c = self
-        counts = lag_counts(c.kernel_size, c.dilation_factor, c.depth, c.convolutions, c.residual, c.causal)
-        return np.arange(len(counts)) - self.lead, counts
+        counts = lag_counts(**dataclasses.asdict(self))
+        return np.arange(len(counts)) - self.lead(self.causal), counts
 
 
 def dilated_structure(config: ModelConfig) -> Dilated | None:
     """Return the structure of a model's mixer if it is a stack of dilated convolutions, else None."""
     mixer = config.mixer
     if isinstance(mixer, TCNConfig):
-        sizes = {name: getattr(mixer, name) for name in ("kernel_size", "dilation_factor", "depth", "convolutions")}
+        sizes = {field.name: getattr(mixer, field.name) for field in dataclasses.fields(Structure)}
         return Dilated(**sizes, residual=mixer.block == "residual", causal=config.causal)
     if isinstance(mixer, CDILConfig):
-        sizes = {"kernel_size": mixer.kernel_size, "dilation_factor": 2, "depth": mixer.depth, "convolutions": 1}
-        return Dilated(**sizes, residual=True, causal=False)
+        return Dilated(mixer.kernel_size, 2, mixer.depth, residual=True, causal=False)
     return None
 
 
@@ -225,7 +210,7 @@ def stack_receptive_field(model: SequenceModel) -> int | None:
     if chunk is None:
         return None
     structure = dilated_structure(config)
-    lead = 0 if config.causal else field // 2 if structure is None else structure.lead
+    lead = 0 if config.causal else field // 2 if structure is None else structure.lead(config.causal)
     # A shifted key is that of the token before; a memory is one more chunk.
     shift, before = int(config.attention.shift_keys), chunk * config.attention.memory
     first = last = np.arange(chunk)

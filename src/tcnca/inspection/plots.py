@@ -14,16 +14,14 @@ from tcnca.errors import plural
 from tcnca.files import disk_errors
 from tcnca.inspection.costs import Dilated
 from tcnca.inspection.probes import Array, Influence, Response, mean_weights
-from tcnca.training.report import GRAY, save_figure
+from tcnca.training.report import AMBER, BLUE, GRAY, GREEN, ORANGE, PINK, SKY, YELLOW, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinguishable for color-blind readers.
-BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 _LEVELS = (BLUE, ORANGE, GREEN, PINK)
-_COLORS = ("black", BLUE, GREEN, "#e69f00", ORANGE)
+_COLORS = ("black", BLUE, GREEN, AMBER, ORANGE)
 _ENLARGE = 40
 """Ratio of receptive fields from which the smaller part of a tree is drawn again, larger."""
 _CLEAR = 200
@@ -103,12 +101,10 @@ def _panel_depths(structure: Dilated) -> list[int]:
 
 def _tree_levels(structure: Dilated, depth: int) -> list[NDArray[np.int64]]:
     """Return the times of the units that reach an output at time 0, of each level from the input to the output."""
-    lead = 0 if structure.causal else (structure.kernel_size - 1) // 2
-    taps = lead - np.arange(structure.kernel_size)
     levels = [np.zeros(1, np.int64)]
     above = levels[0]
     for number in range(depth - 1, -1, -1):
-        reached = (levels[-1][:, None] + taps * structure.dilations[number]).ravel()
+        reached = (levels[-1][:, None] + structure.taps * structure.dilations[number]).ravel()
         if structure.residual and number % structure.convolutions == 0:
             reached = np.concatenate([reached, above])
         levels.append(np.unique(reached))
@@ -122,10 +118,7 @@ def _draw_tree(axes: Axes, structure: Dilated, depth: int, inner: int | None) ->
 
     The part that the next panel shows, the first `inner` convolutions under the latest unit, is marked.
     """
-    levels = _tree_levels(structure, depth)
-    lead = 0 if structure.causal else (structure.kernel_size - 1) // 2
-    taps = lead - np.arange(structure.kernel_size)
-    thinned = 1
+    levels, taps, thinned = _tree_levels(structure, depth), structure.taps, 1
     for number in range(depth):
         units, dilation = levels[number + 1], structure.dilations[number]
         chosen = units[np.unique(np.linspace(0, len(units) - 1, min(len(units), _FANS)).round().astype(int))]
@@ -162,7 +155,7 @@ def _draw_tree(axes: Axes, structure: Dilated, depth: int, inner: int | None) ->
         part = _tree_levels(structure, inner)[0]
         left, right = part[0] - 0.006 * span, part[-1] + 0.006 * span
         corners = [left, right, right, left], [-0.25, -0.25, inner + 0.25, inner + 0.25]
-        axes.fill(*corners, color="#f0e442", alpha=0.6, lw=0)
+        axes.fill(*corners, color=YELLOW, alpha=0.6, lw=0)
         axes.annotate(
             "enlarged below",
             (left, -0.27),
@@ -385,7 +378,7 @@ def draw_kernels(kernels: Mapping[int, Array], structure: Dilated, title: str) -
     convolutions = min(next(iter(kernels.values())).shape[0], _MAX_COLUMNS)
     figure = _figure(2.6 + 1.6 * convolutions, 0.9 + 1.9 * len(kernels), title)
     panels = figure.subplots(len(kernels), convolutions, squeeze=False, sharex=True)
-    lead = 0 if structure.causal else (structure.kernel_size - 1) // 2
+    lead = structure.taps[0]
     limit = max(float(np.abs(values).max()) for values in kernels.values()) or 1.0
     # The tap of lag 0, which starts at 1, is far larger than the others of later convolutions.
     norm = SymLogNorm(limit / 30, vmin=-limit, vmax=limit)
@@ -440,7 +433,7 @@ def draw_attention(maps: Mapping[int, Array], visible: NDArray[np.bool_], title:
             axes.set_ylabel("query, token", color=GRAY)
     figure.colorbar(image, ax=list(figure.axes), location="right", label="attention weight", shrink=0.9, aspect=25)
     axes = figure.add_subplot(grid[rows, :])
-    colors = itertools.cycle((*_LEVELS, "#e69f00", "#56b4e9", "black"))
+    colors = itertools.cycle((*_LEVELS, AMBER, SKY, "black"))
     for (layer, weights), color in zip(maps.items(), colors, strict=False):
         lags, means = mean_weights(weights, visible)
         axes.plot(lags, means, color=color, lw=1.2, label=f"layer {layer}")

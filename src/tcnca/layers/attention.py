@@ -17,7 +17,6 @@ from tcnca.ops import (
     AttentionState,
     ContextParallel,
     advance,
-    chunked_attention,
     current_context,
     initial_attention_state,
     offset_bias,
@@ -28,6 +27,7 @@ from tcnca.ops import (
     split_heads,
     zero_padding,
 )
+from tcnca.ops.attention.api import run_attention
 from tcnca.ops.attention.naive import AttentionCall, bias_max_length, line_up, required_slots
 from tcnca.ops.checks import check_state
 from tcnca.ops.context import not_compiled
@@ -202,10 +202,23 @@ class ChunkedAttention(nn.Module):
             # Only differences inside a chunk matter, and small angles are more precise.
             positions = positions if self.chunk_size is None else positions % self.chunk_size
             q, k = (rotate_heads(x, positions, self.config.num_heads, self.config.rope_width) for x in (q, k))
-        if context is None:
-            y, new = self._attend(q, k, v, lengths, state, return_state, inplace)
-        else:
-            y, new = self._attend_part(context, q, k, v, lengths, state, return_state)
+        call = AttentionCall(
+            q,
+            k,
+            v,
+            chunk_size=self.chunk_size,
+            causal=self.causal,
+            activation=self.config.activation,
+            dropout=self.config.dropout if self.training else 0.0,
+            lengths=lengths,
+            state=state,
+            return_state=return_state,
+            inplace=inplace,
+            num_heads=self.config.num_heads,
+            memory=self.config.memory,
+            rope_width=self.config.rope_width if self.config.memory else 0,
+        )
+        y, new = self._attend(call) if context is None else self._attend_part(context, call)
         if not return_state:
             return y
         assert new is not None
@@ -215,54 +228,22 @@ class ChunkedAttention(nn.Module):
             new = dataclasses.replace(new, last_key=last_key.to(new.keys.dtype))
         return y, new
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        state: AttentionState | None,
-        return_state: bool,
-        inplace: bool = False,
-    ) -> tuple[Tensor, AttentionState | None]:
-        """Attend with `tcnca.ops.chunked_attention`."""
-        return chunked_attention(
-            q,
-            k,
-            v,
-            chunk_size=self.chunk_size,
-            num_heads=self.config.num_heads,
-            memory=self.config.memory,
-            rope_width=self.config.rope_width if self.config.memory else 0,
-            causal=self.causal,
-            activation=self.config.activation,
-            bias=self._bias(q.shape[1], lengths, state, return_state),
-            dropout=self.config.dropout if self.training else 0.0,
-            lengths=lengths,
-            state=state,
-            return_state=return_state,
-            inplace=inplace,
-        )
+    def _attend(self, call: AttentionCall) -> tuple[Tensor, AttentionState | None]:
+        """Attend with the bias of this many tokens."""
+        bias = self._bias(call.q.shape[1], call.lengths, call.state, call.return_state)
+        return run_attention(dataclasses.replace(call, bias=bias))
 
     @not_compiled
-    def _attend_part(
-        self,
-        context: ContextParallel,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        state: AttentionState | None,
-        return_state: bool,
-    ) -> tuple[Tensor, AttentionState | None]:
+    def _attend_part(self, context: ContextParallel, call: AttentionCall) -> tuple[Tensor, AttentionState | None]:
         """Attend in a part of a sequence. Nothing is exchanged if all parts consist of whole chunks."""
-        size, time, start = self.chunk_size, q.shape[1], context.rank * q.shape[1]
-        q, k, v = (zero_padding(part, lengths) for part in (q, k, v))
+        size, lengths, time = call.chunk_size, call.lengths, call.q.shape[1]
+        q, k, v = (zero_padding(part, lengths) for part in (call.q, call.k, call.v))
+        call = dataclasses.replace(call, q=q, k=k, v=v, inplace=False)
         if size is None:
-            return self._attend_to_all(context, q, k, v, lengths, state, return_state)
-        if state is not None:
-            before, k, v = self._state_before(context, state, k, v)
-            y, new = self._attend(q, k, v, lengths, before, return_state)
+            return self._attend_to_all(context, call)
+        if call.state is not None:
+            before, k, v = self._state_before(context, call.state, k, v)
+            y, new = self._attend(dataclasses.replace(call, k=k, v=v, state=before))
             return y, None if new is None else context.final_state(new, lengths, time)
 
         def window(rank: int) -> tuple[int, int]:
@@ -270,19 +251,20 @@ class ChunkedAttention(nn.Module):
             if self.config.memory:
                 begin = max(begin - size, 0)
                 # The state has the slots of two chunks: begin with an even one.
-                begin -= begin % (2 * size) if return_state else 0
+                begin -= begin % (2 * size) if call.return_state else 0
             return begin, end if self.causal else -(-end // size) * size
 
-        windows, left, valid = [window(rank) for rank in range(context.size)], 0, lengths
+        windows, left = [window(rank) for rank in range(context.size)], 0
         if not context.aligned(windows, time):
             extended, left = context.fetch(_join(q, k, v), windows)
             valid = context.extended_lengths(lengths, time, left, extended.shape[1])
             q, k, v = _split(extended, q, k, v)
-        y, new = self._attend(q, k, v, valid, None, return_state)
+            call = dataclasses.replace(call, q=q, k=k, v=v, lengths=valid)
+        y, new = self._attend(call)
         y = y[:, left : left + time]
         if new is None:
             return y, None
-        new = dataclasses.replace(new, position=new.position + start - left)
+        new = dataclasses.replace(new, position=new.position + context.rank * time - left)
         return y, context.final_state(new, lengths, time)
 
     def _state_before(
@@ -302,23 +284,15 @@ class ChunkedAttention(nn.Module):
         k, v = _split(extended[:, left:], k, v)
         return AttentionState(keys, values, position), k, v
 
-    def _attend_to_all(
-        self,
-        context: ContextParallel,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        state: AttentionState | None,
-        return_state: bool,
-    ) -> tuple[Tensor, AttentionState | None]:
+    def _attend_to_all(self, context: ContextParallel, call: AttentionCall) -> tuple[Tensor, AttentionState | None]:
         """Attend without chunks: every process gets the keys and values of all."""
-        total, device, dtypes = context.size * q.shape[1], q.device, (k, v)
-        k, v = _split(context.unshard(_join(k, v)), *dtypes)
+        q, lengths, state = call.q, call.lengths, call.state
+        total, device = context.size * q.shape[1], q.device
+        k, v = _split(context.unshard(_join(call.k, call.v)), call.k, call.v)
         whole = None if lengths is None else context.whole_lengths(lengths)
         fill = torch.zeros(q.shape[0], dtype=torch.long, device=device) if state is None else state.position
         end = advance(fill, total, whole)
-        bias = self._bias(total, whole, state, return_state)
+        bias = self._bias(total, whole, state, call.return_state)
         cached = 0 if state is None else state.keys.shape[1]
         slots = required_slots(cached, end, total, whole, None if bias is None else bias_max_length(bias))
         if state is None:
@@ -329,13 +303,8 @@ class ChunkedAttention(nn.Module):
         key = torch.arange(slots, device=device)
         mask = key < end.view(-1, 1, 1)
         mask = mask & (key <= query.unsqueeze(-1)) if self.causal else mask
-        call = AttentionCall(
-            *(q, k, v, None, self.causal, self.config.activation, bias),
-            *(self.config.dropout if self.training else 0.0, lengths, state, return_state, False),
-            num_heads=self.config.num_heads,
-        )
         y = call.attend(q.to(k.dtype), k, v, None if bias is None else offset_bias(bias, query, key), mask)
-        return y, AttentionState(k, v, end) if return_state else None
+        return y, AttentionState(k, v, end) if call.return_state else None
 
     def initial_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """Return the state before the first token."""

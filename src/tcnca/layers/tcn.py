@@ -112,18 +112,25 @@ class TCNConfig(MixerConfig, kind="tcn"):
         """
         check("length", length, TokenCount)
         config = cls(dilation_factor=1, **fields)
-        if config.receptive_field < length and (config.depth == 1 or config.kernel_size == 1):
+        factor = smallest_factor(length, config.kernel_size, config.depth, config.convolutions)
+        if factor is None:
             raise ConfigError(
                 f"length: expected at most {config.receptive_field} with depth {config.depth} and "
                 f"kernel_size {config.kernel_size}, whatever the dilation factor, got {length}"
             )
+        return dataclasses.replace(config, dilation_factor=factor)
 
-        def field(factor: int) -> int:
-            return receptive_field(config.kernel_size, factor, config.depth, config.convolutions)
 
-        # The receptive field grows with the factor, and a factor of `length` is always enough.
-        factors = range(1, length + 1)
-        return dataclasses.replace(config, dilation_factor=factors[bisect.bisect_left(factors, length, key=field)])
+def smallest_factor(length: int, kernel_size: int, depth: int, convolutions: int, least: int = 1) -> int | None:
+    """Return the smallest dilation factor from `least` on whose receptive field covers `length`; None without one."""
+
+    def field(factor: int) -> int:
+        return receptive_field(kernel_size, factor, depth, convolutions)
+
+    # The receptive field grows with the factor, and `length` is enough where the factor has an effect.
+    factors = range(least, max(length, least) + 1)
+    place = bisect.bisect_left(factors, length, key=field)
+    return factors[place] if place < len(factors) else None
 
 
 class TCN(Mixer):

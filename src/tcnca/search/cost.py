@@ -26,8 +26,8 @@ from tcnca.config import PositiveInt, Range
 from tcnca.errors import ConfigError, is_out_of_memory
 from tcnca.files import parse_json, to_json
 from tcnca.layers import TCNConfig
+from tcnca.layers.structure import Structure
 from tcnca.ops import cache
-from tcnca.search.structures import Structure
 from tcnca.training.provenance import hardware, versions
 
 DESIGN_SIZE = 24

@@ -20,9 +20,10 @@ from tcnca.bench.report import format_seconds
 from tcnca.errors import ConfigError, TrainingError, format_score
 from tcnca.files import atomic_write, read_json
 from tcnca.layers import TCNConfig
+from tcnca.layers.structure import Structure
 from tcnca.models import ModelConfig
 from tcnca.search.search import Candidate, Recommendation, Rung, SearchReport, Training, load_average, write_json
-from tcnca.search.structures import Structure
+from tcnca.search.structures import overrides
 from tcnca.training.distributed import available_cores
 from tcnca.training.recipe import load_recipe
 from tcnca.training.sweeps import Row, Sweep, load_variants, plan, read_rows, run_sweep, write_tables
@@ -69,6 +70,16 @@ def read_report(folder: Path) -> SearchReport | None:
     return stored
 
 
+def check_budget(left: float, jobs: int, when: str = "") -> None:
+    """Raise a ConfigError if the seconds that are left are too few to train two structures."""
+    least = math.ceil(2 / jobs) * (_start_overhead() + _MIN_SECONDS) / _SHARE
+    if left < least:
+        raise ConfigError(
+            f"--budget: expected at least {math.ceil(least)}s for two runs of a few seconds, got {max(left, 0.0):.0f}s"
+            f"{when}; give more time"
+        )
+
+
 def start(
     report: SearchReport, recipe: str, changes: Sequence[str], budget: float, spent: float, count: int
 ) -> SearchReport:
@@ -107,6 +118,8 @@ def train_finalists(
     training = report.training
     assert training is not None
     earlier, resumed = training.spent, True
+    if not training.rungs:
+        check_budget(training.budget - earlier, jobs, " after the measurements")
 
     def save(changed: Training) -> Training:
         changed = dataclasses.replace(changed, spent=earlier + time.monotonic() - begun)
@@ -121,6 +134,8 @@ def train_finalists(
                 structures = _survivors(training)
                 following = _next_rung(structures, len(rungs), left, jobs, _overhead(training, jobs))
                 if following is None:
+                    if not rungs:
+                        console.print("only one finalist: nothing to train")
                     break
                 resumed = False
                 training = save(dataclasses.replace(training, rungs=[*rungs, following]))
@@ -174,12 +189,6 @@ def _next_rung(structures: Sequence[Structure], done: int, left: float, jobs: in
         if done:
             return None
         structures = structures[: len(structures) // 2]
-    if not done:
-        least = 2 * (overhead + _MIN_SECONDS) / _SHARE
-        raise ConfigError(
-            f"--budget: expected at least {least:.0f}s more for two runs of a few seconds, got {max(left, 0.0):.0f}s "
-            "after the measurements; give more time"
-        )
     return None
 
 
@@ -187,14 +196,19 @@ def _overhead(training: Training, jobs: int) -> float:
     """Return the seconds that a run takes beyond its training, from the last rung if it was not interrupted."""
     last = training.rungs[-1] if training.rungs else None
     if last is None or last.wall_seconds is None:
-        return _OVERHEAD * max(1.0, (load_average() or 0.0) / available_cores())
+        return _start_overhead()
     return max(0.0, last.wall_seconds / math.ceil(len(last.structures) / jobs) - last.seconds)
+
+
+def _start_overhead() -> float:
+    """Return the seconds that a run takes beyond its training, before a rung has shown it."""
+    return _OVERHEAD * max(1.0, (load_average() or 0.0) / available_cores())
 
 
 def _plan(training: Training, folder: Path, device: str | None, jobs: int) -> Sweep:
     """Plan the last rung as a sweep over variants, which are kept in a file so that `tcnca sweep` can repeat it."""
     rung, place = training.rungs[-1], folder / f"rung-{len(training.rungs)}"
-    variants = {str(each).replace("=", "").replace(" ", "-"): each.overrides() for each in rung.structures}
+    variants = {str(each).replace("=", "").replace(" ", "-"): overrides(each) for each in rung.structures}
     content = {"about": "Structures of the TCN", "recipe": training.recipe, "variants": variants}
     atomic_write(place / VARIANTS, yaml.safe_dump(content, sort_keys=False))
     named = load_variants(str(place / VARIANTS))
@@ -225,10 +239,11 @@ def _with_scores(report: SearchReport, training: Training) -> SearchReport:
     score, number = found[best]
     candidate = next(each for each in report.measured if each.structure == best)
     rivals = sum(rung == number for _, rung in found.values())
+    ties = [each for each, result in found.items() if result == found[best] and each != best]
     reason = (
         f"has the best {training.split} {training.metric}, {format_score(score)}, of the {rivals} structures in rung "
         f"{number} ({training.rungs[number - 1].seconds:g} s of training each); {format_seconds(candidate.seconds)} "
         f"for a forward and backward pass, {candidate.missed_lags:,} lags missed"
     )
-    chosen = Recommendation(structure=best, reason=reason, overrides=best.overrides())
+    chosen = Recommendation(structure=best, reason=reason, overrides=overrides(best), ties=ties)
     return dataclasses.replace(report, recommendation=chosen)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcnca.search.search import Candidate, SearchReport
-from tcnca.training.report import GRAY, save_figure
+from tcnca.training.report import BLUE, GRAY, ORANGE, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GRAY, _LIGHT = "#0072b2", "#d55e00", "#a8afb5", "#dfe3e6"
+_GRAY, _LIGHT = "#a8afb5", "#dfe3e6"
 
 
 def save_plot(path: Path, report: SearchReport) -> None:
@@ -37,12 +37,12 @@ def draw(report: SearchReport) -> Figure:
     groups = {
         "predicted, with gaps": ([it for it in predicted if it.missed_lags], {"s": 10, "color": _LIGHT}),
         "predicted, without gaps": ([it for it in predicted if not it.missed_lags], {"s": 10, "color": _GRAY}),
-        "measured": ([it for it in report.measured if not it.front], {"s": 16, "color": _BLUE}),
+        "measured": ([it for it in report.measured if not it.front], {"s": 16, "color": BLUE}),
         "Pareto front": (
             [it for it in report.measured if it.front],
-            {"s": 30, "facecolors": "white", "edgecolors": _BLUE, "linewidths": 1.4},
+            {"s": 30, "facecolors": "white", "edgecolors": BLUE, "linewidths": 1.4},
         ),
-        f"recommended: {best.structure}": ([best], {"s": 60, "color": _ORANGE, "marker": "D", "zorder": 3}),
+        f"recommended: {best.structure}": ([best], {"s": 60, "color": ORANGE, "marker": "D", "zorder": 3}),
     }
     for axes, value in ((left, lambda each: each.parameters), (right, reached)):
         for label, (members, style) in groups.items():

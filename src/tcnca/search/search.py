@@ -17,8 +17,9 @@ from rich.text import Text
 from tcnca.bench.report import format_number, format_seconds
 from tcnca.errors import ConfigError, format_score, plural
 from tcnca.files import atomic_write, to_json
+from tcnca.layers.structure import Structure
 from tcnca.search.cost import FEATURES, Array, CostModel, OnMeasured, Size, load_or_fit, measure_bytes, measure_seconds
-from tcnca.search.structures import Structure, enumerate_structures, pareto_front
+from tcnca.search.structures import enumerate_structures, overrides, pareto_front
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import commit, hardware, versions
 
@@ -82,6 +83,8 @@ class Recommendation:
     reason: str
     overrides: list[str]
     """Changes to a recipe that `tcnca train` takes."""
+    ties: list[Structure] = dataclasses.field(default_factory=list)
+    """Other structures that are as fast within `TIE`, or after training those with the same score."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,7 +278,8 @@ def recommend(measured: Sequence[Candidate], limits: Limits, length: int) -> Rec
         reason = f"{lags}, the fewest of the {len(within)} measured structures{limited}: {spent}"
     else:
         reason = f"{lags}, and is {rank} of the {len(level)} measured structures{limited} that do: {spent}"
-    return Recommendation(structure=best.structure, reason=reason, overrides=best.structure.overrides())
+    others = [each.structure for each in ties if each is not best]
+    return Recommendation(structure=best.structure, reason=reason, overrides=overrides(best.structure), ties=others)
 
 
 def result_table(report: SearchReport, *, everything: bool = False) -> Table:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,8 +24,8 @@ from tcnca.errors import ConfigError, PeerError
 from tcnca.models import SequenceModel
 from tcnca.ops import ContextParallel
 from tcnca.ops.cache import cache_folder, private_folder
+from tcnca.signals import handle_signals
 from tcnca.training.config import ParallelConfig, RuntimeConfig
-from tcnca.training.signals import end_by_sigterm
 
 _MAX_COMPILED_SHAPES = 64
 """Shapes for which a layer is compiled; it runs eagerly for any others."""
@@ -123,8 +124,9 @@ def dist_context(device: str | None = None) -> Iterator[DistContext]:
         yield DistContext(device=place)
         return
     try:
-        # This waits for the others, which may have failed: torchrun then ends this process with SIGTERM.
-        with end_by_sigterm():
+        # This waits for the others, which may have failed: torchrun then ends this process with SIGTERM, while Python's
+        # handlers cannot run.
+        with handle_signals([signal.SIGTERM], signal.SIG_DFL):
             # Host tensors are reduced by gloo, without waiting for the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
         yield DistContext(rank=rank, world_size=world_size, device=place)

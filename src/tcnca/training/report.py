@@ -27,6 +27,9 @@ RESULT = "result.json"
 REPORT = "report.md"
 CURVES = "curves.png"
 GRAY = "#666666"
+# The palette of Okabe and Ito, distinguishable for color-blind readers.
+BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
+AMBER, ORANGE, PINK = "#e69f00", "#d55e00", "#cc79a7"
 STYLE = {
     "font.size": 9.0,
     "axes.edgecolor": "#999999",

@@ -24,6 +24,7 @@ from tcnca.extras import missing
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
 from tcnca.models import SequenceModel
 from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.signals import catch_signals
 from tcnca.training import report
 from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState, read_state
 from tcnca.training.distributed import (
@@ -42,7 +43,6 @@ from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import REPORT, Result
-from tcnca.training.signals import catch_signals
 
 _COMPILING_STEPS = 3
 """First steps that compile code or load it. With CUDA graphs, the third batch of a shape is captured."""

@@ -85,14 +85,19 @@ def chunked_attention(
         memory=memory,
         rope_width=rope_width,
     )
+    return run_attention(call, backend)
+
+
+def run_attention(call: AttentionCall, backend: AttentionBackend = "auto") -> tuple[Tensor, AttentionState | None]:
+    """Check a call of `chunked_attention`, and run it."""
     _check(call)
-    selected = select_backend("attention", backend, q.device, call, CANDIDATES, ("naive",))
+    selected = select_backend("attention", backend, call.q.device, call, CANDIDATES, ("naive",))
     if selected == "triton":
         return _run_triton(call)
     call = dataclasses.replace(call, fused=selected == "sdpa")
-    if memory:
-        assert chunk_size is not None
-        return memory_attention(call, chunk_size)
+    if call.memory:
+        assert call.chunk_size is not None
+        return memory_attention(call, call.chunk_size)
     return naive_attention(call)
 
 

@@ -66,12 +66,12 @@ class AttentionCall:
     chunk_size: int | None
     causal: bool
     activation: str
-    bias: Tensor | None
-    dropout: float
-    lengths: Tensor | None
-    state: AttentionState | None
-    return_state: bool
-    inplace: bool
+    bias: Tensor | None = None
+    dropout: float = 0.0
+    lengths: Tensor | None = None
+    state: AttentionState | None = None
+    return_state: bool = False
+    inplace: bool = False
     num_heads: int = 1
     memory: bool = False
     rope_width: int = 0

@@ -24,7 +24,7 @@ from tcnca.errors import format_score, plural
 from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
-from tcnca.training.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
+from tcnca.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. The loop reacts between two steps, after it has saved."""
+"""Signals: those that ask a run to stop, which it does between two steps after it has saved, and other handlers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,11 +18,20 @@ _DUPLICATE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def catch_signals() -> Iterator[list[str]]:
-    """Collect the names of `STOP_SIGNALS` instead of ending the process. A second Ctrl-C interrupts at once.
+def handle_signals(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handle signals in a block. Outside the main thread, where Python handles no signals, nothing changes."""
+    numbers = numbers if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
-    Outside the main thread, where Python handles no signals, nothing is collected.
-    """
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[str]]:
+    """Collect the names of `STOP_SIGNALS` instead of ending the process. A second Ctrl-C interrupts at once."""
     caught: list[str] = []
     first = 0.0
 
@@ -35,13 +44,8 @@ def catch_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 
-    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handle_signals(STOP_SIGNALS, handle):
         yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def ask_to_end(process: subprocess.Popen[Any]) -> None:
@@ -55,16 +59,3 @@ def start_options() -> dict[str, Any]:
     # On Windows, an event is sent to a group of processes, which must not be our own.
     flag = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
     return {"creationflags": flag} if flag else {}
-
-
-@contextlib.contextmanager
-def end_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process at once, for calls that Python's handlers cannot interrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
