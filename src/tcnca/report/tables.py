@@ -176,9 +176,9 @@ def _arena() -> Table:
         source="Table 2, and the table of TCN-MLP in the appendix",
         metric="accuracy",
         about=(
-            "Accuracy in percent. Our runs use Muon and a schedule of minutes, the paper's take hours to days. Those on "
-            "Text keep the published recipes. Retrieval is a stand-in made of papers with citation links where the original is not at hand, see `tcnca "
-            "data`."
+            "Accuracy in percent. Our runs use Muon and a schedule of minutes, the paper's take hours to days. Those "
+            "on Text keep the published recipes. Retrieval is a stand-in made of papers with citation links where the "
+            "original is not at hand, see `tcnca data`."
         ),
         cells=tuple(cells),
         averages=_LRA_AVERAGES,
