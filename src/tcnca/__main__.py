@@ -20,7 +20,7 @@ _SPINS = 3000
 
 def main() -> None:
     """Run the command line. A signal while modules are imported ends it without a traceback, too."""
-    limit_spinning()
+    _limit_spinning()
     for name in ("SIGTERM", "SIGBREAK"):  # the second on Windows
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _terminate)
@@ -37,7 +37,7 @@ def main() -> None:
         sys.exit(128 + number)
 
 
-def limit_spinning() -> None:
+def _limit_spinning() -> None:
     """Let waiting threads sleep soon; call it before PyTorch is imported.
 
     By default GNU's OpenMP, which PyTorch uses on Linux, spins for milliseconds. If another program runs on one of the

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ _DUPLICATE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def handle_signals(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+def handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], Any] | int) -> Iterator[None]:
     """Handle signals in a block. Outside the main thread, where Python handles no signals, nothing changes."""
     numbers = numbers if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, handler) for number in numbers}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from tcnca.ops import EMABackend, EMAState, ema, ema_kernel
+from tcnca.ops.ema.naive import add_skip
 from tests.comparison import assert_close
 from tests.ops import properties
 from tests.ops.ema_cases import Case as KernelCase
@@ -116,6 +117,19 @@ def test_the_skip_and_the_silu_follow_the_sum_of_directions(
         assert_close(ema(x, *values, omega=omega, **options)[0], y + omega * x)
         found, _ = ema(x, *values, omega=omega, activation="silu", **options)
         assert_close(found, (y + omega * x) * torch.sigmoid(y + omega * x))
+
+
+def test_gradients_of_the_skip_and_the_silu_keep_sequences_of_half_precision_only() -> None:
+    y, x = (torch.randn(2, 9, 3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    kept: list[Tensor] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        add_skip(y, x, torch.randn(3, requires_grad=True), "silu")
+    assert {part.dtype for part in kept if part.shape == x.shape} == {torch.bfloat16}
 
 
 @every_backend

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.gpu
 BRAIN, HALF = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def _fused_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_SKIP", True)
+@pytest.fixture(autouse=True, params=[False, True], ids=["skip after the scan", "skip in the kernels"])
+def _fused_omega(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_op, "FUSED_OMEGA", request.param)
 
 
 # No multiples of a tile, a segment or a group, and multiples of all; every number of states that a kernel rounds up to.
@@ -61,12 +61,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_output_state_and_gradients_are_right(case: Case) -> None:
     assert_right(case, "cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_skip_and_silu_after_the_scan(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_SKIP", False)
-    assert_right(Case(2, 37, 5, 3, directions=2, lengths=True, omega=True, silu=True, dtype=dtype), "cuda")
 
 
 def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

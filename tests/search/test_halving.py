@@ -125,10 +125,20 @@ def test_structures_with_the_same_score_are_named(
     assert report.recommendation.ties == [Structure(3, 3, 2)]
 
 
-def test_one_finalist_is_not_trained(tmp_path: Path, machine: Machine) -> None:
-    report, _ = train(begin(count=1), tmp_path)
+def test_one_finalist_is_not_trained(tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    report, _ = train_finalists(begin(count=1), tmp_path, Console(), device="cpu")
     assert not machine.rungs
     assert report.recommendation == searched().recommendation
+    assert "only one finalist: nothing to train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 8])
+def test_the_least_budget_trains_two_finalists(tmp_path: Path, machine: Machine, count: int) -> None:
+    # The measurements took 60 s. Two runs of 2 s, each with 6 s beyond its training, take 16 s, and 5 % more.
+    with pytest.raises(ConfigError, match=r"--budget: expected at least 17s .* got 16s after the measurements"):
+        train(begin(76.0, count), tmp_path)
+    train(begin(77.0, count), tmp_path)
+    assert [len(factors) for factors, _ in machine.rungs] == [2]
 
 
 def test_a_stopped_search_continues_where_it_was(tmp_path: Path, machine: Machine) -> None:

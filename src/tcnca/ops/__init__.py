@@ -21,7 +21,7 @@ from tcnca.ops.attention.naive import (
 from tcnca.ops.checks import autocasts, check_lengths, check_tensor, check_values, without_autocast
 from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dropout import dropout
-from tcnca.ops.ema.api import EMABackend, EMAState, ema, initial_ema_state
+from tcnca.ops.ema.api import EMAActivation, EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
 from tcnca.ops.long_conv import LongConvState, fft_convolve, initial_long_conv_state, long_conv
 from tcnca.ops.padding import advance, length_mask, roll_time, take_time, zero_padding
@@ -38,6 +38,7 @@ __all__ = [
     "AttentionActivation",
     "AttentionState",
     "ContextParallel",
+    "EMAActivation",
     "EMABackend",
     "EMAState",
     "LongConvState",

@@ -70,9 +70,13 @@ def read_report(folder: Path) -> SearchReport | None:
     return stored
 
 
-def check_budget(left: float, jobs: int, when: str = "") -> None:
-    """Raise a ConfigError if the seconds that are left are too few to train two structures."""
-    least = math.ceil(2 / jobs) * (_start_overhead() + _MIN_SECONDS) / _SHARE
+def check_budget(left: float, jobs: int, overhead: float | None = None, when: str = "") -> None:
+    """Raise a ConfigError if the seconds that are left are too few to train two structures.
+
+    `overhead` is what a run takes beyond its training; None estimates it from the load of the machine.
+    """
+    overhead = _start_overhead() if overhead is None else overhead
+    least = math.ceil(2 / jobs) * (overhead + _MIN_SECONDS) / _SHARE
     if left < least:
         raise ConfigError(
             f"--budget: expected at least {math.ceil(least)}s for two runs of a few seconds, got {max(left, 0.0):.0f}s"
@@ -118,8 +122,6 @@ def train_finalists(
     training = report.training
     assert training is not None
     earlier, resumed = training.spent, True
-    if not training.rungs:
-        check_budget(training.budget - earlier, jobs, " after the measurements")
 
     def save(changed: Training) -> Training:
         changed = dataclasses.replace(changed, spent=earlier + time.monotonic() - begun)
@@ -131,8 +133,10 @@ def train_finalists(
             training = save(training)
             rungs, left = training.rungs, training.budget - training.spent
             if not rungs or rungs[-1].scores is not None:
-                structures = _survivors(training)
-                following = _next_rung(structures, len(rungs), left, jobs, _overhead(training, jobs))
+                structures, overhead = _survivors(training), _overhead(training, jobs)
+                if not rungs and len(structures) > 1:
+                    check_budget(left, jobs, overhead, " after the measurements")
+                following = _next_rung(structures, len(rungs), left, jobs, overhead)
                 if following is None:
                     if not rungs:
                         console.print("only one finalist: nothing to train")
@@ -186,9 +190,9 @@ def _next_rung(structures: Sequence[Structure], done: int, left: float, jobs: in
         seconds = _SHARE * left / rungs / math.ceil(len(structures) / jobs) - overhead
         if seconds >= _MIN_SECONDS:
             return Rung(structures=list(structures), seconds=math.floor(10 * seconds) / 10)
-        if done:
+        if done or len(structures) == 2:
             return None
-        structures = structures[: len(structures) // 2]
+        structures = structures[: max(2, len(structures) // 2)]
     return None
 
 

@@ -14,7 +14,7 @@ from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_reason, transform_reason
 from tcnca.ops.ema import triton_op
 from tcnca.ops.ema.chunked import ema_chunked
-from tcnca.ops.ema.naive import add_input, decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
+from tcnca.ops.ema.naive import add_skip, decay_powers, ema_coefficients, ema_kernel, ema_recurrent, ema_scan
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, zero_padding
 from tcnca.ops.ring import push_ring, read_ring, unroll_ring
@@ -143,22 +143,22 @@ def ema(
         `y` of `x`'s shape and dtype, and the new state or None.
     """
     call = EMACall(
-        x,
-        (delta, alpha, beta, gamma),
-        omega,
-        activation,
-        truncation,
-        kernel,
-        lengths,
-        state,
-        return_state,
-        inplace,
+        x=x,
+        parameters=(delta, alpha, beta, gamma),
+        omega=omega,
+        activation=activation,
+        truncation=truncation,
+        kernel=kernel,
+        lengths=lengths,
+        state=state,
+        return_state=return_state,
+        inplace=inplace,
     )
     _check(call)
     context = current_context()
     if context is not None:
         y, new = _run_part(call, backend, context)
-        return add_input(y, x, omega, activation), new
+        return add_skip(y, x, omega, activation), new
     chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
     if backend == "auto" and _needs_kernel(call):
         chosen = "fft"
@@ -167,7 +167,7 @@ def ema(
     # Autocast would compute the kernel in half precision.
     with without_autocast(x.device):
         y, new = _run_pytorch(call, chosen)
-        return add_input(y, x, omega, activation), new
+        return add_skip(y, x, omega, activation), new
 
 
 def _triton_unsupported(call: EMACall) -> str | None:
@@ -205,9 +205,9 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     """Compute outputs, and the state after them or None, in one scan."""
     x, state = call.x, call.state
     start = None if state is None else state.hidden.mT
-    skip = (call.omega, call.activation == "silu") if triton_op.FUSED_SKIP else (None, False)
+    skip = (call.omega, call.activation == "silu") if triton_op.FUSED_OMEGA else (None, False)
     y, hidden = triton_op.scan(x, *call.parameters, start, call.lengths, *skip, call.return_state)
-    y = y if triton_op.FUSED_SKIP else add_input(y, x, call.omega, call.activation)
+    y = y if triton_op.FUSED_OMEGA else add_skip(y, x, call.omega, call.activation)
     if hidden is None:
         return y, None
     if state is None:
@@ -352,7 +352,7 @@ def _check(call: EMACall) -> None:
     if call.omega is not None and call.omega.shape != x.shape[2:]:
         raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(call.omega.shape)}")
     if call.activation not in get_args(EMAActivation):
-        raise InputError(f"activation: expected 'silu' or 'none', got {call.activation!r}")
+        raise InputError(f"activation: expected one of {get_args(EMAActivation)}, got {call.activation!r}")
     check_lengths(call.lengths, x.shape[0], x.shape[1])
     if truncation is not None and truncation < 1:
         raise InputError(f"truncation: expected None or 1 or more, got {truncation}")

@@ -80,10 +80,11 @@ def _scan(driven: Tensor, coefficients: EMACoefficients) -> Tensor:
     return (hidden * coefficients.readout).sum(-1)
 
 
-def add_input(y: Tensor, x: Tensor, omega: Tensor | None, activation: str) -> Tensor:
+def add_skip(y: Tensor, x: Tensor, omega: Tensor | None, activation: str) -> Tensor:
     """Return `activation(y + ω x)` in the dtype of `x`, where `y` is the EMA of `x` in all its directions."""
-    y = y if omega is None else y + omega * x
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+    # The sum is rounded first: for its gradient, the SiLU keeps its input.
+    y = (y if omega is None else y + omega * x).to(x.dtype)
+    return F.silu(y) if activation == "silu" else y
 
 
 def decay_powers(decay: Tensor, exponents: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def run_backward(
     count = coefficients if lengths is None else lengths
     last = coefficients if to_final is None else to_final
     skip, omega_parts, out_omega = [coefficients] * 3
-    if omega is not None and to_omega is not None:
+    if omega is not None and to_omega is not None:  # both or none
         skip, omega_parts, out_omega = omega, coefficients.new_empty(plan.omega_parts), to_omega
     # A gradient of the final states needs states that include the drive, which a start from zero left out.
     if carries is None or (initial is None and to_final is not None):
@@ -341,7 +341,7 @@ class _Builder:
             SLOPES=slopes,
             TILE=TILE,
             # Slopes double the loads of a step, and with 16 steps the registers.
-            GROUP=ENDS_GROUP // 2 if slopes else ENDS_GROUP,
+            GROUP=max(1, ENDS_GROUP // 2) if slopes else ENDS_GROUP,
         )
 
     def carry(self, *, gradient: bool) -> Launch:

@@ -15,7 +15,7 @@ from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
 from tcnca.ops.library import register
 
-FUSED_SKIP = False  # whether the kernels add the input times omega and apply the SiLU, or PyTorch after them
+FUSED_OMEGA = False  # whether the kernels add the input times omega and apply the SiLU, or PyTorch after them
 
 
 def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:

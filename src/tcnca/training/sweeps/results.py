@@ -28,7 +28,10 @@ FAILED = "failed: "
 _MAX_END = 2**18
 """Bytes of the end of a log that are read."""
 State = Literal["done", "failed", "stopped", "waiting"]
-_NUMBERS = ("validation", "best_validation", "test", "steps", "seconds", "tokens_per_second", "parameters", "memory_gib")
+_NUMBERS = (
+    *("validation", "best_validation", "test", "steps", "seconds", "tokens_per_second", "parameters"),
+    "memory_gib",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,9 +158,7 @@ def _to_csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     writer.writerow(["state", "metric", *_NUMBERS, "folder", "error", *sweep.grid])
     for row in rows:
         numbers = [row.number(name) for name in _NUMBERS]
-        writer.writerow(
-            [row.state, sweep.metric, *numbers, row.point.folder, row.error, *row.point.values.values()]
-        )
+        writer.writerow([row.state, sweep.metric, *numbers, row.point.folder, row.error, *row.point.values.values()])
     return file.getvalue()
 
 

@@ -1,7 +1,7 @@
 """Runs the points of a sweep, each in its own process.
 
-All state is in the sweep directory: the run of each point, and in it a log of what its process printed. A sweep that was
-stopped at any time continues with the same command.
+All state is in the sweep directory: the run of each point, and in it a log of what its process printed. A sweep that
+was stopped at any time continues with the same command.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tcnca.errors import format_score, plural
 from tcnca.files import LOCK, check_no_links, disk_errors, file_lock
+from tcnca.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
 from tcnca.training.distributed import available_cores
 from tcnca.training.provenance import RECIPE
-from tcnca.signals import STOP_SIGNALS, ask_to_end, catch_signals, start_options
 from tcnca.training.sweeps.plan import Sweep
 from tcnca.training.sweeps.results import FAILED, LOG, read_end, read_row, read_rows, write_tables
 
