@@ -186,6 +186,20 @@ tcnca.__main__.main()
     assert done.stdout == f"{expected} False\n"
 
 
+def test_warnings_of_the_library_are_messages() -> None:
+    code = """
+import warnings
+import tcnca.__main__, tcnca.cli, tcnca.errors
+def warn():
+    for file in (tcnca.errors.__file__, "other.py"):
+        warnings.warn_explicit("slow", RuntimeWarning, file, 7)
+tcnca.cli.app = warn
+tcnca.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == "Warning: slow\nother.py:7: RuntimeWarning: slow\n"
+
+
 def test_a_reader_that_ends_is_no_error() -> None:
     command = f"{sys.executable} -m tcnca recipes | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)

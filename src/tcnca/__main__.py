@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+import warnings
+from pathlib import Path
 from types import FrameType
 
 from tcnca.errors import Stopped
@@ -14,6 +16,7 @@ from tcnca.errors import Stopped
 _DUPLICATE_SECONDS = 1.0
 """A second SIGTERM within this time is ignored, so that it does not interrupt what the first one has begun."""
 _last_signal = -_DUPLICATE_SECONDS
+_python_format = warnings.formatwarning
 _SPINS = 3000
 """Turns that a waiting thread of OpenMP makes, about ten microseconds, before it gives its core away."""
 
@@ -21,6 +24,7 @@ _SPINS = 3000
 def main() -> None:
     """Run the command line. A signal while modules are imported ends it without a traceback, too."""
     _limit_spinning()
+    warnings.formatwarning = _format_warning
     for name in ("SIGTERM", "SIGBREAK"):  # the second on Windows
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _terminate)
@@ -45,6 +49,15 @@ def _limit_spinning() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning of ours as a message, and others as Python prints them."""
+    if Path(__file__).parent in Path(filename).parents:
+        return f"Warning: {message}\n"
+    return _python_format(message, category, filename, lineno, line)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

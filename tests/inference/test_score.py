@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca import ClassifierHeadConfig, InputError, Preprocessing, TokenInputConfig
 from tcnca.cli import app
+from tcnca.cli.score import _starts_chunk
 from tcnca.data.tasks import LanguageTask
 from tcnca.inference.scoring import CONTEXT, MAX_POINTS, UNKNOWN_BITS, WINDOW, Curve, Lines, Place, Places
 from tcnca.training.evaluate import evaluate
@@ -205,6 +206,26 @@ def test_places_fit_the_terminal(folder: Path, width: int) -> None:
     assert len(rows) == 10
     assert max(map(len, table.splitlines())) <= width
     assert min(len(row.rstrip()) for row in rows) > width - 20
+
+
+@pytest.mark.parametrize(("offset", "chunk", "expected"), [
+    (0, 2048, False),
+    (2000, 2048, False),
+    (2030, 2048, True),
+    (2048, 2048, True),
+    (2079, 2048, True),
+    (2080, 2048, False),
+    (4090, 2048, True),
+    (128, 128, False),
+])  # fmt: skip
+def test_places_at_the_start_of_a_chunk_are_known(offset: int, chunk: int, expected: bool) -> None:
+    assert _starts_chunk(Place(1.0, offset, 1, 32, b""), chunk) == expected
+
+
+def test_the_command_explains_places_at_the_start_of_a_chunk() -> None:
+    note = "The attention of this model starts anew every 2,048 bytes"
+    assert note in run("-", stdin=b"one line after the other\n" * 90).stdout
+    assert note not in run("-", stdin=b"one line after the other\n" * 9).stdout
 
 
 def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:

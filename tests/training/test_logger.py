@@ -44,7 +44,7 @@ def test_few_lines_are_printed_and_all_are_logged(tmp_path: Path, clock: Clock) 
     said = file.getvalue().splitlines()
     # Fifty seconds, a line of each kind every five.
     assert sum("loss" in line for line in said) == 10
-    assert sum("validation accuracy" in line for line in said) == 10
+    assert sum(": validation accuracy" in line for line in said) == 10
     assert "\x1b" not in file.getvalue()
     assert len((tmp_path / LOG).read_text().splitlines()) == 200
 
@@ -83,7 +83,7 @@ def test_time_left_is_estimated_from_the_start_of_a_launch(
         assert "62 %" in text
         assert "0:00:30" in text
     else:
-        assert "step 625, loss 1.5000, accuracy 0.8750, 2,000 tokens/s, 62 % done, 0:00:30 left\n" in text
+        assert "step 625, loss 1.5000, validation accuracy 0.8750, 2,000 tokens/s, 62 % done, 0:00:30 left\n" in text
 
 
 def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -323,6 +323,19 @@ def _print_places(console: Console, result: _Result, title: str) -> None:
         whole.truncate(max(width, 10), overflow="ellipsis")
         table.add_row(f"{place.bits / place.length:.2f}", f"{place.line:,}", f"{place.offset:,}", whole)
     console.print(table)
+    attention = result.stream.model.config.attention
+    chunk = None if attention is None or attention.memory else attention.chunk_size
+    if chunk is not None and any(_starts_chunk(place, chunk) for place in places):
+        console.print(
+            f"The attention of this model starts anew every {chunk:,} bytes, and the bytes that follow are harder to "
+            "predict: places there may be nothing unusual.\n"
+        )
+
+
+def _starts_chunk(place: Place, chunk: int) -> bool:
+    """Return whether a place begins in the first bytes of a chunk, or just before it; short chunks are everywhere."""
+    start = (place.offset + place.length) // chunk * chunk
+    return chunk > 8 * place.length and start > 0 and place.offset - start < place.length
 
 
 def _decode(data: bytes) -> str:

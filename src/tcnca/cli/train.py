@@ -35,7 +35,7 @@ def train(
         str,
         typer.Argument(
             autocompletion=complete_recipe,
-            help="A recipe that `tcnca recipes` lists, a YAML file, or a run directory to resume.",
+            help="A recipe that `tcnca recipes` lists, a YAML file, or, with --resume, a run directory.",
         ),
     ],
     changes: _Changes = None,

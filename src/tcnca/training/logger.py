@@ -269,8 +269,8 @@ class Logger:
         self._store(values)
         step = values["step"]
         if "split" in values:
-            self._metric = f", {values['metric']} {format_score(values['value'])}"
-            self._print_line("validation", f"step {step:,}: {values['split']}{self._metric.lstrip(',')}")
+            self._metric = f"{values['split']} {values['metric']} {format_score(values['value'])}"
+            self._print_line("validation", f"step {step:,}: {self._metric}")
             return
         self._values = values
         self.progress(step, values["progress"])
@@ -312,7 +312,8 @@ class Logger:
         loss = f", loss {format_score(values['loss'])}" if values else ""
         speed = f", {values['tokens_per_second']:,.0f} tokens/s" if values else ""
         memory = f", {values['memory_gib']:.1f} GiB" if "memory_gib" in values else ""
-        return f"step {step:,}{loss}{self._metric}{speed}{memory}"
+        metric = self._metric and f", {self._metric}"
+        return f"step {step:,}{loss}{metric}{speed}{memory}"
 
     def _done(self, bar: TaskID) -> str:
         task = next(task for task in self._progress.tasks if task.id == bar)

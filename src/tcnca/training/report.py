@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import NonNegativeInt, Seconds
-from tcnca.errors import TrainingError, escape_control, format_score
+from tcnca.errors import TrainingError, escape_control, format_score, plural
 from tcnca.extras import missing
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
@@ -170,7 +170,7 @@ def cost_rows(result: Result) -> list[tuple[str, str]]:
     """Return what a run took, as names and texts."""
     rows = []
     if result.best is not None:
-        on = "" if result.best.count is None else f", on {result.best.count:,} answers"
+        on = "" if result.best.count is None else f", on {plural(result.best.count, 'answer')}"
         rows.append(("best validation", f"{format_score(result.best.value)} at step {result.best.step:,}{on}"))
     rows += [("steps", f"{result.step:,}"), ("tokens", f"{result.tokens:,}"), ("time", duration(result.seconds))]
     if result.tokens_per_second is not None:

@@ -352,7 +352,8 @@ def _check(call: EMACall) -> None:
     if call.omega is not None and call.omega.shape != x.shape[2:]:
         raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(call.omega.shape)}")
     if call.activation not in get_args(EMAActivation):
-        raise InputError(f"activation: expected one of {get_args(EMAActivation)}, got {call.activation!r}")
+        expected = " or ".join(repr(name) for name in get_args(EMAActivation))
+        raise InputError(f"activation: expected {expected}, got {call.activation!r}")
     check_lengths(call.lengths, x.shape[0], x.shape[1])
     if truncation is not None and truncation < 1:
         raise InputError(f"truncation: expected None or 1 or more, got {truncation}")
