@@ -139,9 +139,9 @@ def test_many_places_are_found_at_once() -> None:
     """Without a comparison of each place with all others, and of equal ones the first."""
     places, size = Places(12_000), 14_000 * WINDOW
     places.add(b"a" * size, np.ones(size))
-    begin = time.monotonic()
+    begin = time.thread_time()
     assert [place.offset for place in places.best()[:3]] == [0, WINDOW, 2 * WINDOW]
-    assert time.monotonic() - begin < 2
+    assert time.thread_time() - begin < 2
 
 
 @given(text=st.text("ab\r\n", max_size=60), size=st.integers(1, 20))

@@ -64,10 +64,10 @@ def test_counted_lags_are_those_of_the_module(block: str, causal: bool) -> None:
 
 
 def test_a_million_lags_take_no_time() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     structures = enumerate_structures(2**20)
     counts = [structure.count_lags(2**20) for structure in structures]
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
     assert max(counts) == 2**20
     assert Structure(17, 8, 7).count_lags(2**20) == 2**20
     # Digits 0 to 2 to the base of 16: three of sixteen in each of the five places.
