@@ -12,10 +12,9 @@ from pathlib import Path
 from types import FrameType
 
 from tcnca.errors import Stopped
+from tcnca.signals import DUPLICATE_SECONDS
 
-_DUPLICATE_SECONDS = 1.0
-"""A second SIGTERM within this time is ignored, so that it does not interrupt what the first one has begun."""
-_last_signal = -_DUPLICATE_SECONDS
+_last_signal = -DUPLICATE_SECONDS
 _python_format = warnings.formatwarning
 _SPINS = 3000
 """Turns that a waiting thread of OpenMP makes, about ten microseconds, before it gives its core away."""
@@ -61,9 +60,10 @@ def _format_warning(
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    """End the command. A second signal right after the first does not interrupt what that one has begun."""
     global _last_signal
     now = time.monotonic()
-    if now - _last_signal > _DUPLICATE_SECONDS:
+    if now - _last_signal > DUPLICATE_SECONDS:
         _last_signal = now
         raise Stopped(number)
 

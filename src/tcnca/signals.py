@@ -13,8 +13,8 @@ from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
 """Signals that ask a process to save and end. SIGBREAK is the one that processes send each other on Windows."""
-_DUPLICATE_SECONDS = 1.0
-"""A second SIGINT within this time is ignored: `torchrun` forwards the one that the terminal has already sent."""
+DUPLICATE_SECONDS = 1.0
+"""A second signal within this time is taken for the first: `torchrun` forwards the one that the terminal has sent."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def catch_signals() -> Iterator[list[str]]:
         now = time.monotonic()
         if not caught:
             first = now
-        elif number == signal.SIGINT and now - first > _DUPLICATE_SECONDS:
+        elif number == signal.SIGINT and now - first > DUPLICATE_SECONDS:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 

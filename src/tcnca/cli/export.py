@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tcnca import pretrained
-from tcnca.cli.completion import complete_run
+from tcnca.cli.reporting import OptionalRun
 from tcnca.errors import ConfigError, format_score, plural
 from tcnca.extras import require
 
@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            autocompletion=complete_run,
-            help="Run directory, or folder of a saved model. (default: the pretrained model)",
-        ),
-    ] = None,
+    run: OptionalRun = None,
     onnx: Annotated[Path | None, typer.Option(metavar="FILE", help="The ONNX file to write.")] = None,
     model: Annotated[
         Path | None,

@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from tcnca import pretrained
-from tcnca.cli.completion import complete_run
-from tcnca.cli.reporting import Device, open_stdout, progress_bar, use_threads
+from tcnca.cli.reporting import Device, OptionalRun, open_stdout, progress_bar, use_threads
 from tcnca.errors import DataError, InputError, plural, shown
 
 _LONG_PROMPT = 2**15
@@ -30,14 +29,7 @@ _OPTIONS = {"max_new_tokens": "--max-tokens", "quantization": "--int8", "cache_d
 
 
 def generate(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            autocompletion=complete_run,
-            help="Run directory, or folder of a saved model. (default: the pretrained model of English Wikipedia text)",
-        ),
-    ] = None,
+    model: OptionalRun = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File with the text to continue; - for standard input.")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.completion import complete_run
-from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar, use_threads
+from tcnca.cli.reporting import Device, Run, Threads, open_stdout, progress_bar, use_threads
 from tcnca.errors import format_score, plural
 
 if TYPE_CHECKING:
@@ -18,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|MODEL", autocompletion=complete_run, help="Run directory, or folder of a saved model."
-        ),
-    ],
+    run: Run,
     inputs: Annotated[
         list[str],
         typer.Argument(

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, TextIO, cast
 
 import typer
@@ -16,9 +17,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tcnca.cli.completion import complete_device
+from tcnca.cli.completion import complete_device, complete_run
 from tcnca.errors import ConfigError, escape_control, shown
 
+Run = Annotated[
+    Path,
+    typer.Argument(metavar="RUN|MODEL", autocompletion=complete_run, help="Run directory, or folder of a saved model."),
+]
+"""The argument `RUN|MODEL`."""
+OptionalRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        autocompletion=complete_run,
+        help="Run directory, or folder of a saved model. (default: the pretrained model of English Wikipedia text)",
+    ),
+]
+"""The argument `RUN|MODEL` of commands that use the pretrained model without it."""
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Threads on a CPU. (default: PyTorch's, one for each core)")
 ]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from tcnca.cli.boundary import exit_code
-from tcnca.cli.completion import complete_run
-from tcnca.cli.reporting import Device, Threads, use_threads
+from tcnca.cli.reporting import Device, Run, Threads, use_threads
 from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control, shorten
 from tcnca.files import file_lock, to_json
 
@@ -27,12 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 def watch(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|MODEL", autocompletion=complete_run, help="Run directory, or folder of a saved model."
-        ),
-    ],
+    run: Run,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A growing log; - for standard input.")],
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to continue, and to save where the watch ends.")
