@@ -516,6 +516,27 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
     assert "warning: the score was not saved: " in unwritten.output
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_wrong_input_is_named_before_the_run_directory(tmp_path: Path) -> None:
+    run, folder, pipe = tmp_path / "run", tmp_path / "empty", tmp_path / "pipe"
+    run.mkdir()
+    (run / "recipe.yaml").touch()
+    os.mkfifo(pipe)
+    stored = ("stream=false", f"data.folder={folder}")
+    for changes, message in [
+        ((*stored, "data=no-such.csv"), "no-such.csv: expected a prepared data set in"),
+        ((*stored, f"data={pipe}"), "expected a file or a folder, got a pipe or a device"),
+        (stored, "recall-16: is not prepared in"),
+        (("data=no-such-set",), "'no-such-set'"),
+        (("data=''",), "data.source: expected a data set or a file, got nothing"),
+        (("d_model=0",), "d_model: expected"),
+        ((), "already holds a run"),
+    ]:
+        refused = invoke(*arguments(run, *changes))
+        assert refused.exit_code == 1
+        assert message in refused.output, changes
+
+
 def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     with file_lock(tmp_path / ".lock"):
         for words in (arguments(tmp_path), ["sweep", "recall-small", "seed=1,2", "--out", str(tmp_path)]):

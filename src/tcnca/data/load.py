@@ -136,8 +136,12 @@ class _GeneratedSplits(Mapping[str, Columns]):
         return len(SPLITS)
 
 
-def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dataset:
-    path = Path(source)
+def find_source(source: str | Path, folder: Path | str | None = None) -> Path:
+    """Return the folder of a prepared data set, or your own file or folder, without reading it.
+
+    Raises a DataError if there is none, or if a file cannot be opened. The arguments are those of `load_task`.
+    """
+    path, folder = Path(source), data_folder() if folder is None else Path(folder)
     if not str(source):
         raise DataError("source: expected the name of a data set, or a file or folder, got an empty text")
     # The system refuses some paths, for example long ones.
@@ -146,7 +150,7 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
         places = (folder / canonical_name(path.name) if str(source) == path.name else path, path)
         prepared = next((place for place in places if (place / MANIFEST).is_file()), None)
     if prepared is not None:
-        return Dataset.open(prepared)
+        return prepared
     if is_dataset(str(source)):
         raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
     if not exists:
@@ -155,6 +159,16 @@ def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dat
             "there is none of this name"
         )
     check_source(path)
+    if path.is_file():
+        with read_errors(path), path.open("rb"):
+            pass
+    return path
+
+
+def _open(source: str | Path, folder: Path, custom: CustomOptions | None) -> Dataset:
+    path = find_source(source, folder)
+    if (path / MANIFEST).is_file():
+        return Dataset.open(path)
     # Twice its size: the parts, and all of them joined.
     with array_errors(path, "prepare it with `tcnca data prepare`, and give its name instead of the file"):
         check_memory(2 * sum(file.stat().st_size for file in list_files(path)))

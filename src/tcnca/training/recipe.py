@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Self
 import yaml
 
 from tcnca.config import Config, KeysOf, OwnKeys, apply, canonical, check_choice, prefixed
-from tcnca.data import CustomOptions, Task, load_task
+from tcnca.data import CustomOptions, Task, get_dataset, load_task
+from tcnca.data.load import find_source
 from tcnca.errors import ConfigError
 from tcnca.models import (
     ClassifierHeadConfig,
@@ -121,10 +122,18 @@ class Recipe(Config):
                 errors.append(error)
         raise errors[0]
 
-    def build_task(self) -> Task:
-        """Return the task, from a prepared data set or a file."""
+    def check_source(self) -> None:
+        """Raise an error if the data set or file is missing or cannot be opened, without reading it."""
         if not self.data.source:
             raise ConfigError("data.source: expected a data set or a file, got nothing; give data=NAME or data=FILE")
+        if self.data.stream:
+            get_dataset(self.data.source)
+        else:
+            find_source(self.data.source, self.data.folder)
+
+    def build_task(self) -> Task:
+        """Return the task, from a prepared data set or a file."""
+        self.check_source()
         return load_task(
             self.data.source,
             self.data.folder,

@@ -408,6 +408,9 @@ class Trainer:
             names = f"{shown(self.name)}, {shown(str(self.out))}"
             raise ConfigError(f"recipe, --out: expected names in UTF-8, got {names}") from error
         if (self.out / RECIPE).exists() and not self.resume:
+            # Report first what another directory would not fix.
+            self.recipe.validate()
+            self.recipe.check_source()
             raise ConfigError(f"{self.out}: already holds a run; continue it with --resume, or choose another --out")
         if self.resume:
             check_no_links(self.out)
