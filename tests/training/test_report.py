@@ -150,10 +150,11 @@ def test_a_failed_run_shows_its_curves(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").exists()
 
 
-def test_resuming_nothing_starts_from_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_nothing_says_that_it_starts_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = Trainer(recipe("max_steps=2", "warmup_steps=1"), tmp_path / "new", resume=True, device="cpu")
     assert one.fit().step == 2
-    assert "new: has no checkpoint to resume from; starting from the beginning" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"nothing to resume in {tmp_path / 'new'}, which has no checkpoint; starting a new run" in printed
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def train(
     changes: _Changes = None,
     data: Annotated[str, typer.Option(help="Data set, file or folder; the same as data=X.")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory. (default: runs/RECIPE)")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, or start a new run if there is none.")
+    ] = False,
     budget: Annotated[str, typer.Option(help="Time to train, such as 90s, 20m or 2h, instead of max_steps.")] = "",
     device: Device = None,
     print_config: Annotated[

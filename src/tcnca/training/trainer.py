@@ -60,7 +60,7 @@ class Trainer:
         recipe: a recipe, or the name or file of one.
         out: the run directory; None for `runs/` and the name of the recipe.
         budget: seconds to train, in place of a number of steps. A resumed run keeps the budget it was started with.
-        resume: continue from the last checkpoint in `out`.
+        resume: continue from the last checkpoint in `out`, or start a new run if there is none.
         device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
         command: command that repeats the run, for the report.
@@ -450,7 +450,7 @@ class Trainer:
         """Restore the last checkpoint, if there is one."""
         place = self.checkpoints.latest()
         if place is None:
-            self.logger.print(f"{self.out}: has no checkpoint to resume from; starting from the beginning")
+            self.logger.print(f"nothing to resume in {self.out}, which has no checkpoint; starting a new run")
             self.logger.rewind(0)
             return
         before = load_recipe(str(self.out / RECIPE))
