@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from tcnca.ops import ScanBackend, SSMBackend, SSMState, diagonal_scan, ssm, ssm_kernel
-from tests.comparison import assert_close
+from tests.comparison import assert_close, relative_error
 from tests.ops import properties
 from tests.ops.properties import PYTORCH_SSM, in_pieces, leaf
 
@@ -152,6 +152,37 @@ def test_lower_precision_is_close_to_float64(backend: SSMBackend, dtype: torch.d
     assert y.dtype == dtype
     assert state.tensors()["hidden"].dtype == torch.float32
     assert_close(y, expected)
+
+
+@pytest.mark.parametrize("damping", [1e-1, 1e-3, 1e-5])
+@DIRECTIONS
+@every_backend
+def test_long_memories_are_as_precise_as_short_ones(backend: SSMBackend, directions: int, damping: float) -> None:
+    """Neither phases of thousands of turns nor a decay near 1 lose digits in float32."""
+    x, phase, weight = leaf(1, 4096, 2), leaf(directions, 2, 3, scale=4.0), leaf(directions, 2, 3, 2)
+    logs = torch.full_like(phase, damping).log()
+    single = [part.detach().float().requires_grad_() for part in (x, logs, phase, weight)]
+    exact = [part.detach().double().requires_grad_() for part in single]
+    y, _ = run(*single, backend=backend)
+    expected, _ = run(*exact, backend="recurrent")
+    assert relative_error(y, expected) <= 2e-6
+    found, wanted = torch.autograd.grad(y.square().mean(), single), torch.autograd.grad(expected.square().mean(), exact)
+    for gradient, other in zip(found, wanted, strict=True):
+        assert relative_error(gradient, other) <= 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 1024])
+@every_scan
+def test_long_memories_survive_streaming(backend: ScanBackend, size: int) -> None:
+    v = torch.view_as_complex(leaf(1, 2048, 4, 2).detach()).to(torch.complex64)
+    log_decay = torch.complex(torch.full((4,), -1e-5), torch.linspace(0.5, 6.0, 4))
+    expected, _ = diagonal_scan(v.to(torch.complex128), log_decay.to(torch.complex128), backend="recurrent")
+    state, found = None, []
+    for piece in v.split(size, 1):
+        h, state = diagonal_scan(piece, log_decay, backend=backend, state=state, return_state=True)
+        found.append(h)
+    error = (torch.cat(found, 1) - expected).abs().max()
+    assert error <= 2e-6 * expected.abs().max()
 
 
 @torch.no_grad()

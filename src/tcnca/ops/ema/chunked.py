@@ -62,6 +62,8 @@ def convolve_exponentials(x: Tensor, log_decay: Tensor, weight: Tensor, truncati
         blocks = (BLOCK if x.shape[1] > SHORT_TIME else SHORT_BLOCK,)
         blocks = (CARRY_BLOCK,) if x.is_complex() else blocks
         truncation = None if truncation is None or truncation >= x.shape[1] else truncation
+    if log_decay.is_complex():
+        log_decay = log_decay.to(torch.complex128)  # phases of thousands of tokens have no other exact form
     rows = x.permute(2, 0, 1).contiguous()
     return _convolve(rows, log_decay, weight, truncation, blocks).permute(1, 2, 0)
 
@@ -146,7 +148,7 @@ def _other_blocks(
     As `[channels, batch · blocks, d_state]` and `[channels, d_state, block]`; `truncation` is in blocks.
     """
     channels, batch, count, block = rows.shape
-    powers = _powers(log_decay, 0, block + 1)
+    powers = _powers(log_decay, 0, block + 1).to(weight.dtype)
     entering, leaving = powers[..., :-1], powers[..., 1:] * weight.unsqueeze(-1)
     # Of real inputs and outputs, the products are real: two for each complex state.
     paired = powers.is_complex() and not rows.is_complex()
@@ -160,7 +162,8 @@ def _other_blocks(
     states = states.flip(-1) if future else states
     states = F.pad(states, (1, 0))[..., :-1]
     log_decay = log_decay.reshape(1, -1, 1)
-    states = _convolve(states, log_decay * block, torch.ones_like(log_decay), truncation, blocks)
+    ones = torch.ones_like(log_decay, dtype=weight.dtype)
+    states = _convolve(states, log_decay * block, ones, truncation, blocks)
     states = states.flip(-1) if future else states
     states = _parts(states.reshape(channels, -1, batch * count)) if paired else states
     return states.reshape(channels, -1, batch * count).mT, leaving
@@ -181,7 +184,7 @@ def _toeplitz(
     """
     first, end = (distance - 1) * block + 1, (distance + 1) * block
     start, stop = max(first, 0), end if truncation is None else min(end, truncation)
-    kernel = (_powers(log_decay, start, stop - start) * weight.unsqueeze(-1)).sum(1)
+    kernel = (_powers(log_decay, start, stop - start).to(weight.dtype) * weight.unsqueeze(-1)).sum(1)
     kernel = F.pad(kernel.real if real else kernel, (start - first, end - stop))
     if _is_symbolic(block):
         # A window of `unfold` has a fixed size.

@@ -15,7 +15,7 @@ from tcnca.ops.dispatch import INTERPRETED, Candidate, select_backend, tensors_r
 from tcnca.ops.ema.chunked import convolve_exponentials
 from tcnca.ops.long_conv import fft_convolve
 from tcnca.ops.padding import advance, align_right, take_time, zero_padding
-from tcnca.ops.ssm.naive import decayed_sum, scan_recurrent, ssm_kernel, ssm_recurrent, sum_exponentials
+from tcnca.ops.ssm.naive import EXACT, decayed_sum, scan_recurrent, ssm_kernel, ssm_recurrent, sum_exponentials
 from tcnca.ops.ssm.triton_op import fused_scan, fused_ssm
 from tcnca.ops.state import State
 
@@ -138,7 +138,7 @@ def ssm(
         log_decay, weight = log_decay.to(precise), weight.to(precise)
         rows = zero_padding(x, lengths).to(log_decay.real.dtype)
         if state is not None and x.shape[1] == 1:
-            hidden = torch.exp(log_decay[0]) * _complex(state.hidden) + rows[:, 0].unsqueeze(-1)
+            hidden = _decayed(_complex(state.hidden), log_decay[0]) + rows[:, 0].unsqueeze(-1)
             y = (weight[0] * hidden).sum(-1).real.unsqueeze(1)
             if lengths is not None:
                 hidden = torch.where((lengths > 0).view(-1, 1, 1), hidden, _complex(state.hidden))
@@ -247,7 +247,7 @@ def _state_before(
     call: SSMCall, context: ContextParallel, end: Tensor, log_decay: Tensor, lengths: Tensor | None, reverse: bool
 ) -> SSMState:
     """Return the state before a part of a sequence, given the hidden states after the part alone."""
-    exact, time, state = log_decay.to(torch.complex128), call.x.shape[1], call.state
+    exact, time, state = log_decay.to(EXACT), call.x.shape[1], call.state
 
     def powers(steps: Tensor) -> Tensor:
         return torch.exp(exact * steps.view(-1, *[1] * exact.dim())).to(end.dtype)
@@ -261,7 +261,7 @@ def _state_before(
 def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: str, reverse: bool) -> Tensor:
     """Return the hidden states of `v`, whose padding is zero, after the hidden states `past`."""
     if past is not None:
-        first = v[:, :1] + (torch.exp(log_decay) * past).unsqueeze(1)
+        first = v[:, :1] + _decayed(past, log_decay).unsqueeze(1)
         v = first if v.shape[1] == 1 else torch.cat([first, v[:, 1:]], 1)
     if v.shape[1] == 1:
         return v.clone()
@@ -272,6 +272,11 @@ def _scan_pytorch(v: Tensor, log_decay: Tensor, past: Tensor | None, backend: st
         log_decay = log_decay.view(1, -1, 1)
         h = convolve_exponentials(v, log_decay, torch.ones_like(log_decay))
     return h.flip(1) if reverse else h
+
+
+def _decayed(hidden: Tensor, log_decay: Tensor) -> Tensor:
+    """Return hidden states one token later. A decay near 1 is not rounded, as all later tokens would see that."""
+    return (torch.exp(log_decay.to(EXACT)) * hidden).to(hidden.dtype)
 
 
 def _complex(hidden: Tensor) -> Tensor:
@@ -297,7 +302,7 @@ def _last_hidden(call: SSMCall, x: Tensor, log_decay: Tensor) -> Tensor:
     if call.state is None:
         return hidden
     steps = torch.full_like(call.state.position, x.shape[1]) if call.lengths is None else call.lengths
-    decay = torch.exp(log_decay.to(torch.complex128) * steps.view(-1, 1, 1)).to(hidden.dtype)
+    decay = torch.exp(log_decay.to(EXACT) * steps.view(-1, 1, 1)).to(hidden.dtype)
     return hidden + decay * _complex(call.state.hidden)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 # Powers are products of coarse and fine ones, which take less memory than one for each lag and state.
 BLOCK = 64
+EXACT = torch.complex128
+"""Dtype of decays. Their rounding grows with the number of tokens: that of float32 shows after hundreds."""
 
 
 def ssm_recurrent(x: Tensor, log_decay: Tensor, weight: Tensor) -> Tensor:
@@ -23,24 +25,24 @@ def ssm_recurrent(x: Tensor, log_decay: Tensor, weight: Tensor) -> Tensor:
 
 
 def _recurrence(x: Tensor, log_decay: Tensor, weight: Tensor) -> Tensor:
-    decay = torch.exp(log_decay)
+    decay = torch.exp(log_decay.to(EXACT))
     hidden = torch.zeros_like(decay)
     outputs = []
     for now in x.unbind(1):
         hidden = decay * hidden + now.unsqueeze(-1)
         outputs.append((weight * hidden).sum(-1).real)
-    return torch.stack(outputs, 1)
+    return torch.stack(outputs, 1).to(x.dtype)
 
 
 def scan_recurrent(v: Tensor, log_decay: Tensor) -> Tensor:
     """Return all `h ← exp(log_decay) h + v` over `v` (`[batch, time, states]`), token by token."""
-    decay = torch.exp(log_decay)
+    decay = torch.exp(log_decay.to(EXACT))
     hidden = torch.zeros_like(decay)
     outputs = []
     for now in v.unbind(1):
         hidden = decay * hidden + now
         outputs.append(hidden)
-    return torch.stack(outputs, 1)
+    return torch.stack(outputs, 1).to(v.dtype)
 
 
 def ssm_kernel(log_decay: Tensor, weight: Tensor, length: int) -> Tensor:
@@ -73,9 +75,7 @@ def decayed_sum(x: Tensor, log_decay: Tensor) -> Tensor:
     `x` is `[batch, time, channels]`, `log_decay` is `[channels, d_state]`; both are real or complex.
     """
     batch, time, channels = x.shape
-    # Phases of thousands of tokens are exact in float64 only.
-    exact = log_decay.to(torch.promote_types(log_decay.dtype, torch.float64))
-    coarse, fine = (part.to(log_decay.dtype) for part in split_powers(exact, time))
+    coarse, fine = split_powers(log_decay, time)
     count, block = coarse.shape[-1], fine.shape[-1]
     # The last token first, in whole blocks.
     latest = F.pad(x.flip(1), (0, 0, 0, count * block - time)).permute(2, 0, 1).reshape(channels, batch * count, block)
@@ -94,5 +94,7 @@ def split_powers(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:
     As `[channels, d_state, blocks]` and `[channels, d_state, BLOCK]`: a power is the product of that of the first token
     of its block and that of its place in the block. There is always more than `length`, for graphs of any length.
     """
+    exact = log_decay.to(EXACT if log_decay.is_complex() else torch.float64).unsqueeze(-1)
     blocks, places = (torch.arange(count, device=log_decay.device) for count in (length // BLOCK + 1, BLOCK))
-    return torch.exp(log_decay.unsqueeze(-1) * (blocks * BLOCK)), torch.exp(log_decay.unsqueeze(-1) * places)
+    coarse, fine = (torch.exp(exact * lags).to(log_decay.dtype) for lags in (blocks * BLOCK, places))
+    return coarse, fine
