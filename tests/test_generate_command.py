@@ -277,6 +277,27 @@ def test_control_characters_do_not_drive_a_terminal(monkeypatch: pytest.MonkeyPa
     assert terminal.getvalue().endswith("J\n")
 
 
+def test_a_terminal_shows_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    printer = _Printer(2, b"The [b]city\x1b[2J of")
+    printer.add([" Rome", " Oslo"])
+    printer.finish()
+    prompt = "\x1b[2mThe [b]city\\x1b[2J of\x1b[0m"
+    assert terminal.getvalue() == f"== sample 0 ==\n{prompt} Rome\n== sample 1 ==\n{prompt} Oslo\n"
+
+    terminal.truncate(0)
+    printer = _Printer(1, b"ab" + "é".encode() * 500 + b"\n")
+    printer.add(["x"])
+    assert re.sub(r"\x1b\[\d+m|\0", "", terminal.getvalue()) == "…" + "é" * 499 + "\nx"
+
+    monkeypatch.setattr("sys.stdout", file := io.StringIO())
+    printer = _Printer(1, b"The city of")
+    printer.add([" Rome"])
+    assert file.getvalue() == " Rome"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from tcnca import pretrained
 from tcnca.cli.reporting import Device, OptionalRun, open_stdout, progress_bar, use_threads
-from tcnca.errors import DataError, InputError, plural, shown
+from tcnca.errors import DataError, InputError, escape_control, plural, shown
 
 _LONG_PROMPT = 2**15
 """Bytes of a prompt from which reading it shows a bar."""
+_SHOWN_PROMPT = 1000
+"""Bytes at the end of a prompt that are shown in a terminal."""
 _SMALL_MODEL = 4_000_000
 """Parameters of a model whose steps are too short for several threads to share."""
 # The option of each argument in Python.
@@ -84,8 +88,8 @@ def generate(
 ) -> None:
     """Continue a prompt with a language model: yours, or the small pretrained one that comes with tcnca.
 
-    The continuation is printed as it is generated. The same seed gives the same text, and each of several
-    continuations is the same whatever their number.
+    The continuation is printed as it is generated, in a terminal after the prompt. The same seed gives the same
+    text, and each of several continuations is the same whatever their number.
     """
     text = _read_prompt(prompt, prompt_file, model)
     name = pretrained.NAME if model is None else str(model)
@@ -116,7 +120,7 @@ def generate(
             read += piece.shape[1]
             progress(read, len(text) if language_model.preprocessing.byte_map else None)
 
-        printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples)
+        printer = _JSONPrinter(num_samples, seed) if jsonl else _Printer(num_samples, text)
         texts = stream_texts(
             language_model,
             text,
@@ -176,9 +180,16 @@ def _option_names(model: str, prompt: str) -> Iterator[None]:
 
 
 class _Printer:
-    """Prints continuations one after the other: the first that has not ended as it grows, the others after it."""
+    """Prints continuations one after the other: the first that has not ended as it grows, the others after it.
 
-    def __init__(self, num_samples: int) -> None:
+    In a terminal, the end of the prompt is printed before each.
+    """
+
+    def __init__(self, num_samples: int, prompt: bytes = b"") -> None:
+        end = prompt[-_SHOWN_PROMPT:].decode("utf-8", "replace")
+        # A cut may leave the rest of a character.
+        end = "…" + end.lstrip("\ufffd") if len(prompt) > _SHOWN_PROMPT else end
+        self._prompt = escape_control(end, "\n\t")
         self._texts, self._ended = [""] * num_samples, [False] * num_samples
         self._reasons = ["cancelled"] * num_samples
         self._current, self._begun, self._last = 0, False, "\n"
@@ -207,6 +218,9 @@ class _Printer:
             if not self._begun and len(self._texts) > 1:
                 gap = "" if self._last == "\n" else "\n"
                 self._write(f"{gap}== sample {self._current} ==\n")
+            if not self._begun and self._prompt and sys.stdout.isatty():
+                Console(file=sys.stdout).print(Text(self._prompt, "dim", end=""), soft_wrap=True, end="")
+                self._last = self._prompt[-1]
             self._begun = True
             self._write(self._texts[self._current])
             self._texts[self._current] = ""
