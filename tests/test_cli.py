@@ -53,7 +53,7 @@ def test_every_command_is_listed_and_has_help(name: str) -> None:
 
 def test_help_is_wrapped_to_the_terminal_and_flags_have_no_type() -> None:
     output = runner.invoke(app, ["generate", "--help"], env={"COLUMNS": "80"}).output
-    assert " text, and each of several continuations is the same whatever their number." in output
+    assert "prompt. The same seed gives the same text, and each of several continuations" in output
     for line in ("--help", "generate --help", "data prepare --help"):
         assert "<bool>" not in runner.invoke(app, line.split(), env={"COLUMNS": "200"}).output
 
