@@ -15,18 +15,12 @@ from tcnca import AttentionConfig, EMAConfig, ModelConfig, ValueInputConfig
 from tcnca.errors import KernelError
 from tcnca.ops import ema, ema_kernel
 from tcnca.ops.driver import capture_graph
-from tcnca.ops.ema import triton_op
 from tests.comparison import TOLERANCE, assert_close, relative_error
 from tests.ops.ema_cases import Case, assert_right, some
 
 pytestmark = pytest.mark.gpu
 
 BRAIN, HALF = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["skip after the scan", "skip in the kernels"])
-def _fused_omega(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_OMEGA", request.param)
 
 
 # No multiples of a tile, a segment or a group, and multiples of all; every number of states that a kernel rounds up to.

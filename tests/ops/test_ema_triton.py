@@ -16,15 +16,9 @@ from torch import Tensor
 from tcnca import ConfigError, EMAConfig
 from tcnca.errors import KernelError
 from tcnca.ops import EMAState, dispatch, ema
-from tcnca.ops.ema import triton_op
 from tests.comparison import assert_close
 from tests.ops.ema_cases import Case, assert_right, some
 from tests.ops.interpreter import INTERPRETED, interpreted, not_interpreted
-
-
-@pytest.fixture(autouse=True)
-def _fused_omega(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_OMEGA", True)
 
 
 def test_a_truncated_configuration_refuses_triton() -> None:
@@ -146,16 +140,7 @@ def test_output_state_and_gradients_are_right(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_skip_and_silu_after_the_scan(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_OMEGA", False)
-    assert_right(Case(2, 37, 5, 3, directions=2, lengths=True, omega=True, silu=True, dtype=dtype), "cpu")
-
-
-@interpreted
-@pytest.mark.parametrize("fused", [False, True])
-def test_padding_may_hold_anything_and_autocast_changes_nothing(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_OMEGA", fused)
+def test_padding_may_hold_anything_and_autocast_changes_nothing() -> None:
     x, *parameters, omega = some("cpu", (2, 6, 2), *[(2, 2, 2)] * 4, (2,))
     options: dict[str, Any] = {"backend": "triton", "lengths": torch.tensor([6, 3], dtype=torch.int32)}
     both = (options, options | {"omega": omega, "activation": "silu"})
@@ -228,9 +213,7 @@ def test_gradients_need_what_was_kept() -> None:
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    monkeypatch.setattr(triton_op, "FUSED_OMEGA", fused)
+def test_auto_compiles_into_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     api: Any = importlib.import_module("tcnca.ops.ema.api")
     # The answers are those of a machine with a GPU.
     monkeypatch.setattr(dispatch, "device_reason", lambda index: None)

@@ -109,7 +109,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_gpu")
-@pytest.mark.parametrize("fused_omega", [False, True], ids=["omega after", "omega inside"])
 @pytest.mark.parametrize("norm", [False, True], ids=["fused", "norm"])
 @pytest.mark.parametrize("return_state", [True, False], ids=["state", "stateless"])
 @pytest.mark.parametrize(
@@ -121,10 +120,7 @@ def test_around_the_kernels_outputs_states_and_gradients_are_right(
     residual: bool,
     convolutions: int,
     lengths: list[int] | None,
-    fused_omega: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operator, "FUSED_OMEGA", fused_omega)
     x, weight, bias = _arguments(convolutions, torch.float64, leaf=True)
     omega = torch.randn(4, dtype=torch.float64, requires_grad=True)
     leaves = (x, weight, bias, omega)
@@ -164,11 +160,8 @@ def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inpla
 @pytest.mark.parametrize(
     ("convolutions", "return_state", "norm"), [(1, False, False), (2, True, False), (1, True, True)]
 )
-def test_compiles_into_one_graph(
-    convolutions: int, return_state: bool, norm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiles_into_one_graph(convolutions: int, return_state: bool, norm: bool) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
 
     def call(x: Tensor, weight: Tensor, bias: Tensor, omega: Tensor) -> tuple[Tensor, TCNState | None]:
         options: dict[str, Any] = {"norm_fn": lambda h, number: h * number} if norm else {}

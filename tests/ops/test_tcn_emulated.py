@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcnca.ops import tcn, zero_padding
-from tcnca.ops.tcn.cuda import operator, smem, tensor_core, tensor_core_pair
+from tcnca.ops.tcn.cuda import smem, tensor_core, tensor_core_pair
 from tests.comparison import assert_close
 from tests.ops import tcn_cases
 from tests.ops.emulator import compile_kernels, emulated, needs_compiler
@@ -61,7 +61,6 @@ def _use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_is_exact(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     family = name.split()[0].rstrip(",")
     _use(family, monkeypatch)
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     assert_exact(CASES[name])
     prefix = {"tensor": "tensor_core", "registers": "registers", "shared": "smem"}[family]
     assert set(launched) - {"sum_partials"} == {f"{prefix}_forward", f"{prefix}_backward"}
@@ -70,10 +69,7 @@ def test_every_family_is_exact(name: str, launched: list[str], monkeypatch: pyte
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
 @pytest.mark.parametrize("case", _slow(KERNEL_CASES))
-def test_outputs_and_gradients_are_those_of_float64(
-    case: tcn_cases.Case, omega: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
+def test_outputs_and_gradients_are_those_of_float64(case: tcn_cases.Case, omega: bool) -> None:
     assert_exact(dataclasses.replace(case, omega=omega))
 
 
@@ -107,7 +103,6 @@ PAIRS = {
 )
 def test_pairs_of_blocks_are_exact(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _use("tensor", monkeypatch)
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
     if "segments" in name or name == "many sequences":
         monkeypatch.setattr(tensor_core_pair, "MAX_ROWS", 256)
@@ -129,7 +124,6 @@ def test_the_gradients_of_long_kernels_suit_short_ones(
     kernel_size: int, omega: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _use("tensor", monkeypatch)
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
     monkeypatch.setattr(tensor_core, "LONG_RESIDENT", 2)
     assert_exact(Case(shape=(2, 231, 40), kernel_size=kernel_size, depth=2, omega=omega, residual=kernel_size == 9))

@@ -56,17 +56,14 @@ def test_outputs_and_gradients_are_those_of_float64(name: str, groups: int, monk
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda"))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["after", "inside"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
-def test_the_input_times_omega_is_added(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "FUSED_OMEGA", fused)
+def test_the_input_times_omega_is_added(name: str) -> None:
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
 
 
 @pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     monkeypatch.setattr(tensor_core_pair, "ENABLED", True)
     depth = KERNEL_CASES[name].depth // 2 * 2
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega, depth=max(depth, 2)))
@@ -77,7 +74,6 @@ def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.M
 def test_the_gradients_of_long_kernels_suit_short_ones(
     name: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator, "FUSED_OMEGA", True)
     monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
     monkeypatch.setattr(tensor_core, "LONG_RESIDENT", resident)
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))

@@ -15,8 +15,6 @@ from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
 from tcnca.ops.library import register
 
-FUSED_OMEGA = False  # whether the kernels add the input times omega and apply the SiLU, or PyTorch after them
-
 
 def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     """Scan with first derivatives; the caller has checked that the kernels can run.

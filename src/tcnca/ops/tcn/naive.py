@@ -164,12 +164,10 @@ def run_convolutions(
                 inputs.append(h if inputs else spec.x)
             h = convolve(h, block * convolutions + index)
         x = x + h if spec.residual and not adds_skip else h
-    return add_input(spec, x), _next_state(spec, inputs) if spec.return_state else None
-
-
-def add_input(spec: TCNSpec, h: Tensor) -> Tensor:
-    """Add the input, times omega if it is given, to the output `h` of the last block; both are rounded to its dtype."""
-    return h if spec.omega is None else (h + spec.omega * spec.x.to(h.dtype)).to(h.dtype)
+    if spec.omega is not None:
+        # Input and output have the dtype that the blocks compute in.
+        x = (x + spec.omega * spec.x.to(x.dtype)).to(x.dtype)
+    return x, _next_state(spec, inputs) if spec.return_state else None
 
 
 def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:

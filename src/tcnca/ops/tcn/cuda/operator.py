@@ -25,12 +25,11 @@ from tcnca.ops.tcn.cuda.call import (
     Settings,
     layout,
 )
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, add_input, run_convolutions
+from tcnca.ops.tcn.naive import TCNSpec, TCNState, run_convolutions
 
 MAX_BATCH = 65535  # of one launch
 NUM_PLANS = 1024  # that are kept
 NUM_SEEDS = 1 << 62
-FUSED_OMEGA = False  # whether the kernels add the input times omega, or PyTorch after them
 
 ForwardPlan = smem.Forward | tensor_core_pair.Forward | tensor_core.Forward | registers.Forward
 BackwardPlan = smem.Backward | tensor_core.Backward | registers.Backward
@@ -79,9 +78,7 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     if fused and spec.state is None and not spec.return_state:
         factors = (spec.dilation, spec.dilation_factor)
         settings = Settings(*factors, spec.activation, spec.residual, spec.causal, spec.dropout)
-        omega = spec.omega if FUSED_OMEGA else None
-        y = tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings, omega)
-        return y if FUSED_OMEGA else add_input(spec, y), None
+        return tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings, spec.omega), None
     adds_skip = spec.residual and fused
     return run_convolutions(spec, x, lambda h, number: _convolve(spec, h, number, adds_skip), adds_skip)
 
