@@ -28,6 +28,9 @@ EXTRA = st.integers(0, 2)
 # Three rows that wait for each other in calls of one token and of several.
 WAITING = [[3, 5, 0], [0, 1, 0], [1, 0, 1], [0, 6, 2], [0, 0, 0], [1, 1, 0], [1, 1, 1]]
 
+# Rounding errors, relative to the largest gradient, that may remain of a gradient that is zero in theory.
+ROUNDING_ERRORS = 64
+
 # For properties where a fault may hide in a rare combination of shapes.
 THOROUGH = settings(max_examples=50)
 
@@ -71,8 +74,19 @@ def gradients(y: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
+    largest = max(largest_value(value) for value in expected.values())
     for name, value in expected.items():
-        assert_close(actual[name], value, f"gradient of {name}")
+        # What is zero in theory, such as the gradient of a query that sees a single key, may be rounding errors.
+        rounding = ROUNDING_ERRORS * torch.finfo(value.dtype).eps * largest
+        if 0 < largest_value(value) <= rounding:
+            found = largest_value(actual[name])
+            assert found <= rounding, f"gradient of {name}: expected zeros but for rounding, got up to {found}"
+        else:
+            assert_close(actual[name], value, f"gradient of {name}")
+
+
+def largest_value(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def assert_bit_equal(actual: State, expected: State) -> None:

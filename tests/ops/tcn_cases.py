@@ -148,8 +148,8 @@ def assert_same_dropout(case: Case) -> None:
     truths = exact(leaves)
     seeds = torch.tensor([seed], device=case.device)
     settings = (1, case.factor, "silu", True, case.causal, dropout, True)
-    bias = leaves[2] if case.bias else None
-    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, None, *settings)
+    bias, omega = leaves[2] if case.bias else None, leaves[-1] if case.omega else None
+    y, _ = torch.ops.tcnca.tcn_blocks.default(leaves[0], leaves[1], bias, None, seeds, omega, *settings)
     truth = truths[0]
     for layer in range(case.depth):
         taps = torch.zeros(1, 1, case.shape[2], (case.kernel_size - 1) * case.factor**layer + 1).to(truth)
@@ -157,6 +157,7 @@ def assert_same_dropout(case: Case) -> None:
         offset = truths[2][layer, None] if case.bias else None
         added, _ = tcn(truth, taps, 1, bias=offset, causal=case.causal, residual=False, backend="naive")
         truth = truth + added * _mask(seed, layer, case.shape, dropout).to(truth)
+    truth = truth + truths[-1] * truths[0] if case.omega else truth
     assert_close(y, truth)
     dy = torch.randn(case.shape, device=case.device).to(case.dtype)
     ours, theirs = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, truths, dy.double())

@@ -236,6 +236,7 @@ def _layout(*shape: int, dtype: torch.dtype = torch.bfloat16, offset: int = 0) -
         (_layout(8, 100, 63), 33, "registers", "registers"),
         (_layout(1, 8192, 64, offset=2), 17, "registers", "registers"),
         (_layout(1, 100, 63), 5, "registers", "registers"),
+        (_layout(8, 8192, 64), 1, "tensor_core", "tensor_core"),
     ],
 )
 def test_plans_choose_the_family_of_kernels(
@@ -246,8 +247,12 @@ def test_plans_choose_the_family_of_kernels(
         operator.forward_plan(Call(x, *rest, keep, omega))
         assert set(loaded) == {f"{forward}_forward"}
         loaded.clear()
-    operator.backward_plan(Call(x, *rest), x)
-    assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
+    for omega in (False, True):
+        operator.backward_plan(Call(x, *rest, omega=omega), x)
+        # The long kernel, which adds the gradients of omega, has no form for a single tap.
+        family = "registers" if omega and kernel_size == 1 else backward
+        assert set(loaded) - {"sum_partials"} == {f"{family}_backward"}
+        loaded.clear()
     assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
 
 
@@ -317,7 +322,7 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
             residual=number % 3 != 0,
             lengths=number % 4 < 2,
             dropout=number % 5 < 2,
-            omega=number % 7 < 3 and size > 1,
+            omega=number % 7 in (0, 2, 5),
         )
         past = (None, torch.float32, dtype)[number % 3]
         found.append(("registers_forward", registers.forward_source(block, 1 + number % 2, past)))
@@ -327,7 +332,8 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
         if dtype != torch.float32 and size <= 17:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
             found.append(("tensor_core_pair", tensor_core_pair.source(block)))
-            found.append(("tensor_core_backward", tensor_core.backward_source(block)))
+            if size > 1 or not block.omega:
+                found.append(("tensor_core_backward", tensor_core.backward_source(block)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
         elif dtype != torch.float32:
             found.append(("tensor_core_backward", tensor_core.backward_source(block)))

@@ -134,6 +134,7 @@ def test_the_gradients_of_long_kernels_suit_short_ones(
     "case",
     [
         pytest.param(Case(shape=(2, 60, 24), depth=2, bias=True), id="tensor cores"),
+        pytest.param(Case(shape=(2, 60, 24), depth=2, bias=True, omega=True), id="tensor cores, omega"),
         *_slow(DROPOUT_CASES),
     ],
 )

@@ -69,19 +69,20 @@ def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.M
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega, depth=max(depth, 2)))
 
 
-@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize(("resident", "omega"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if case.kernel_size <= 17])
 def test_the_gradients_of_long_kernels_suit_short_ones(
-    name: str, resident: int, monkeypatch: pytest.MonkeyPatch
+    name: str, resident: int, omega: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
     monkeypatch.setattr(tensor_core, "LONG_RESIDENT", resident)
-    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=True))
+    assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega))
 
 
+@pytest.mark.parametrize("omega", [False, True], ids=["plain", "omega"])
 @pytest.mark.parametrize("name", DROPOUT_CASES)
-def test_forward_and_backward_drop_the_same(name: str) -> None:
-    assert_same_dropout(dataclasses.replace(DROPOUT_CASES[name], device="cuda"))
+def test_forward_and_backward_drop_the_same(name: str, omega: bool) -> None:
+    assert_same_dropout(dataclasses.replace(DROPOUT_CASES[name], device="cuda", omega=omega))
 
 
 @pytest.mark.parametrize("convolutions", [1, 2])
@@ -130,13 +131,15 @@ def test_gradients_of_the_output_may_have_any_layout(shape: tuple[int, int, int]
 
 
 def test_padding_may_be_nan() -> None:
-    case = Case(lengths=(300, 41), bias=True)
-    x, weight, bias = (leaf.detach() for leaf in case.leaves())
-    changed = x.clone()
+    case = Case(lengths=(300, 41), bias=True, omega=True)
+    x, *parameters = case.leaves()
+    changed = x.detach().clone()
     changed[1, 41:] = float("nan")
-    results = [tcn(part, weight, 3, bias=bias, lengths=case.valid(), backend="cuda")[0] for part in (x, changed)]
+    results = [case.call([part, *parameters], "cuda")[0] for part in (x, changed)]
     assert torch.equal(*results)
-    assert torch.isfinite(results[1]).all()
+    for gradients in zip(*(torch.autograd.grad(y.sum(), parameters) for y in results), strict=True):
+        assert torch.equal(*gradients)
+        assert torch.isfinite(gradients[1]).all()
 
 
 @pytest.mark.parametrize(
@@ -175,13 +178,13 @@ def test_gradients_flow_through_the_state() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_autocast_computes_in_its_dtype_and_returns_gradients_in_theirs(dtype: torch.dtype) -> None:
-    case = Case(dtype=FP32, bias=True)
+    case = Case(dtype=FP32, bias=True, omega=True)
     leaves = case.leaves()
     truths = exact(leaves)
     with torch.autocast("cuda", dtype):
-        y, state = tcn(leaves[0], leaves[1], 3, bias=leaves[2], return_state=True, backend="cuda")
-        fused, _ = tcn(leaves[0], leaves[1], 3, bias=leaves[2], backend="cuda")
-    truth, _ = tcn(truths[0], truths[1], 3, bias=truths[2])
+        y, state = case.call(leaves, "cuda", return_state=True)
+        fused, _ = case.call(leaves, "cuda")
+    truth, _ = case.call(truths, "naive")
     assert state is not None
     assert y.dtype == fused.dtype == dtype
     assert all(buffer.dtype == FP32 for buffer in state.buffers)

@@ -205,8 +205,8 @@ def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
     """Compute outputs, and the state after them or None, in one scan."""
     x, state = call.x, call.state
     start = None if state is None else state.hidden.mT
-    skip = (call.omega, call.activation == "silu")
-    y, hidden = triton_op.scan(x, *call.parameters, start, call.lengths, *skip, call.return_state)
+    silu = call.activation == "silu"
+    y, hidden = triton_op.scan(x, *call.parameters, start, call.lengths, call.omega, silu, call.return_state)
     if hidden is None:
         return y, None
     if state is None:

@@ -72,8 +72,8 @@ def tcn(
         inplace: whether the memory of `state` may be reused; `state` is invalid afterwards.
         backend: `naive` uses PyTorch's own operators, `cuda` kernels for NVIDIA GPUs, `cpu` a fast path for the CPU;
             both raise an error if they cannot run the call. `auto` takes the fastest that can, see
-            `tcnca.ops.dispatch`. The CUDA kernels also treat the skip connection's padding as zeros, and under
-            autocast compute and return autocast's dtype.
+            `tcnca.ops.dispatch`. The CUDA kernels also treat the padding of skip connections as zeros, that of
+            `omega · x` included, and under autocast compute and return autocast's dtype.
 
     Returns:
         `y` of `x`'s shape, and the new state or None.

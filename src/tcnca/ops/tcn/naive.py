@@ -165,7 +165,7 @@ def run_convolutions(
             h = convolve(h, block * convolutions + index)
         x = x + h if spec.residual and not adds_skip else h
     if spec.omega is not None:
-        # Input and output have the dtype that the blocks compute in.
+        # Both are rounded to the dtype that the blocks compute in.
         x = (x + spec.omega * spec.x.to(x.dtype)).to(x.dtype)
     return x, _next_state(spec, inputs) if spec.return_state else None
 
