@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import json
 import re
+import shutil
 import statistics
 from pathlib import Path
 
@@ -346,6 +347,11 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_report_is_up_to_date(tmp_path: Path) -> None:
     """Otherwise run `tcnca report`."""
-    folder = Path(__file__).parents[2] / "results"
-    written = write_report(folder, tmp_path)[1].read_text(encoding="utf-8")
-    assert written == (folder / "report.md").read_text(encoding="utf-8")
+    committed, folder = Path(__file__).parents[2] / "results", tmp_path / "results"
+    shutil.copytree(committed, folder, ignore=shutil.ignore_patterns("report.*", "figures"))
+    page, text = (path.read_text(encoding="utf-8") for path in write_report(folder, folder))
+    assert text == (committed / "report.md").read_text(encoding="utf-8")
+    figures = re.findall(r"!\[.*\]\((figures/.*\.svg)\)", text)
+    assert {"figures/speed-ops.svg", "figures/speed-model.svg"} <= set(figures)
+    assert all((committed / name).is_file() and (folder / name).is_file() for name in figures)
+    assert page.count("<figure><svg") == len(figures)

@@ -7,10 +7,11 @@ import io
 import math
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tcnca.bench.plot import draw
 from tcnca.bench.report import MODES, PUBLISHED, Report, format_sizes, read_json
 from tcnca.errors import ConfigError, plural
 from tcnca.extras import require
@@ -90,6 +91,9 @@ def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
         if picture is not None:
             pictures[table.name] = picture
             atomic_write(out / FIGURES / f"{table.name}.svg", picture)
+    for path, report in speed.items():
+        pictures[path] = draw_speed(report)
+        atomic_write(out / FIGURES / _speed_figure(report), pictures[path])
     atomic_write(out / MARKDOWN, _markdown(results, speed, pictures))
     atomic_write(out / HTML, _html(results, speed, pictures))
     return out / HTML, out / MARKDOWN
@@ -219,8 +223,18 @@ def _speed_rows(reports: Sequence[Report]) -> list[list[str]]:
     return rows
 
 
+def _about_speed(report: Report) -> str:
+    """Return when a benchmark was measured, of which commit, and whether it was stopped before its end."""
+    commit = f", commit {_short_commit(report.commit)}" if report.commit else ""
+    ending = ", stopped before its end" if report.interrupted else ""
+    return f"measured on {report.started[:10]}{commit}{ending}"
+
+
+def _speed_figure(report: Report) -> str:
+    return f"{SPEED}-{report.suite}.svg"
+
+
 _SPEED_TITLES = ["what", "sizes", "phase", "paper (V100)", "ours, CUDA graph", "ours, as called", "machine"]
-_ENDED = {False: "", True: " (stopped before its end)"}
 _SPEED_ABOUT = "Ratios of run times; above 1 the first of the two is faster."
 
 
@@ -252,8 +266,11 @@ def _markdown(results: Sequence[RunResult], speed: dict[str, Report], pictures: 
         if runs := list(_all_runs(table, results)):
             parts += ["All runs:", markdown_table(_RUN_TITLES, [[*line[:-1], f"`{line[-1]}`"] for line in runs])]
     parts += ["## Speed", _SPEED_ABOUT, markdown_table(_SPEED_TITLES, _speed_rows(list(speed.values())))]
-    files = [f"- [{path}]({path}): `{report.command}`{_ENDED[report.interrupted]}" for path, report in speed.items()]
-    parts += ["\n".join(files)] if files else []
+    for path, report in speed.items():
+        parts += [
+            f"[{path}]({path}), {_about_speed(report)}: `{report.command}`",
+            f"![{SPEED}, {report.suite}]({FIGURES}/{_speed_figure(report)})",
+        ]
     parts += [f"Repeat a table with `tcnca reproduce NAME`: {', '.join([*TABLES, SPEED])}."]
     return "\n\n".join(parts) + "\n"
 
@@ -277,7 +294,7 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
         body = [[html.escape(row), *(_html_cell(table, value) for value in values)] for row, values in rows.items()]
         parts.append(_html_table(["", *columns], body))
         if table.name in pictures:
-            parts.append(f"<figure>{pictures[table.name][pictures[table.name].index('<svg') :]}</figure>")
+            parts.append(_html_figure(pictures[table.name]))
         if runs := list(_all_runs(table, results)):
             lines = [
                 [html.escape(text) for text in line[:-1]] + [f"<code>{html.escape(line[-1])}</code>"] for line in runs
@@ -290,7 +307,9 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
     parts.append(f"<h2 id='speed'>Speed</h2><p>{_SPEED_ABOUT}</p>{_html_table(_SPEED_TITLES, lines)}")
     for path, report in speed.items():
         link, command = html.escape(path), html.escape(report.command)
-        parts.append(f"<p><a href='{link}'>{link}</a>: <code>{command}</code>{_ENDED[report.interrupted]}</p>")
+        about = html.escape(_about_speed(report))
+        parts.append(f"<p><a href='{link}'>{link}</a>, {about}: <code>{command}</code></p>")
+        parts.append(_html_figure(pictures[path]))
     names = ", ".join([*TABLES, SPEED])
     parts.append(f"<p>Repeat a table with <code>tcnca reproduce NAME</code>: {html.escape(names)}.</p>")
     head = f"<meta charset='utf-8'><title>TCNCA: the paper's results and ours</title><style>{_STYLE}</style>"
@@ -318,6 +337,10 @@ def _html_table(titles: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>"
 
 
+def _html_figure(picture: str) -> str:
+    return f"<figure>{picture[picture.index('<svg') :]}</figure>"
+
+
 # Figures
 
 
@@ -326,13 +349,23 @@ def draw_table(table: Table, results: Sequence[RunResult]) -> str | None:
     values = {cell: cell_value(table, cell, results) for cell in table.cells}
     if all(value.ours is None for value in values.values()):
         return None
+    return _svg(lambda: _figure(table, values, results), table.name)
+
+
+def draw_speed(report: Report) -> str:
+    """Draw the times of a benchmark as SVG."""
+    return _svg(lambda: draw(report), report.suite)
+
+
+def _svg(figure: Callable[[], Figure], salt: str) -> str:
+    """Return a figure as SVG, with the same names of its elements every time."""
     # Slow to import, and needed only here.
     import matplotlib.style
 
-    style = {**STYLE, "svg.hashsalt": table.name, "svg.fonttype": "none"}
+    style = {**STYLE, "svg.hashsalt": salt, "svg.fonttype": "none"}
     with matplotlib.style.context(["default", style]):
         file = io.StringIO()
-        _figure(table, values, results).savefig(file, format="svg", metadata={"Date": None})
+        figure().savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
 
