@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -184,6 +185,26 @@ tcnca.__main__.main()
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert done.stdout == f"{expected} False\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the options")
+@pytest.mark.parametrize(("given", "kept"), [({}, True), ({"MALLOC_MMAP_MAX_": "65536"}, False)], ids=str)
+def test_freed_memory_is_used_again(given: dict[str, str], kept: bool) -> None:
+    code = """
+import resource
+import tcnca.__main__, tcnca.cli
+def count_new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        bytearray(2**26)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+tcnca.cli.app = count_new_pages
+tcnca.__main__.main()
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")} | given
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    assert (int(done.stdout) < 2 * 2**26) is kept
 
 
 def test_warnings_of_the_library_are_messages() -> None:

@@ -40,7 +40,9 @@ def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
     assert before <= datetime.datetime.fromisoformat(found.started) <= datetime.datetime.now(datetime.UTC)
     assert (found.recipe, found.step, found.seed, found.budget, found.processes) == ("recall-small", 0, 3, None, 1)
     changes = [*SMALL, *MODEL, "batch.seed=3", "lr=0.02"]
-    assert found.command == shlex.join(["tcnca", "train", "recall-small", *changes, "--device", "cpu"])
+    assert found.command == shlex.join(
+        ["tcnca", "train", "recall-small", *changes, "--device", "cpu", "runtime.threads=1"]
+    )
     assert found.hardware["device"] == "cpu"
     assert found.hardware["name"]
     assert 1 <= int(found.hardware["cores"]) <= (os.cpu_count() or 1)

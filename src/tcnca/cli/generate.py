@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tcnca import pretrained
-from tcnca.cli.reporting import Device, OptionalRun, open_stdout, progress_bar, use_threads
+from tcnca.cli.reporting import Device, OptionalRun, open_stdout, progress_bar
 from tcnca.errors import DataError, InputError, escape_control, plural, shown
 
 _LONG_PROMPT = 2**15
@@ -100,7 +100,7 @@ def generate(
     from tcnca.generation import stream_texts
     from tcnca.inference.loading import load
     from tcnca.models.prediction import check_language_model
-    from tcnca.training.distributed import dist_context
+    from tcnca.training.distributed import dist_context, use_threads
 
     with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
         language_model = load(model, dist.device, best=best)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tcnca import pretrained
 from tcnca.cli.completion import complete_preset, complete_run
-from tcnca.cli.reporting import Device, Threads, progress_bar, use_threads
+from tcnca.cli.reporting import Device, Threads, progress_bar
 from tcnca.config import check_choice
 from tcnca.errors import ConfigError, escape_control, plural, shown
 from tcnca.extras import missing, require
@@ -120,7 +120,7 @@ def inspect(
             require("plots", option)
     no_plots = missing("plots") if plots else None
 
-    from tcnca.training.distributed import dist_context
+    from tcnca.training.distributed import dist_context, use_threads
 
     console = Console(emoji=False, highlight=False, stderr=json_file == _STDOUT)
     numbers: dict[str, Any] = {"complete": False}

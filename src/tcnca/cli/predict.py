@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tcnca.cli.reporting import Device, Run, Threads, open_stdout, progress_bar, use_threads
+from tcnca.cli.reporting import Device, Run, Threads, open_stdout, progress_bar
 from tcnca.errors import format_score, plural
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def predict(
     from tcnca.data.custom.arrays import ARRAY_SUFFIXES
     from tcnca.inference import ColumnOptions, PredictOptions, load, predict_inputs
     from tcnca.models.prediction import prediction_kind
-    from tcnca.training.distributed import dist_context
+    from tcnca.training.distributed import dist_context, use_threads
 
     out = None if out is not None and str(out) == "-" else out
     options = PredictOptions(

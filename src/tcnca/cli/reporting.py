@@ -79,19 +79,6 @@ def check_changes(words: Sequence[str], options: Sequence[str]) -> None:
         )
 
 
-@contextlib.contextmanager
-def use_threads(count: int | None) -> Iterator[None]:
-    """Compute with this number of threads in the block; None for PyTorch's default."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Terminal:
     """Standard output without control characters."""
 

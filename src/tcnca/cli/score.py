@@ -20,7 +20,7 @@ from rich.text import Text
 
 from tcnca import pretrained
 from tcnca.cli.completion import complete_run
-from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar, use_threads
+from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control, plural
 from tcnca.files import atomic_path, atomic_write, partial_path, replace_file, to_json
 
@@ -89,7 +89,7 @@ def score(
     from tcnca.inference.loading import load
     from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
-    from tcnca.training.distributed import dist_context
+    from tcnca.training.distributed import dist_context, use_threads
 
     if plot is not None:
         check_plot_path(plot)

@@ -13,7 +13,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.completion import complete_recipe
-from tcnca.cli.reporting import Device, Threads, check_changes, parse_duration, use_threads
+from tcnca.cli.reporting import Device, Threads, check_changes, parse_duration
 from tcnca.errors import ConfigError, shown
 from tcnca.recipes import find
 
@@ -131,6 +131,7 @@ def search(
     from tcnca.search.halving import check_budget
     from tcnca.search.plot import save_plot
     from tcnca.search.search import is_busy, load_average, result_table, summary_lines
+    from tcnca.training.distributed import use_threads
     from tcnca.training.provenance import command_line
 
     if plot is not None:

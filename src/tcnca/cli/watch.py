@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from tcnca.cli.boundary import exit_code
-from tcnca.cli.reporting import Device, Run, Threads, use_threads
+from tcnca.cli.reporting import Device, Run, Threads
 from tcnca.errors import ConfigError, DataError, StateError, TrainingError, escape_control, shorten
 from tcnca.files import file_lock, to_json
 
@@ -67,7 +67,7 @@ def watch(
     from tcnca.inference.scoring import check_bytes
     from tcnca.inference.watching import FileTail, LogWatch, PipeTail
     from tcnca.signals import catch_signals
-    from tcnca.training.distributed import dist_context
+    from tcnca.training.distributed import dist_context, use_threads
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_threads(threads))

@@ -173,9 +173,9 @@ def load_recipe(name: str) -> Recipe:
 
 
 def differences(before: Recipe, now: Recipe) -> str:
-    """Return the keys that differ between two recipes, for messages."""
+    """Return the keys that differ between two recipes, for messages, without the threads, which may."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key != "runtime.threads"]
     return ", ".join(f"{key} (it has {old.get(key)}, now {new.get(key)})" for key in changed)
 
 

@@ -30,11 +30,13 @@ from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState
 from tcnca.training.distributed import (
     DistContext,
     dist_context,
+    fastest_threads,
     gradient_sync,
     make_context,
     parallelize,
     preload_compiler,
     should_compile,
+    use_threads,
 )
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.graphs import TrainingGraphs, should_capture
@@ -63,7 +65,7 @@ class Trainer:
         resume: continue from the last checkpoint in `out`, or start a new run if there is none.
         device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
-        command: command that repeats the run, for the report.
+        command: command that repeats the run, for the report; by default one that trains with the recipe in `out`.
         verbose: print progress.
     """
 
@@ -87,7 +89,7 @@ class Trainer:
         self.out = Path(out or Path("runs") / self.name)
         self.budget = check("budget", budget, Budget | None)
         self.resume, self.device, self.verbose = resume, device, verbose
-        self.command = command or command_line(["train", str(self.out / RECIPE)])
+        self.command = command
         self._check_out()
 
     def fit(self) -> Result:
@@ -95,6 +97,7 @@ class Trainer:
         with (
             dist_context(self.device) as self.dist,
             Logger(self.out, LogConsole(quiet=not self.verbose), enabled=self.dist.is_main) as self.logger,
+            use_threads(),
         ):
             self._resolve_recipe()
             if self.resume:
@@ -129,14 +132,20 @@ class Trainer:
 
     def setup(self) -> None:
         """Build the task, the model and the optimizers."""
-        recipe = self.recipe
-        if recipe.runtime.threads:
-            torch.set_num_threads(recipe.runtime.threads)
-        self.compiled = should_compile(recipe.runtime, self.dist.device)
+        self.compiled = should_compile(self.recipe.runtime, self.dist.device)
         if self.compiled:
             preload_compiler()
-        self.context = make_context(recipe.runtime.parallel, self.dist)
-        self.task = recipe.build_task()
+        self.context = make_context(self.recipe.runtime.parallel, self.dist)
+        self.task = self.recipe.build_task()
+        if self.recipe.runtime.threads == "auto":
+            threads = self._fastest_threads()
+            self.recipe = self.recipe.override({"runtime.threads": threads})
+            if self.command and threads:
+                # A run with another number would differ by rounding.
+                self.command += f" runtime.threads={threads}"
+        recipe = self.recipe
+        if isinstance(recipe.runtime.threads, int) and recipe.runtime.threads:
+            torch.set_num_threads(recipe.runtime.threads)
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
         # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
@@ -149,6 +158,23 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
         self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, recipe.checkpoint.keep, self.dist)
         self.state = TrainState(data=self.task.data.digest)
+
+    def _fastest_threads(self) -> int:
+        """Measure with how many threads a step is fastest."""
+        recipe, dist = self.recipe, self.dist
+        if dist.device.type != "cpu" or dist.world_size > 1 or self.compiled:
+            return 0  # PyTorch's default
+        # The run has a model of its own, so that it does not depend on this measurement.
+        torch.manual_seed(recipe.batch.seed)
+        model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing())
+        size = recipe.batch.initial_size or recipe.batch.size
+        batch = self.task.batch(0, size, recipe.batch.seed, 0, recipe.batch.grad_accum_steps)
+
+        def step() -> None:
+            with autocast(dist.device, recipe.runtime.precision):
+                self.task.loss(model(**batch.model_inputs(), return_state=False).logits, batch).backward()
+
+        return fastest_threads(step)
 
     # The loop.
 
@@ -420,8 +446,10 @@ class Trainer:
         wanted = {device: self.recipe.for_device(device) for device in ("cpu", "cuda", "mps")}
         self.recipe = wanted[self.dist.device.type]
         if self.resume and (self.out / RECIPE).is_file():
-            started = load_recipe(str(self.out / RECIPE))
-            self.recipe = started if started in wanted.values() else self.recipe
+            started, threads = load_recipe(str(self.out / RECIPE)), self.recipe.runtime.threads
+            if started in wanted.values():
+                kept = started.runtime.threads if threads == "auto" else threads
+                self.recipe = started.override({"runtime.threads": kept})
 
     def _adopt_budget(self) -> None:
         """Take over the budget of the run that is resumed: the learning rate follows it."""
@@ -477,7 +505,7 @@ class Trainer:
         if dist.is_main:
             launch = Launch(
                 recipe=self.name,
-                command=self.command,
+                command=self.command or command_line(["train", str(self.out / RECIPE)]),
                 step=self.state.step,
                 seed=recipe.batch.seed,
                 budget=self.budget,
@@ -505,7 +533,9 @@ class Trainer:
         shape = f" ({plural(sizes[0], 'time step')} of {plural(sizes[1], 'feature')})" if sizes else ""
         steps = f"{plural(schedule.max_steps, 'step')} (warm-up {schedule.effective_warmup_steps:,})"
         length = report.duration(self.budget) if self.budget is not None else steps
-        what = f"{length}, {self._parameters():,} parameters, {recipe.data.source}{shape}, on {dist.device.type}"
+        threads = f" ({plural(torch.get_num_threads(), 'thread')})" if dist.device.type == "cpu" else ""
+        place = f"{dist.device.type}{threads}"
+        what = f"{length}, {self._parameters():,} parameters, {recipe.data.source}{shape}, on {place}"
         self.logger.print(f"training in {self.out}: {what}{several}{compiling}")
 
     # The end of a run.
