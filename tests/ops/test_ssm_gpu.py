@@ -71,14 +71,17 @@ def test_tiles_of_gpus_with_less_shared_memory_are_right(monkeypatch: pytest.Mon
         cache.cache_clear()
 
 
-def test_kernels_run_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TCNCA_KERNELS", raising=False)
     given, scanned = some_ssm("cuda", 2, 300, 3, 4), some_scan("cuda", 2, 300, 3)
     for run, values, other in ((ssm, given, "chunked"), (diagonal_scan, scanned, "scan")):
         call: Any = run
         triton, plain = (call(*values, backend=backend)[0] for backend in ("triton", other))
         assert not torch.equal(triton, plain), "they never have the same bits, so one of them did not run"
-        assert torch.equal(call(*values)[0], plain), "auto took the kernels"
+        assert torch.equal(call(*values)[0], triton)
+        with monkeypatch.context() as patch:
+            patch.setenv("TCNCA_KERNELS", "off")
+            assert torch.equal(call(*values)[0], plain)
         exact = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in values]
         assert torch.equal(call(*exact)[0], call(*exact, backend=other)[0])
         with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*torch\.float64"):

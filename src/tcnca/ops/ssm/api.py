@@ -71,7 +71,7 @@ def _ssm_unsupported(call: SSMCall) -> str | None:
 
 
 def _triton_should_use(call: SSMCall) -> bool:
-    return False  # only if it is asked for
+    return call.x.is_cuda
 
 
 SSM_BACKENDS = ("chunked", "fft", "recurrent")
@@ -117,7 +117,7 @@ def ssm(
         weight: of the same shape, complex.
         backend: `chunked` (matrix products over blocks of time), `fft` (convolution in the frequency domain),
             `recurrent` (token by token), `triton` (fused matrix products for NVIDIA GPUs: no float64, up to 64 states,
-            first derivatives only) or `auto` (`chunked`).
+            first derivatives only) or `auto` (`triton` where it can run, else `chunked`).
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
@@ -173,7 +173,7 @@ def diagonal_scan(
         v: `[batch, time, states]`, complex.
         log_decay: `[states]`, complex. The real parts should be negative.
         backend: `scan` (block by block, in parallel), `recurrent` (token by token), `triton` (fused kernels for NVIDIA
-            GPUs: no complex128, first derivatives only) or `auto` (`scan`).
+            GPUs: no complex128, first derivatives only) or `auto` (`triton` where it can run, else `scan`).
         reverse: run from the last token to the first, `h[t] = exp(log_decay) h[t + 1] + v[t]`. There is no state then.
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros.
         state: what an earlier call returned; None is the start of the sequence.
