@@ -551,5 +551,11 @@ inline void barrier_cluster_wait_acquire_aligned() {
     emulator::wait();
 }
 inline void prefetch_global_L2(const void*) {}
+inline void ld_global_nc_v4_u32(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* from) {
+    if ((uintptr_t)from % 16) emulator::fail("ld.global.v4: the address is not aligned");
+    unsigned parts[4];
+    memcpy(parts, from, 16);
+    a = parts[0], b = parts[1], c = parts[2], d = parts[3];
+}
 
 }  // namespace ptx

@@ -249,9 +249,7 @@ def test_plans_choose_the_family_of_kernels(
         loaded.clear()
     for omega in (False, True):
         operator.backward_plan(Call(x, *rest, omega=omega), x)
-        # The long kernel, which adds the gradients of omega, has no form for a single tap.
-        family = "registers" if omega and kernel_size == 1 else backward
-        assert set(loaded) - {"sum_partials"} == {f"{family}_backward"}
+        assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
         loaded.clear()
     assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
 
@@ -332,11 +330,10 @@ def _sources() -> list[tuple[str, nvrtc.Source]]:
         if dtype != torch.float32 and size <= 17:
             found.append(("tensor_core_forward", tensor_core.forward_source(block)))
             found.append(("tensor_core_pair", tensor_core_pair.source(block)))
-            if size > 1 or not block.omega:
-                found.append(("tensor_core_backward", tensor_core.backward_source(block)))
+            found.append(("tensor_core_backward", tensor_core.backward_source(block, long=False)))
             found.append(("registers_backward", registers.backward_source(block, 2)))
-        elif dtype != torch.float32:
-            found.append(("tensor_core_backward", tensor_core.backward_source(block)))
+        if dtype != torch.float32 and size > 1:
+            found.append(("tensor_core_backward", tensor_core.backward_source(block, long=True)))
     return found
 
 

@@ -27,7 +27,9 @@ CASES = {
     "tensor cores": Case(shape=(2, 131, 24), kernel_size=17, factor=4, depth=2, bias=True, lengths=(131, 41)),
     "tensor cores, omega": Case(shape=(2, 131, 40), kernel_size=9, depth=2, omega=True, lengths=(131, 41)),
     "tensor cores, bidirectional": Case(causal=False, kernel_size=12, dtype=FP16, residual=False, activation="relu"),
-    "tensor cores, long kernel": Case(shape=(2, 131, 40), kernel_size=31, depth=2, bias=True, lengths=(131, 97)),
+    "tensor cores, long kernel": Case(
+        shape=(2, 131, 40), kernel_size=31, depth=2, bias=True, omega=True, lengths=(131, 97)
+    ),
     "registers": Case(shape=(2, 90, 6), causal=False, bias=True, lengths=(90, 7), activation="gelu"),
     "registers, float32": Case(omega=True, dtype=FP32, kernel_size=33, depth=1, activation="gelu_tanh"),
     "shared memory": Case(shape=(1, 150, 8), kernel_size=9, bias=True, omega=True, lengths=(140,)),

@@ -114,6 +114,20 @@ __device__ __forceinline__ void store_global(void* to, const Bytes16& v) {
                  : "memory");
 }
 
+// Memory that the kernel does not write.
+__device__ __forceinline__ Bytes16 load_global(const void* from) {
+    Bytes16 v;
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])
+        : "l"(from));
+    return v;
+}
+
+// Read from device memory into the second-level cache.
+__device__ __forceinline__ void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Copy 16 bytes from device to shared memory, zeros unless `valid`; complete after `wait_group`.
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool valid) {
     word to = static_cast<word>(__cvta_generic_to_shared(target));

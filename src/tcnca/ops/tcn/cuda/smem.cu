@@ -32,10 +32,6 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_wait();
 }
 
-__device__ __forceinline__ void prefetch(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
-
 // Sum COUNT numbers over the warp into `to[first:limit]`. Lanes DISTANCE apart take half of the numbers each, and so
 // on, which takes far fewer shuffles than to sum each number over all lanes.
 template <int COUNT, int DISTANCE = 16>

@@ -45,19 +45,23 @@ def forward_source(block: Block) -> nvrtc.Source:
     return nvrtc.Source(("common.cuh", "tensor_core.cuh", "tensor_core_forward.cu"), macros)
 
 
-def is_long(block: Block) -> bool:
-    """Return whether the gradients of a block need the kernel for long kernels, which also adds omega's part."""
-    return sum(_groups(block)) + 1 > MAX_SHORT_BACKWARD or block.omega
+def is_long(call: Call) -> bool:
+    """Return whether gradients need the kernel for long kernels, also because the other one needs more memory."""
+    groups = sum(_groups(call.block)) + 1
+    # That kernel has no form for a single tap.
+    too_large = groups > 1 and backward_memory(call.block, long=False) > driver.max_shared_memory(call.device)
+    return groups > MAX_SHORT_BACKWARD or too_large
 
 
-def backward_source(block: Block) -> nvrtc.Source:
+def backward_source(block: Block, *, long: bool) -> nvrtc.Source:
     """Return the source of `tensor_core_backward`."""
     shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "LAYER_BYTES": LAYER_BYTES}
-    if is_long(block):
+    if long:
         depth, resident = long_depth(block)
-        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": depth, "RESIDENT": resident, "RELOAD": int(block.residual)}
+        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": depth, "RESIDENT": resident}
     else:
-        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RESIDENT": 1, "RELOAD": 0}
+        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RESIDENT": 1}
+    own |= {"RELOAD": int(long and block.residual), "RELOAD_OUTPUT": int(long and block.omega)}
     files = ("common.cuh", "tensor_core.cuh", "tensor_core_backward.cuh", f"tensor_core_backward_{name}.cu")
     return nvrtc.Source(files, block.macros(**shared, **own))
 
@@ -67,14 +71,14 @@ def forward_memory(block: Block) -> int:
     return (STAGES + (STAGES - 1) * block.omega) * STEP_BYTES + 32 * WARPS
 
 
-def backward_memory(block: Block) -> int:
+def backward_memory(block: Block, *, long: bool) -> int:
     """Return the bytes of shared memory of the backward kernel."""
-    if is_long(block):
+    if long:
         return long_memory(block, long_depth(block)[0])
     before, after = _groups(block)
     rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
     tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
-    kernels = 32 * WARPS * (block.kernel_size + 1)
+    kernels = 32 * WARPS * (block.kernel_size + 1 + block.omega)
     return rings + tables + kernels + LAYER_BYTES
 
 
@@ -101,9 +105,8 @@ def forward_fits(call: Call) -> bool:
 
 def backward_fits(call: Call, dy: Layout) -> bool:
     """Return whether `Backward` can run the gradients of a call."""
-    # A kernel of one tap has no matrices to keep.
-    fits = _fits(call, MAX_BACKWARD, call.x, dy) and not (call.omega and call.block.kernel_size == 1)
-    return fits and backward_memory(call.block) <= driver.max_shared_memory(call.device)
+    fits = _fits(call, MAX_BACKWARD, call.x, dy)
+    return fits and backward_memory(call.block, long=is_long(call)) <= driver.max_shared_memory(call.device)
 
 
 def _fits(call: Call, max_groups: int, *layouts: Layout) -> bool:
@@ -165,9 +168,10 @@ class Backward:
     """Gradients of all blocks in one launch."""
 
     def __init__(self, call: Call, dy: Layout) -> None:
-        block = call.block
-        kernel = nvrtc.load(backward_source(block), "tensor_core_backward", backward_memory(block), call.device)
-        parts = LONG_PARTS if is_long(block) else WARPS
+        block, long = call.block, is_long(call)
+        memory = backward_memory(block, long=long)
+        kernel = nvrtc.load(backward_source(block, long=long), "tensor_core_backward", memory, call.device)
+        parts = LONG_PARTS if long else WARPS
         steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)), parts)
         numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)
         self._launch = driver.Launch(

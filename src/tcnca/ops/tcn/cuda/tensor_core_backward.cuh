@@ -1,6 +1,7 @@
 // Shared by the kernels for gradients on the tensor cores: layers, tiles, loads ahead, and the sums of gradients.
 //
 // RELOAD: whether dy is loaded a second time, for the skip connection, when the dx of its block is computed.
+// RELOAD_OUTPUT: whether the gradient of the output is loaded then, for omega.
 
 struct Args {
     const number* x;
@@ -114,7 +115,7 @@ struct Prefetcher {
     const number* dy_source;
     int skip_step;
     const number* skip_source;
-    const number* output_source;  // of the output's gradient, of which the bottom layer adds omega times to its dx
+    const number* output_source;  // of the gradient of the output
 };
 
 __device__ __forceinline__ Prefetcher prefetcher_for(int index) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void next_tile(Prefetcher& prefetcher, const Layer& l
             layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, tile.start);
         prefetcher.dy_source = layer.dy + tile.row * layer.dy_batch + channel +
                                offset_of(tile.mover, layer.cut, layer.dy_time, tile.start - AFTER);
-        if (!RELOAD && !OMEGA) continue;
+        if (!RELOAD && !RELOAD_OUTPUT) continue;
         prefetcher.skip_step = tile.mover.begin;
         prefetcher.skip_source =
             layer.dy + tile.row * layer.dy_batch + channel + offset_of(tile.mover, layer.cut, layer.dy_time, 0);
@@ -151,7 +152,7 @@ __device__ __forceinline__ void next_tile(Prefetcher& prefetcher, const Layer& l
 }
 
 // Load the next blocks of x and dy to these addresses, with RELOAD also the dy of the block whose dx is next to be
-// computed, with OMEGA the gradient of the output. `base` is `base_of_mover()`.
+// computed, with RELOAD_OUTPUT in the bottom layer the gradient of the output. `base` is `base_of_mover()`.
 __device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to, char* dy_to, char* skip_to,
                                               char* output_to, int base, const Layer& layer, const Args& args) {
     if (prefetcher.s == prefetcher.end) next_tile(prefetcher, layer, args);
@@ -165,10 +166,10 @@ __device__ __forceinline__ void prefetch_next(Prefetcher& prefetcher, char* x_to
             prefetcher.dy_source += SPAN * layer.dy_hop;
             prefetcher.x_step += SPAN;
         }
-        if ((RELOAD || OMEGA) && prefetcher.s >= AFTER + BEFORE) {
+        if ((RELOAD || RELOAD_OUTPUT) && prefetcher.s >= AFTER + BEFORE) {
             if (RELOAD)
                 load_block(skip_to, prefetcher.skip_source, layer.dy_hop, base, prefetcher.skip_step, prefetcher.limit);
-            if (OMEGA && layer.index == 0)
+            if (RELOAD_OUTPUT && layer.index == 0)
                 load_block(output_to, prefetcher.output_source, layer.output_hop, base, prefetcher.skip_step,
                            prefetcher.limit);
             prefetcher.skip_source += SPAN * layer.dy_hop;

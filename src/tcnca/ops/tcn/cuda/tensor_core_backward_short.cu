@@ -4,6 +4,9 @@
 // with dz to the kernels' gradients. BEFORE blocks later all dz that depend on a block's inputs are there, and its dx
 // is written into the shared memory where its dy was. It is stored a step later, when all threads have synchronized,
 // and the thread that has stored these bytes refills them.
+//
+// There is no shared memory left for the gradient of the output, of which the bottom layer adds omega times to its dx.
+// The thread that stores a dx reads it, and the input, from the second-level cache.
 
 #define X_RING (DEEP + 1)
 #define DY_RING (DEEP + BEFORE + 1)
@@ -11,7 +14,6 @@
 // The gradients of kernels and bias: one partial sum for all tiles of a block of the grid, added in a fixed order.
 
 static_assert(K + BIAS <= 32, "one lane for each tap and the bias");
-static_assert(!OMEGA, "there is no shared memory left for the gradient of the output");
 
 // Sum the matrices of products (step of x, step of dz) along their diagonals: one number per tap, and one for the bias.
 __device__ __forceinline__ void write_partial(char* scratch, const float (&products)[PAIRS][PART][4], float* partial,
@@ -38,7 +40,7 @@ __device__ __forceinline__ void write_partial(char* scratch, const float (&produ
             float sum = 0.0f;
 #pragma unroll
             for (int n = 0; n < SPAN; ++n) sum += square[from[n]];
-            partial[(channel + c) * (K + BIAS) + lane] = sum;
+            partial[(channel + c) * COLUMNS + lane] = sum;
         }
         __syncwarp();
     }
@@ -49,7 +51,8 @@ __device__ __forceinline__ void write_partial(char* scratch, const float (&produ
 #define BACKWARD_TABLE_BYTES (2 * BACKWARD_TABLE_SIZE * 32 * 16)
 #define TABLES_AT ((X_RING + DY_RING) * BLOCK_BYTES)
 #define OFFSETS_AT (TABLES_AT + WARPS * (FORWARD_TABLE_BYTES + BACKWARD_TABLE_BYTES))
-#define LAYER_AT (OFFSETS_AT + WARPS * PART * 4)
+#define OMEGA_AT (OFFSETS_AT + WARPS * PART * 4)
+#define LAYER_AT (OMEGA_AT + OMEGA * WARPS * PART * 4)
 #define KERNELS_AT (LAYER_AT + LAYER_BYTES)
 
 // Write the Toeplitz matrices of the warp's channels, for the pre-activation or, transposed, for dx. Operands of one
@@ -172,9 +175,75 @@ __device__ __forceinline__ void compute_dx(char* ready, int mine, const word (&d
         for (int odd = 0; odd < 2; ++odd) store16(ready + place_offset(mine, odd, h), out[odd][h]);
 }
 
+// The gradient of the output and the input, for omega: where a thread reads them, its channels' omega and their gradients.
+struct Skip {
+    const number* dy;
+    const number* x;
+    const float* omega;
+    float domega[PART];
+};
+
+// Store a block as `store_block` does, with omega times the gradient of the output, and add to the gradient of omega.
+__device__ __forceinline__ void store_with_skip(const char* block, number* target, Skip& skip, const Layer& layer,
+                                                int base, int n, int limit, int length) {
+    const int valid = LENGTHS ? min(limit, length) : limit;
+    Bytes16 dy[SPAN / STEPS_AT_ONCE], x[SPAN / STEPS_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
+        dy[i / STEPS_AT_ONCE] = x[i / STEPS_AT_ONCE] = {0, 0, 0, 0};
+        if (n + i < valid) {
+            dy[i / STEPS_AT_ONCE] = load_global(skip.dy + i * layer.output_hop);
+            x[i / STEPS_AT_ONCE] = load_global(skip.x + i * layer.x_hop);
+        }
+        // Those of a later block, which would take too long from memory.
+        if (n + i + 2 * SPAN < valid) {
+            prefetch(skip.dy + (i + 2 * SPAN) * layer.output_hop);
+            prefetch(skip.x + (i + 2 * SPAN) * layer.x_hop);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
+        Bytes16 v = load16(block + place_offset(base, i, 0));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const word gradient = dy[i / STEPS_AT_ONCE].part[j], input = x[i / STEPS_AT_ONCE].part[j];
+            v.part[j] = pack(fmaf(skip.omega[2 * j], first(gradient), first(v.part[j])),
+                             fmaf(skip.omega[2 * j + 1], second(gradient), second(v.part[j])));
+            if (LENGTHS && n + i >= length) v.part[j] = 0;
+            skip.domega[2 * j] = fmaf(first(input), first(gradient), skip.domega[2 * j]);
+            skip.domega[2 * j + 1] = fmaf(second(input), second(gradient), skip.domega[2 * j + 1]);
+        }
+        if (n + i < limit) store_global(target + i * layer.dx_hop, v);
+    }
+    skip.dy += SPAN * layer.output_hop;
+    skip.x += SPAN * layer.x_hop;
+}
+
+// Sum the threads' sums for the gradient of omega; all threads of the block take part.
+__device__ __forceinline__ void write_domega(float* sums, const float (&domega)[PART], float* partial,
+                                             long long channel, long long channels) {
+    static_assert(32 % PARTS == 0 && PARTS * PART <= THREADS, "each warp has all channels, each thread one for the sum");
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < PART; ++c) {
+        float sum = domega[c];
+#pragma unroll
+        for (int distance = 16; distance >= PARTS; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        if (threadIdx.x % 32 < PARTS) sums[(threadIdx.x / 32 * PARTS + threadIdx.x % 32) * PART + c] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < PARTS * PART && channel + threadIdx.x < channels) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) sum += sums[warp * PARTS * PART + threadIdx.x];
+        partial[(channel + threadIdx.x) * COLUMNS + K + BIAS] = sum;
+    }
+    __syncthreads();
+}
+
 __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, const Args& args, const Layer& layer,
                                               Prefetcher& prefetcher, int& x_slot, int& dy_slot,
-                                              float (&products)[PAIRS][PART][4]) {
+                                              float (&products)[PAIRS][PART][4], Skip& skip) {
     const long long channel = static_cast<long long>(tile.group) * PART * PARTS;
     char* x_ring = shared;
     char* dy_ring = x_ring + X_RING * BLOCK_BYTES;
@@ -185,6 +254,11 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     number* target =
         layer.dx + tile.row * args.time * args.channels + channel + offset_of(tile.mover, layer.cut, args.channels, 0);
     int written = tile.mover.begin;
+    const bool adds = OMEGA && layer.index == 0;
+    if (adds) {
+        skip.dy = args.dy + tile.row * args.dy_batch + channel + offset_of(tile.mover, layer.cut, args.dy_time, 0);
+        skip.x = layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, 0);
+    }
     const Dropout dropout = dropout_of(args.seed, layer.index, tile.row, args.channels, args.dropped, args.scale);
     Draws draws = draws_for(layer.cut, dropout, tile.in_row, channel + warp * PART);
 #pragma unroll
@@ -204,7 +278,8 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
         char* last = dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES;
         const int base_now = opaque(moved);
         if (e > 0) {
-            store_block(last, target, layer.dx_hop, base_now, written, tile.mover.limit, tile.length);
+            if (adds) store_with_skip(last, target, skip, layer, base_now, written, tile.mover.limit, tile.length);
+            else store_block(last, target, layer.dx_hop, base_now, written, tile.mover.limit, tile.length);
             target += SPAN * layer.dx_hop;
             written += SPAN;
         }
@@ -232,8 +307,9 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     }
     if (tile.start < tile.end) {
         __syncthreads();
-        store_block(dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES, target, layer.dx_hop, moved, written,
-                    tile.mover.limit, tile.length);
+        const char* last = dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES;
+        if (adds) store_with_skip(last, target, skip, layer, moved, written, tile.mover.limit, tile.length);
+        else store_block(last, target, layer.dx_hop, moved, written, tile.mover.limit, tile.length);
     }
 }
 
@@ -250,6 +326,9 @@ __device__ __forceinline__ void read_kernels(char* shared, const Layer& layer, c
     write_table<BLOCKS, false>(forward_table, kernels);
     write_table<BACKWARD_TABLE_SIZE, true>(forward_table + FORWARD_TABLE_BYTES, kernels);
     write_bias(shared + OFFSETS_AT + warp * PART * 4, layer.bias, channel, args.channels);
+    if (OMEGA && lane < PART)
+        reinterpret_cast<float*>(shared + OMEGA_AT)[warp * PART + lane] =
+            channel + lane < args.channels ? args.omega[channel + lane] : 0.0f;
 }
 
 // Process all tiles of a layer that belong to this block.
@@ -277,16 +356,21 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
             for (int p = 0; p < PAIRS; ++p)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) products[p][c][i] = 0.0f;
+        // A thread stores the same channels of every block.
+        Skip skip = {nullptr, nullptr, reinterpret_cast<const float*>(shared + OMEGA_AT) + threadIdx.x % PARTS * PART};
 #pragma unroll 1
         for (; index < (group + 1) * layer.tiles_in_group; index += gridDim.x) {
             const Tile tile = tile_of(layer, args, index);
-            backward_tile(shared, tile, args, layer, prefetcher, x_slot, dy_slot, products);
+            backward_tile(shared, tile, args, layer, prefetcher, x_slot, dy_slot, products, skip);
         }
         // The tables are not needed any more, and no other warp reads them.
         __syncwarp();
-        write_partial(shared + TABLES_AT + warp * (FORWARD_TABLE_BYTES + BACKWARD_TABLE_BYTES), products,
-                      layer.partial + part * args.channels * (K + BIAS),
-                      (static_cast<long long>(group) * WARPS + warp) * PART, args.channels);
+        float* partial = layer.partial + part * args.channels * COLUMNS;
+        const long long channel = static_cast<long long>(group) * PART * PARTS;
+        write_partial(shared + TABLES_AT + warp * (FORWARD_TABLE_BYTES + BACKWARD_TABLE_BYTES), products, partial,
+                      channel + warp * PART, args.channels);
+        if (OMEGA)
+            write_domega(reinterpret_cast<float*>(shared + TABLES_AT), skip.domega, partial, channel, args.channels);
         if (index < layer.tiles) read_kernels(shared, layer, args, index / layer.tiles_in_group);
     }
 }
