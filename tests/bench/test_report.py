@@ -16,7 +16,8 @@ from tcnca.bench.report import format_seconds, ratio_table, result_tables
 from tcnca.errors import ConfigError, DataError
 from tests.bench.helpers import LONG, LRA, OPS, REPORTS, report, timed
 
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+COMMITTED = sorted([*(ROOT / "benchmarks" / "results").glob("*.json"), *(ROOT / "results" / "speed").glob("*.json")])
 
 
 def find(suite: str, title: str, phase: str, mode: str = "graph") -> Ratio:
@@ -68,7 +69,7 @@ def test_speed_and_memory_of_training_have_goals() -> None:
     assert find("model", "mega-fft-compiled: tokens per second in training", "step").goal is None
 
 
-@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_committed_results_are_readable(path: Path) -> None:
     ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"]
     assert ratios == [dataclasses.asdict(ratio) for ratio in read_json(path).ratios]
@@ -98,7 +99,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
 )
 def test_changed_results_are_refused(place: list[str | int], value: object, tmp_path: Path) -> None:
     path = tmp_path / "changed.json"
-    values = json.loads((COMMITTED / "ops-h200-2026-11-15.json").read_text(encoding="utf-8"))
+    values = json.loads((ROOT / "results" / "speed" / "ops.json").read_text(encoding="utf-8"))
     target = values
     for name in place[:-1]:
         target = target[name]
