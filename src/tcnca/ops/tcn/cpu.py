@@ -291,6 +291,8 @@ def _correlate(rows: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve rows `[…, tokens, channels]` to `[…, tokens - taps + 1, channels]`."""
     batch, phases, tokens, channels = rows.shape
     taps = kernel.shape[1]
+    if taps == 1:  # oneDNN does not take it on one thread
+        return rows * kernel[:, 0] if bias is None else torch.addcmul(bias, rows, kernel[:, 0])
     image = rows.view(batch * phases, 1, tokens, channels).permute(0, 3, 1, 2)
     y = torch.conv2d(image, kernel.reshape(channels, 1, 1, taps), bias, groups=channels)
     return y.permute(0, 2, 3, 1).reshape(batch, phases, tokens - taps + 1, channels)
@@ -299,6 +301,8 @@ def _correlate(rows: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
 def _kernel_gradient(dz: Tensor, rows: Tensor, kernel: Tensor) -> Tensor:
     """Return the gradient of `kernel` in `_correlate(rows, kernel)`, given that of the result."""
     channels, taps = kernel.shape
+    if taps == 1:
+        return (dz * rows).sum((0, 1, 2)).unsqueeze(1)
     # PyTorch's kernel is many times faster for images one token wide than for images one token high.
     dz, rows = (part.reshape(-1, part.shape[2], 1, channels).permute(0, 3, 1, 2) for part in (dz, rows))
     image, geometry = kernel.reshape(channels, 1, taps, 1), ((1, 1), (0, 0), (1, 1), False, (0, 0))
