@@ -22,7 +22,7 @@ from tcnca.generation import dispatch
 from tcnca.generation.dispatch import MIN_PACKED_LAYERS, ModelStep, make_step
 from tcnca.generation.packed import PackedStep
 from tcnca.ops.quantize import quantize_rows
-from tcnca.training.distributed import use_threads
+from tcnca.training.threads import use_threads
 from tests.comparison import assert_close, relative_error
 from tests.examples import VOCABULARY, small_config, small_model
 from tests.ops.test_steps_triton import MODELS, assert_steps

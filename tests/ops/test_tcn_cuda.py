@@ -202,7 +202,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
 
     def load(source: nvrtc.Source, name: str, shared_memory: int, device: int) -> str:
-        names.append(name)
+        (file,) = (file for file in source.files if file.endswith(".cu"))
+        names.append(file.removesuffix(".cu") if name == "tensor_core_backward" else name)
         return name
 
     monkeypatch.setattr(nvrtc, "load", load)
@@ -249,9 +250,22 @@ def test_plans_choose_the_family_of_kernels(
         loaded.clear()
     for omega in (False, True):
         operator.backward_plan(Call(x, *rest, omega=omega), x)
-        assert set(loaded) - {"sum_partials"} == {f"{backward}_backward"}
+        family = "tensor_core_backward_short" if backward == "tensor_core" else f"{backward}_backward"
+        assert set(loaded) - {"sum_partials"} == {family}
         loaded.clear()
     assert operator.recomputes(Call(x, *rest)) == (backward == "smem")
+
+
+@pytest.mark.parametrize(("omega", "kernel_size"), [(True, 17), (True, 1), (False, 17)])
+def test_gradients_where_the_short_kernel_does_not_fit(
+    omega: bool, kernel_size: int, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "max_shared_memory", lambda device: 163 * 1024)
+    x = _layout(8, 8192, 64)
+    kernel = (4, 1, 64, kernel_size), True, False, Settings(1, 8, "none", False, True, 0.0)
+    operator.backward_plan(Call(x, *kernel, omega=omega), x)
+    expected = {17: "tensor_core_backward_long", 1: "tensor_core_backward_short"}[kernel_size]
+    assert set(loaded) - {"sum_partials"} == {expected if omega else "registers_backward"}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def launch() -> Launch:
 
 def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    trained(*arguments(tmp_path / "one", "batch.seed=3", "lr=0.02"))
+    trained(*arguments(tmp_path / "one", "batch.seed=3", "lr=0.02", "threads=auto"))
     (found,) = read_launches(tmp_path / "one")
     assert before <= datetime.datetime.fromisoformat(found.started) <= datetime.datetime.now(datetime.UTC)
     assert (found.recipe, found.step, found.seed, found.budget, found.processes) == ("recall-small", 0, 3, None, 1)

@@ -14,7 +14,6 @@ import pickle
 import shutil
 import threading
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,79 +63,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, after: int, c
     # The saved model is the trained one, in the run directory and in its last checkpoint.
     for place in (tmp_path / "parts", latest(tmp_path / "parts")):
         assert_same(weights(tcnca.load(place)), weights(whole.model))
-
-
-class Cores:
-    """Cores on which a step takes a time that depends on the number of threads; it replaces a clock and PyTorch's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], default: int) -> None:
-        self.now, self.threads, self.seconds, self.used = 0.0, default, seconds, list[int]()
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
-        monkeypatch.setattr(torch, "set_num_threads", functools.partial(setattr, self, "threads"))
-
-    def step(self) -> None:
-        self.used.append(self.threads)
-        self.now += self.seconds(self.threads)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "default", "fastest", "fewest"),
-    [
-        (lambda threads: 0.1 / threads, 8, 8, 4),
-        (lambda threads: 0.1 / min(threads, 4), 6, 4, 2),
-        (lambda threads: 0.1 * threads, 8, 1, 1),  # many threads for a tiny model
-        (lambda threads: 0.1 * 0.95**threads, 2, 1, 1),  # not worth a core
-        (lambda threads: 60.0 / threads, 64, 64, 32),  # a large model is measured with few numbers only
-        (lambda threads: 9.0 * threads, 16, 1, 1),  # and a slow one with all that may be faster
-        (lambda threads: 0.1, 1, 1, None),
-    ],
-)
-def test_the_fastest_number_of_threads_is_found(
-    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], default: int, fastest: int, fewest: int | None
-) -> None:
-    cores = Cores(monkeypatch, seconds, default)
-    assert distributed.fastest_threads(cores.step) == fastest
-    assert cores.threads == default
-    assert min(cores.used, default=None) == fewest
-
-
-def test_a_disturbance_does_not_change_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = Cores(monkeypatch, lambda threads: 0.1 / threads + (0.08 if len(cores.used) < 4 else 0.0), 4)
-    assert distributed.fastest_threads(cores.step) == 4
-
-
-def test_a_run_keeps_the_number_of_threads_that_was_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its recipe names the number, so that the run can be repeated, and resumed, exactly."""
-    measured = list[int]()
-
-    def measure(step: Callable[[], None]) -> int:
-        step()
-        measured.append(2)
-        return 2
-
-    monkeypatch.setattr(trainer, "fastest_threads", measure)
-    wanted = recipe("threads=auto")
-    whole = TinyTrainer(tmp_path / "whole", wanted)
-    whole.after_setup = lambda _: measured.append(torch.get_num_threads())
-    whole.fit()
-    assert measured == [2, 2]
-    assert torch.get_num_threads() == 1
-    assert load_recipe(str(tmp_path / "whole" / "recipe.yaml")).runtime.threads == 2
-    assert_same(weights(fit(tmp_path / "named", "threads=2").model), weights(whole.model))
-
-    TinyTrainer(tmp_path / "parts", wanted, stop_after=5).fit()
-    monkeypatch.setattr(trainer, "fastest_threads", None)
-    TinyTrainer(tmp_path / "parts", wanted, stop_after=8, resume=True).fit()
-    shutil.copytree(tmp_path / "parts", tmp_path / "other")
-    for folder, changed_recipe, threads in (("parts", wanted, 2), ("other", wanted.override(["threads=1"]), 1)):
-        last = TinyTrainer(tmp_path / folder, changed_recipe, resume=True)
-        last.after_setup = lambda _: measured.append(torch.get_num_threads())
-        assert last.fit().step == 12
-        assert measured.pop() == threads
-        assert load_recipe(str(tmp_path / folder / "recipe.yaml")).runtime.threads == threads
-        if threads == 2:
-            assert_same(weights(last.model), weights(whole.model))
 
 
 def test_stopped_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

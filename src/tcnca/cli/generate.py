@@ -100,7 +100,8 @@ def generate(
     from tcnca.generation import stream_texts
     from tcnca.inference.loading import load
     from tcnca.models.prediction import check_language_model
-    from tcnca.training.distributed import dist_context, use_threads
+    from tcnca.training.distributed import dist_context
+    from tcnca.training.threads import use_threads
 
     with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
         language_model = load(model, dist.device, best=best)

@@ -120,7 +120,8 @@ def inspect(
             require("plots", option)
     no_plots = missing("plots") if plots else None
 
-    from tcnca.training.distributed import dist_context, use_threads
+    from tcnca.training.distributed import dist_context
+    from tcnca.training.threads import use_threads
 
     console = Console(emoji=False, highlight=False, stderr=json_file == _STDOUT)
     numbers: dict[str, Any] = {"complete": False}

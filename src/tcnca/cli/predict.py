@@ -65,7 +65,8 @@ def predict(
     from tcnca.data.custom.arrays import ARRAY_SUFFIXES
     from tcnca.inference import ColumnOptions, PredictOptions, load, predict_inputs
     from tcnca.models.prediction import prediction_kind
-    from tcnca.training.distributed import dist_context, use_threads
+    from tcnca.training.distributed import dist_context
+    from tcnca.training.threads import use_threads
 
     out = None if out is not None and str(out) == "-" else out
     options = PredictOptions(

@@ -89,7 +89,8 @@ def score(
     from tcnca.inference.loading import load
     from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
-    from tcnca.training.distributed import dist_context, use_threads
+    from tcnca.training.distributed import dist_context
+    from tcnca.training.threads import use_threads
 
     if plot is not None:
         check_plot_path(plot)

@@ -131,8 +131,8 @@ def search(
     from tcnca.search.halving import check_budget
     from tcnca.search.plot import save_plot
     from tcnca.search.search import is_busy, load_average, result_table, summary_lines
-    from tcnca.training.distributed import use_threads
     from tcnca.training.provenance import command_line
+    from tcnca.training.threads import use_threads
 
     if plot is not None:
         check_plot_path(plot)

@@ -79,7 +79,7 @@ def train(
             resume=resume,
             device=device,
             name=name,
-            command=command_line(arguments),
+            command=arguments,
         )
         result = trainer.fit()
     if trainer.dist.is_main:

@@ -67,7 +67,8 @@ def watch(
     from tcnca.inference.scoring import check_bytes
     from tcnca.inference.watching import FileTail, LogWatch, PipeTail
     from tcnca.signals import catch_signals
-    from tcnca.training.distributed import dist_context, use_threads
+    from tcnca.training.distributed import dist_context
+    from tcnca.training.threads import use_threads
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_threads(threads))

@@ -202,6 +202,7 @@ class RuntimeConfig(Config):
     """Whether to launch the forward and backward pass of a batch as one CUDA graph, for each batch shape that comes up
     repeatedly. Faster where launches take longer than the kernels; rows of unequal lengths are padded to a few, except
     those of forecasts. Without effect on a CPU and with several processes."""
+    # Not compared, as a run may be resumed with another number.
     threads: Annotated[int, Range(0, 1024)] | Literal["auto"] = dataclasses.field(default=0, compare=False)
     """CPU threads; 0 for PyTorch's default, `auto` for the number that is fastest in a measurement before the run. With
     several processes, a GPU or `compile`, `auto` is PyTorch's default. A run may be resumed with another number."""

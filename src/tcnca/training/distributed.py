@@ -9,7 +9,6 @@ import importlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -93,51 +92,6 @@ class DistContext:
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def use_threads(count: int | None = None) -> Iterator[None]:
-    """Compute with this number of threads on the CPU, by default PyTorch's, and restore it at the end of the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def fastest_threads(step: Callable[[], None], *, seconds: float = 3.0) -> int:
-    """Return with how many threads `step` is fastest on the CPU: 1, 2, 4, ... or PyTorch's default, the most.
-
-    The fewest that are at most 10 % slower than the fastest: a few percent are not worth another core.
-
-    Args:
-        step: computes something, the same each time.
-        seconds: time after which no further measurement starts, once each number was measured.
-    """
-
-    def measure(threads: int) -> float:
-        torch.set_num_threads(threads)
-        step()  # starts the threads
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    most = torch.get_num_threads()
-    if most == 1:
-        return 1
-    deadline, times = time.perf_counter() + seconds, dict[int, float]()
-    with use_threads():
-        for threads in [most, *(2**power for power in reversed(range((most - 1).bit_length())))]:
-            times[threads] = measure(threads)
-            if times[threads] > 1.5 * min(times.values()):
-                break  # and slower still with fewer
-        # In turn, as other programs may take cores for a while.
-        for threads in [*times] * 4 if len(times) > 1 else []:
-            if time.perf_counter() > deadline:
-                break
-            times[threads] = min(times[threads], measure(threads))
-    return min(threads for threads, spent in times.items() if spent <= 1.1 * min(times.values()))
 
 
 def check_device(device: str | None) -> None:

@@ -9,6 +9,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,13 +31,11 @@ from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState
 from tcnca.training.distributed import (
     DistContext,
     dist_context,
-    fastest_threads,
     gradient_sync,
     make_context,
     parallelize,
     preload_compiler,
     should_compile,
-    use_threads,
 )
 from tcnca.training.evaluate import Score, autocast, eval_limit, evaluate
 from tcnca.training.graphs import TrainingGraphs, should_capture
@@ -45,6 +44,7 @@ from tcnca.training.optimizer import build_optimizers, scheduled_lr, set_lr
 from tcnca.training.provenance import RECIPE, Budget, Launch, add_launch, command_line, hardware, read_launches
 from tcnca.training.recipe import Recipe, differences, load_recipe
 from tcnca.training.report import REPORT, Result
+from tcnca.training.threads import fastest_threads, use_threads
 
 _COMPILING_STEPS = 3
 """First steps that compile code or load it. With CUDA graphs, the third batch of a shape is captured."""
@@ -65,7 +65,8 @@ class Trainer:
         resume: continue from the last checkpoint in `out`, or start a new run if there is none.
         device: `cpu`, `cuda` or `mps`; None for an NVIDIA GPU if there is one.
         name: name of the recipe, for the report.
-        command: command that repeats the run, for the report; by default one that trains with the recipe in `out`.
+        command: arguments of the `tcnca` that repeats the run, for the report; by default it trains with the recipe in
+            `out`.
         verbose: print progress.
     """
 
@@ -81,7 +82,7 @@ class Trainer:
         resume: bool = False,
         device: str | None = None,
         name: str = "",
-        command: str = "",
+        command: Sequence[str] = (),
         verbose: bool = True,
     ) -> None:
         self.recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -89,7 +90,7 @@ class Trainer:
         self.out = Path(out or Path("runs") / self.name)
         self.budget = check("budget", budget, Budget | None)
         self.resume, self.device, self.verbose = resume, device, verbose
-        self.command = command
+        self.command = [*command]
         self._check_out()
 
     def fit(self) -> Result:
@@ -137,15 +138,17 @@ class Trainer:
             preload_compiler()
         self.context = make_context(self.recipe.runtime.parallel, self.dist)
         self.task = self.recipe.build_task()
-        if self.recipe.runtime.threads == "auto":
+        threads = self.recipe.runtime.threads
+        if threads == "auto":
             threads = self._fastest_threads()
             self.recipe = self.recipe.override({"runtime.threads": threads})
-            if self.command and threads:
+            if threads and self.command:
                 # A run with another number would differ by rounding.
-                self.command += f" runtime.threads={threads}"
+                others = [word for word in self.command if word.partition("=")[0] not in ("threads", "runtime.threads")]
+                self.command = [*others, f"runtime.threads={threads}"]
+        if threads:
+            torch.set_num_threads(threads)
         recipe = self.recipe
-        if isinstance(recipe.runtime.threads, int) and recipe.runtime.threads:
-            torch.set_num_threads(recipe.runtime.threads)
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
         # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
@@ -167,12 +170,14 @@ class Trainer:
         # The run has a model of its own, so that it does not depend on this measurement.
         torch.manual_seed(recipe.batch.seed)
         model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing())
+        train_model = parallelize(model, recipe.runtime, dist)
         size = recipe.batch.initial_size or recipe.batch.size
         batch = self.task.batch(0, size, recipe.batch.seed, 0, recipe.batch.grad_accum_steps)
 
         def step() -> None:
+            model.zero_grad()
             with autocast(dist.device, recipe.runtime.precision):
-                self.task.loss(model(**batch.model_inputs(), return_state=False).logits, batch).backward()
+                self.task.loss(train_model(**batch.model_inputs(), return_state=False).logits, batch).backward()
 
         return fastest_threads(step)
 
@@ -448,8 +453,10 @@ class Trainer:
         if self.resume and (self.out / RECIPE).is_file():
             started, threads = load_recipe(str(self.out / RECIPE)), self.recipe.runtime.threads
             if started in wanted.values():
-                kept = started.runtime.threads if threads == "auto" else threads
-                self.recipe = started.override({"runtime.threads": kept})
+                before = started.runtime.threads
+                if threads == "auto" and self.dist.world_size == 1 and before in range(1, torch.get_num_threads() + 1):
+                    threads = before
+                self.recipe = started.override({"runtime.threads": threads})
 
     def _adopt_budget(self) -> None:
         """Take over the budget of the run that is resumed: the learning rate follows it."""
@@ -505,7 +512,7 @@ class Trainer:
         if dist.is_main:
             launch = Launch(
                 recipe=self.name,
-                command=self.command or command_line(["train", str(self.out / RECIPE)]),
+                command=command_line(self.command or ["train", str(self.out / RECIPE)]),
                 step=self.state.step,
                 seed=recipe.batch.seed,
                 budget=self.budget,

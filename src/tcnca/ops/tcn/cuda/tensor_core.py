@@ -46,10 +46,11 @@ def forward_source(block: Block) -> nvrtc.Source:
 
 
 def is_long(call: Call) -> bool:
-    """Return whether gradients need the kernel for long kernels, also because the other one needs more memory."""
+    """Return whether gradients need the kernel for long kernels; with omega also where the other one does not fit."""
     groups = sum(_groups(call.block)) + 1
-    # That kernel has no form for a single tap.
-    too_large = groups > 1 and backward_memory(call.block, long=False) > driver.max_shared_memory(call.device)
+    # The long kernel has no form for a single tap, and without omega it has not been compared with `registers`.
+    may_be_long = call.omega and groups > 1
+    too_large = may_be_long and backward_memory(call.block, long=False) > driver.max_shared_memory(call.device)
     return groups > MAX_SHORT_BACKWARD or too_large
 
 

@@ -175,8 +175,8 @@ __device__ __forceinline__ void compute_dx(char* ready, int mine, const word (&d
         for (int odd = 0; odd < 2; ++odd) store16(ready + place_offset(mine, odd, h), out[odd][h]);
 }
 
-// The gradient of the output and the input, for omega: where a thread reads them, its channels' omega and their gradients.
-struct Skip {
+// For omega: where a thread reads the gradient of the output and the input, omega of its channels, and its gradient.
+struct OmegaTerm {
     const number* dy;
     const number* x;
     const float* omega;
@@ -184,22 +184,18 @@ struct Skip {
 };
 
 // Store a block as `store_block` does, with omega times the gradient of the output, and add to the gradient of omega.
-__device__ __forceinline__ void store_with_skip(const char* block, number* target, Skip& skip, const Layer& layer,
-                                                int base, int n, int limit, int length) {
-    const int valid = LENGTHS ? min(limit, length) : limit;
+__device__ __forceinline__ void store_with_omega(const char* block, number* target, OmegaTerm& term, const Layer& layer,
+                                                 int base, int n, int limit, int length) {
     Bytes16 dy[SPAN / STEPS_AT_ONCE], x[SPAN / STEPS_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
         dy[i / STEPS_AT_ONCE] = x[i / STEPS_AT_ONCE] = {0, 0, 0, 0};
-        if (n + i < valid) {
-            dy[i / STEPS_AT_ONCE] = load_global(skip.dy + i * layer.output_hop);
-            x[i / STEPS_AT_ONCE] = load_global(skip.x + i * layer.x_hop);
+        if (n + i < length) {
+            dy[i / STEPS_AT_ONCE] = load_global(term.dy + i * layer.output_hop);
+            x[i / STEPS_AT_ONCE] = load_global(term.x + i * layer.x_hop);
         }
-        // Those of a later block, which would take too long from memory.
-        if (n + i + 2 * SPAN < valid) {
-            prefetch(skip.dy + (i + 2 * SPAN) * layer.output_hop);
-            prefetch(skip.x + (i + 2 * SPAN) * layer.x_hop);
-        }
+        // Of a later block; its input has been loaded for the kernels' gradients.
+        if (n + i + 2 * SPAN < length) prefetch(term.dy + (i + 2 * SPAN) * layer.output_hop);
     }
 #pragma unroll
     for (int i = 0; i < SPAN; i += STEPS_AT_ONCE) {
@@ -207,22 +203,22 @@ __device__ __forceinline__ void store_with_skip(const char* block, number* targe
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const word gradient = dy[i / STEPS_AT_ONCE].part[j], input = x[i / STEPS_AT_ONCE].part[j];
-            v.part[j] = pack(fmaf(skip.omega[2 * j], first(gradient), first(v.part[j])),
-                             fmaf(skip.omega[2 * j + 1], second(gradient), second(v.part[j])));
+            v.part[j] = pack(fmaf(term.omega[2 * j], first(gradient), first(v.part[j])),
+                             fmaf(term.omega[2 * j + 1], second(gradient), second(v.part[j])));
             if (LENGTHS && n + i >= length) v.part[j] = 0;
-            skip.domega[2 * j] = fmaf(first(input), first(gradient), skip.domega[2 * j]);
-            skip.domega[2 * j + 1] = fmaf(second(input), second(gradient), skip.domega[2 * j + 1]);
+            term.domega[2 * j] = fmaf(first(input), first(gradient), term.domega[2 * j]);
+            term.domega[2 * j + 1] = fmaf(second(input), second(gradient), term.domega[2 * j + 1]);
         }
         if (n + i < limit) store_global(target + i * layer.dx_hop, v);
     }
-    skip.dy += SPAN * layer.output_hop;
-    skip.x += SPAN * layer.x_hop;
+    term.dy += SPAN * layer.output_hop;
+    term.x += SPAN * layer.x_hop;
 }
 
 // Sum the threads' sums for the gradient of omega; all threads of the block take part.
 __device__ __forceinline__ void write_domega(float* sums, const float (&domega)[PART], float* partial,
                                              long long channel, long long channels) {
-    static_assert(32 % PARTS == 0 && PARTS * PART <= THREADS, "each warp has all channels, each thread one for the sum");
+    static_assert(32 % PARTS == 0 && PARTS * PART <= THREADS, "a warp has all channels, and a thread one to sum");
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < PART; ++c) {
@@ -243,7 +239,7 @@ __device__ __forceinline__ void write_domega(float* sums, const float (&domega)[
 
 __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, const Args& args, const Layer& layer,
                                               Prefetcher& prefetcher, int& x_slot, int& dy_slot,
-                                              float (&products)[PAIRS][PART][4], Skip& skip) {
+                                              float (&products)[PAIRS][PART][4], OmegaTerm& term) {
     const long long channel = static_cast<long long>(tile.group) * PART * PARTS;
     char* x_ring = shared;
     char* dy_ring = x_ring + X_RING * BLOCK_BYTES;
@@ -256,8 +252,8 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     int written = tile.mover.begin;
     const bool adds = OMEGA && layer.index == 0;
     if (adds) {
-        skip.dy = args.dy + tile.row * args.dy_batch + channel + offset_of(tile.mover, layer.cut, args.dy_time, 0);
-        skip.x = layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, 0);
+        term.dy = args.dy + tile.row * args.dy_batch + channel + offset_of(tile.mover, layer.cut, args.dy_time, 0);
+        term.x = layer.x + tile.row * layer.x_batch + channel + offset_of(tile.mover, layer.cut, layer.x_time, 0);
     }
     const Dropout dropout = dropout_of(args.seed, layer.index, tile.row, args.channels, args.dropped, args.scale);
     Draws draws = draws_for(layer.cut, dropout, tile.in_row, channel + warp * PART);
@@ -278,7 +274,7 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
         char* last = dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES;
         const int base_now = opaque(moved);
         if (e > 0) {
-            if (adds) store_with_skip(last, target, skip, layer, base_now, written, tile.mover.limit, tile.length);
+            if (adds) store_with_omega(last, target, term, layer, base_now, written, tile.mover.limit, tile.length);
             else store_block(last, target, layer.dx_hop, base_now, written, tile.mover.limit, tile.length);
             target += SPAN * layer.dx_hop;
             written += SPAN;
@@ -308,7 +304,7 @@ __device__ __forceinline__ void backward_tile(char* shared, const Tile& tile, co
     if (tile.start < tile.end) {
         __syncthreads();
         const char* last = dy_ring + later(dy_slot, DEEP, DY_RING) * BLOCK_BYTES;
-        if (adds) store_with_skip(last, target, skip, layer, moved, written, tile.mover.limit, tile.length);
+        if (adds) store_with_omega(last, target, term, layer, moved, written, tile.mover.limit, tile.length);
         else store_block(last, target, layer.dx_hop, moved, written, tile.mover.limit, tile.length);
     }
 }
@@ -357,11 +353,12 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
 #pragma unroll
                 for (int i = 0; i < 4; ++i) products[p][c][i] = 0.0f;
         // A thread stores the same channels of every block.
-        Skip skip = {nullptr, nullptr, reinterpret_cast<const float*>(shared + OMEGA_AT) + threadIdx.x % PARTS * PART};
+        const float* omega = reinterpret_cast<const float*>(shared + OMEGA_AT) + threadIdx.x % PARTS * PART;
+        OmegaTerm term = {nullptr, nullptr, omega};
 #pragma unroll 1
         for (; index < (group + 1) * layer.tiles_in_group; index += gridDim.x) {
             const Tile tile = tile_of(layer, args, index);
-            backward_tile(shared, tile, args, layer, prefetcher, x_slot, dy_slot, products, skip);
+            backward_tile(shared, tile, args, layer, prefetcher, x_slot, dy_slot, products, term);
         }
         // The tables are not needed any more, and no other warp reads them.
         __syncwarp();
@@ -369,8 +366,8 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
         const long long channel = static_cast<long long>(group) * PART * PARTS;
         write_partial(shared + TABLES_AT + warp * (FORWARD_TABLE_BYTES + BACKWARD_TABLE_BYTES), products, partial,
                       channel + warp * PART, args.channels);
-        if (OMEGA)
-            write_domega(reinterpret_cast<float*>(shared + TABLES_AT), skip.domega, partial, channel, args.channels);
+        if (OMEGA && layer.index == 0)
+            write_domega(reinterpret_cast<float*>(shared + TABLES_AT), term.domega, partial, channel, args.channels);
         if (index < layer.tiles) read_kernels(shared, layer, args, index / layer.tiles_in_group);
     }
 }
