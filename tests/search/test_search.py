@@ -162,7 +162,7 @@ def test_one_thread_is_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
         counts.append(count)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("tcnca.training.distributed.use_threads", use_threads)
+    monkeypatch.setattr("tcnca.training.threads.use_threads", use_threads)
     busy = runner.invoke(app, ["search", *TINY])
     assert "the machine is busy (load 10000.0): measuring with one thread; --threads sets another" in busy.output
     given = runner.invoke(app, ["search", *TINY, "--threads", "3"])

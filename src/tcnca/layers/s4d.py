@@ -31,8 +31,8 @@ class S4DConfig(SSMConfig, kind="s4d"):
     dt_max: StepSize = 0.1
     """Largest initial step size."""
     backend: SSMBackend = "auto"
-    """Implementation: `chunked`, `fft`, `recurrent`, or `triton` on a GPU; `auto` uses `chunked`. All compute the same
-    function, `fft` with an error relative to the largest input of a row."""
+    """Implementation: `chunked`, `fft`, `recurrent`, or `triton` on a GPU. `auto` uses `triton` where it can run,
+    otherwise `chunked`. All compute the same function, `fft` with an error relative to the largest input of a row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

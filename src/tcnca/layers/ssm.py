@@ -110,7 +110,8 @@ class DiagonalSSMConfig(SSMConfig):
     """What the configurations of S5 and the LRU share."""
 
     backend: ScanBackend = "auto"
-    """Implementation: `scan` (in parallel), `recurrent` (token by token), or `triton` on a GPU; `auto` uses `scan`."""
+    """Implementation: `scan` (in parallel), `recurrent` (token by token), or `triton` on a GPU. `auto` uses `triton`
+    where it can run, otherwise `scan`."""
 
 
 class DiagonalSSM(SSM):
