@@ -103,6 +103,42 @@ def test_equals_the_sums_written_out(
 
 
 @every_activation
+@pytest.mark.parametrize("chunk_size", [9, None])
+@pytest.mark.parametrize("lengths", [None, [20, 13]], ids=["whole", "padded"])
+def test_blocks_of_queries_give_the_same(
+    activation: str, chunk_size: int | None, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (part.requires_grad_() for part in inputs(20))
+    bias = torch.randn(39, dtype=torch.float64)
+    valid = None if lengths is None else torch.tensor(lengths)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "activation": activation, "bias": bias}
+    expected, _ = chunked_attention(q, k, v, lengths=valid, **options)
+    monkeypatch.setattr("tcnca.ops.attention.naive._QUERY_BLOCK", 4)
+    out, _ = chunked_attention(q, k, v, lengths=valid, **options)
+    assert_close(out.detach(), expected.detach())
+    slope = torch.randn_like(out)
+    pairs = zip(*(torch.autograd.grad(y, (q, k, v), slope) for y in (out, expected)), strict=True)
+    for found, truth in pairs:
+        assert_close(found, truth)
+
+
+@pytest.mark.parametrize("chunk_size", [5, None])
+@pytest.mark.parametrize("sizes", [[3, 2, 4], [5, 11], [7, 3, 5, 1], [2, 14]], ids=str)
+def test_rows_at_one_position_continue_as_rows_that_differ(chunk_size: int | None, sizes: list[int]) -> None:
+    q, k, v = inputs(sum(sizes))
+    run = partial(chunked_attention, chunk_size=chunk_size)
+    together, _ = in_pieces(run, (q, k, v), sizes)
+    # A third row, at other positions, keeps the others from being read together.
+    start = [torch.randn(3, 1, part.shape[2], dtype=torch.float64) for part in (q, k, v)]
+    _, state = run(*start, lengths=torch.tensor([0, 0, 1]), return_state=True)
+    apart = []
+    for parts in zip(*(part.split(sizes, 1) for part in (q, k, v)), strict=True):
+        out, state = run(*(torch.cat([part, part[:1]]) for part in parts), state=state, return_state=True)
+        apart.append(out[:2])
+    assert_close(together, torch.cat(apart, 1))
+
+
+@every_activation
 def test_a_query_that_sees_nothing_gets_zeros(activation: str) -> None:
     q, k, v = inputs(4)
     mask = torch.ones(4, 4, dtype=torch.bool)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -40,6 +41,17 @@ def _assert_right(case: Case) -> None:
     for number, (part, truth) in enumerate(zip(found, expected, strict=True)):
         assert_close(part, truth, f"part {number} of {case}")
     assert_close(case.call(leaves, "cpu")[0].detach(), expected[0], f"output without a state of {case}")
+    if not case.causal:
+        return
+    with torch.no_grad():
+        _, state = case.call(exact(leaves), "naive", return_state=True)
+        assert state is not None
+        y, after = case.call(leaves, "cpu", return_state=True, state=state.to(case.dtype))
+        y_exact, after_exact = case.call(exact(leaves), "naive", return_state=True, state=state)
+    assert after is not None
+    assert after_exact is not None
+    for part, truth in zip((y, *after.buffers), (y_exact, *after_exact.buffers), strict=True):
+        assert_close(part, truth, f"continued {case}")
 
 
 CASES = {
@@ -259,11 +271,11 @@ def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatc
 
 
 def test_unsupported_reasons_are_named() -> None:
-    x, weight = torch.randn(1, 9, 4), torch.randn(2, 1, 4, 3)
+    x, weight = torch.randn(1, 9, 4), torch.randn(2, 1, 4, 3, requires_grad=True)
     options: list[tuple[dict[str, Any], str]] = [
         ({"norm_fn": lambda h, number: h}, "norm_fn: expected None, got one"),
         ({"dropout": 0.5}, "dropout: expected 0, got 0.5"),
-        ({"state": initial_tcn_state(1, 4, 3, 2, 2)}, "state: expected None, got one"),
+        ({"state": initial_tcn_state(1, 4, 3, 2, 2)}, "state: expected None where gradients are computed, got one"),
     ]
     for more, words in options:
         with pytest.raises(KernelError, match=f"backend: 'cpu' cannot run .*; {words}.*Use 'auto' or 'naive'"):

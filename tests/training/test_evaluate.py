@@ -64,36 +64,31 @@ def test_parts_have_the_score_of_the_whole(
     assert not streams or max(seen) <= tokens
 
 
-def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 12)
+def test_parts_of_a_batch() -> None:
     inputs = torch.arange(40).reshape(4, 10)
     batch = Batch(inputs=inputs, targets=inputs + 1, lengths=torch.tensor([10, 9, 1, 4]))
-    assert part_size(batch) == (1, 10)
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 25)
-    assert part_size(batch) == (2, 10)
+    assert part_size(batch, 12) == (1, 10)
+    assert part_size(batch, 25) == (2, 10)
     assert [(row, len(part), last) for row, part, last in split_batch(batch, 3, 10)] == [(0, 3, True), (3, 1, True)]
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 7)
-    assert part_size(batch) == (1, 10)
-    assert part_size(batch, chunk_size=3) == (1, 6)
-    assert part_size(batch, chunk_size=8) == (1, 7)
+    assert part_size(batch, 7) == (1, 10)
+    assert part_size(batch, 7, chunk_size=3) == (1, 6)
+    assert part_size(batch, 7, chunk_size=8) == (1, 7)
     pieces = [part for row, part, _ in split_batch(batch, 2, 4) if row == 2]
     assert [last for row, _, last in split_batch(batch, 2, 4) if row == 2] == [False, False, True]
     assert [piece.continues for piece in pieces] == [False, True, True]
     assert [piece.lengths.tolist() for piece in pieces if piece.lengths is not None] == [[1, 4], [0, 0], [0, 0]]
     assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), batch.targets[2:])
     pair = dataclasses.replace(batch, second=inputs)
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 40)
-    assert part_size(pair) == (2, 20)
+    assert part_size(pair, 40) == (2, 20)
 
 
-def test_windows_that_continue_one_another_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 25)
+def test_windows_that_continue_one_another_are_joined() -> None:
     inputs = torch.arange(60).reshape(2, 30)
     lengths = torch.tensor([30, 12])
     whole = Batch(inputs=inputs, targets=inputs + 1, lengths=lengths)
     windows = [whole.window(begin, begin + 10) for begin in (0, 10, 20)]
     other = Batch(inputs=inputs, targets=inputs)
-    found = list(join_windows(iter([*windows, other])))
+    found = list(join_windows(iter([*windows, other]), 25))
     assert [(joined.batch.inputs.shape[1], joined.done, joined.goes_on) for joined in found] == [
         (20, 2, True),
         (10, 3, False),
@@ -118,13 +113,13 @@ def test_windows_of_full_attention_and_many_rows_are_not_joined(monkeypatch: pyt
     whole = Batch(inputs=inputs, targets=inputs + 1)
     windows = [whole.window(begin, begin + 10) for begin in (0, 10, 20)]
 
-    def widths(joins: bool) -> list[int]:
-        return [joined.batch.inputs.shape[1] for joined in join_windows(iter(windows), joins)]
+    def widths(longest: int) -> list[int]:
+        return [joined.batch.inputs.shape[1] for joined in join_windows(iter(windows), longest)]
 
-    assert widths(True) == [30]
-    assert widths(False) == [10, 10, 10]
+    assert widths(30) == [30]
+    assert widths(0) == [10, 10, 10]
     monkeypatch.setattr(MODULE, "_MAX_NUMBERS", 45)
-    assert widths(True) == [20, 10]
+    assert widths(30) == [20, 10]
 
 
 def test_full_attention_reads_windows_of_the_given_length(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.padding import length_mask, take_time
 
 
@@ -25,6 +26,8 @@ def unroll_ring(buffer: Tensor, position: Tensor) -> Tensor:
     size = buffer.shape[1]
     if size == 0:
         return buffer
+    if (seen := common_position(position)) is not None:
+        return torch.cat([buffer[:, seen % size :], buffer[:, : seen % size]], 1)
     return read_ring(buffer, position, torch.arange(size, 0, -1, device=buffer.device))
 
 
@@ -37,6 +40,8 @@ def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | Non
     if size == 0:
         return buffer
     x = x.to(buffer.dtype)
+    if lengths is None and (seen := common_position(position)) is not None:
+        return _write_slice(buffer if inplace else buffer.clone(), seen + max(time - size, 0), x[:, -size:])
     if inplace and time <= size:
         return _write_slots(buffer, position, x, lengths)
     end = position + time if lengths is None else position + lengths
@@ -46,6 +51,23 @@ def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | Non
     source = held - position.unsqueeze(1)
     fresh = take_time(x, source.clamp(0, time - 1))
     return torch.where((source >= 0).unsqueeze(-1), fresh, buffer)
+
+
+def common_position(position: Tensor) -> int | None:
+    """Return the position of all rows; None if they differ, or cannot be read without waiting for a GPU."""
+    if position.device.type != "cpu" or torch.compiler.is_compiling() or transform_reason() is not None:
+        return None
+    first = position[:1]
+    return int(first) if len(position) and bool((position == first).all()) else None
+
+
+def _write_slice(buffer: Tensor, position: int, x: Tensor) -> Tensor:
+    """Write inputs from `position` on, at most as many as there are slots, into the buffer."""
+    start = position % buffer.shape[1]
+    before = min(buffer.shape[1] - start, x.shape[1])  # the end of the buffer
+    buffer[:, start : start + before] = x[:, :before]
+    buffer[:, : x.shape[1] - before] = x[:, before:]
+    return buffer
 
 
 def _write_slots(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | None) -> Tensor:

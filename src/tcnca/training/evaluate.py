@@ -33,6 +33,8 @@ from tcnca.training.recipe import load_recipe
 
 _MAX_TOKENS = 2**17
 """Time steps of a call of the model: more of them would not be faster, and need more memory than training."""
+_MAX_CPU_TOKENS = 2**13
+"""The same on a CPU, where larger tensors are slower, as they do not fit into its caches."""
 _MAX_NUMBERS = 2**23
 """Numbers of the inputs of windows that are joined, which bounds the memory of the host."""
 
@@ -90,13 +92,14 @@ def evaluate(
     # On the device, which is not waited for until the end, if it has float64.
     totals = torch.zeros(2, dtype=torch.float64, device=dist.device if has_float64(dist.device) else "cpu")
     states: dict[int, ModelState | None] = {}
+    most = _MAX_TOKENS if dist.device.type != "cpu" else min(_MAX_TOKENS, _MAX_CPU_TOKENS)
     rows = time = answered = before = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
-        for batch, done, goes_on in _prefetch(join_windows(batches, joins), dist.device):
+        for batch, done, goes_on in _prefetch(join_windows(batches, most if joins else 0), dist.device):
             if not batch.continues:
                 # Each part has its own state, so the next batches are divided alike.
-                rows, time = part_size(batch, chunk_size)
+                rows, time = part_size(batch, most, chunk_size)
             parts = list(split_batch(batch, rows, time))
             # With FSDP, all processes must call the model equally often.
             number = int(dist.all_reduce_max(torch.tensor(len(parts))))
@@ -106,7 +109,8 @@ def evaluate(
                 if index >= len(parts):
                     model(**part.model_inputs(), return_state=False)
                     continue
-                carry = {"state": states.pop(row, None) if part.continues else None} if streams else {}
+                state = states.pop(row, None) if part.continues else None
+                carry = {"state": state, "inplace": state is not None} if streams else {}
                 # A state takes memory and time, and is not needed at the end of a sequence.
                 keep = streams and (goes_on or not last)
                 output = model(**part.model_inputs(), **carry, return_state=keep)
@@ -125,15 +129,15 @@ def evaluate(
     return Score(metric=task.metric, value=value, count=int(count), higher_is_better=task.higher_is_better)
 
 
-def part_size(batch: Batch, chunk_size: int | None = None) -> tuple[int, int]:
-    """Return how many rows and time steps of a batch to compute at once: few enough for bounded memory.
+def part_size(batch: Batch, most: int, chunk_size: int | None = None) -> tuple[int, int]:
+    """Return how many rows and time steps of a batch to compute at once: `most` in all, for bounded memory.
 
     Rows that are too long are divided only with a `chunk_size`, that of a streaming model, at multiples of it.
     """
     time = batch.inputs.shape[1] + (0 if batch.second is None else batch.second.shape[1])
-    if chunk_size is not None and time > _MAX_TOKENS:
-        time = _MAX_TOKENS // chunk_size * chunk_size or _MAX_TOKENS
-    return max(1, _MAX_TOKENS // time), time
+    if chunk_size is not None and time > most:
+        time = most // chunk_size * chunk_size or most
+    return max(1, most // time), time
 
 
 def split_batch(batch: Batch, rows: int, time: int) -> Iterator[tuple[int, Batch, bool]]:
@@ -158,14 +162,14 @@ class _Joined(NamedTuple):
     """Whether the next batch continues this one."""
 
 
-def join_windows(batches: Iterator[Batch], joins: bool = True) -> Iterator[_Joined]:
-    """Join batches that continue one another while their rows are short: one long call is faster than several."""
+def join_windows(batches: Iterator[Batch], longest: int) -> Iterator[_Joined]:
+    """Join batches that continue one another to rows of at most `longest`: one long call is faster than several."""
     group: list[Batch] = []
     done = 0
     for done, batch in enumerate(batches):
         time = sum(each.inputs.shape[1] for each in (*group, batch))
         numbers = sum(each.inputs.numel() for each in (*group, batch))
-        fits = joins and time <= _MAX_TOKENS and numbers <= _MAX_NUMBERS
+        fits = time <= longest and numbers <= _MAX_NUMBERS
         if group and not (batch.continues and fits):
             yield _Joined(Batch.join(group), done, batch.continues)
             group = []

@@ -26,11 +26,14 @@ from tcnca.ops.activations import laplace, relu2
 from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
+from tcnca.ops.ring import common_position
 from tcnca.ops.state import State
 
 AttentionActivation = Literal["softmax", "relu2", "laplace"]
 ATTENTION_ACTIVATIONS: tuple[str, ...] = get_args(AttentionActivation)
 ROTARY_BASE = 10000.0
+_QUERY_BLOCK = 256
+"""Queries of a causal call that attend together on a CPU."""
 _MAX_GRID = 65_535
 """Rows times heads of one call of PyTorch's fused attention on a GPU, whose grids have no more blocks."""
 
@@ -94,6 +97,23 @@ class AttentionCall:
         `valid` (`[…, 1, keys]`) is false for keys of the padding, which is at the right. With `causal` the last query
         sees all keys, and each one before it a key less.
         """
+        queries, before = q.shape[-2], k.shape[-2] - q.shape[-2]
+        if causal and not self.fused and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Blocks of queries, each with the keys that it can see: half of the work, in tensors that fit into caches.
+            blocks = [(first, min(first + _QUERY_BLOCK, queries)) for first in range(0, queries, _QUERY_BLOCK)]
+            if len(blocks) > 1:
+                parts = (
+                    self.attend(
+                        q[..., first:last, :],
+                        k[..., : before + last, :],
+                        v[..., : before + last, :],
+                        None if bias is None else bias[..., first:last, : before + last],
+                        valid=None if valid is None else valid[..., : before + last],
+                        causal=True,
+                    )
+                    for first, last in blocks
+                )
+                return torch.cat([*parts], -2)
         apart = self.num_heads > 1 or self.fused
         if apart:
             q, k, v = (split_heads(part, self.num_heads).transpose(-2, -3) for part in (q, k, v))
@@ -306,6 +326,10 @@ def naive_attention(call: AttentionCall) -> tuple[Tensor, AttentionState | None]
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
     if call.state is not None:
+        fill = _common_fill(call, call.state)
+        if fill is not None:
+            out, new = _continue_together(call, call.state, fill, q, k, v)
+            return out, new if call.return_state else None
         few = call.chunk_size is None or q.shape[1] <= call.chunk_size
         out, new = continue_attention(call, call.state, q, k, v, _over_all_slots if few else _chunk_by_chunk)
         return out, new if call.return_state else None
@@ -322,6 +346,8 @@ def first_state(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Attenti
     if call.chunk_size is None:
         slots = required_slots(0, end, k.shape[1], call.lengths)
         return AttentionState(k[:, :slots], v[:, :slots], end)
+    if call.lengths is None and not torch.compiler.is_compiling():
+        return AttentionState(_cache_of_end(k, call.chunk_size), _cache_of_end(v, call.chunk_size), end)
     return AttentionState(_last_chunk(k, end, call.chunk_size), _last_chunk(v, end, call.chunk_size), end)
 
 
@@ -393,7 +419,7 @@ def continue_attention(
             max_length = None if call.bias is None else bias_max_length(call.bias)
             slots = required_slots(state.keys.shape[1], end, time, lengths, max_length)
         else:
-            slots = chunk_size - 1 + time
+            slots = (int(fill.max()) if _readable(fill) else chunk_size - 1) + time
             slots += -slots % chunk_size if time > chunk_size else 0
         lined_k, lined_v = line_up(state.keys, k, fill, slots), line_up(state.values, v, fill, slots)
         out = run(call, q, lined_k, lined_v, fill, end)
@@ -401,10 +427,49 @@ def continue_attention(
     return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
 
 
+def _common_fill(call: AttentionCall, state: AttentionState) -> int | None:
+    """Return the filled slots of all rows before a call of several tokens; None if they differ or are not known."""
+    if call.q.shape[1] == 1 or call.lengths is not None:
+        return None
+    return common_position(state.position if call.chunk_size is None else state.position % call.chunk_size)
+
+
+def _continue_together(
+    call: AttentionCall, state: AttentionState, fill: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, AttentionState]:
+    """Attend from the next tokens of rows that all have `fill` filled slots: no queries or keys but those needed."""
+    time, chunk_size = q.shape[1], call.chunk_size
+    first = time if chunk_size is None else min(time, chunk_size - fill)  # tokens of the unfinished chunk
+    k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
+    keys = torch.cat([state.keys[:, :fill], k[:, :first]], 1)
+    values = torch.cat([state.values[:, :fill], v[:, :first]], 1)
+    bias = None if call.bias is None else chunk_bias(call.bias, fill + first)[fill:]
+    out = call.attend(q[:, :first], keys, values, bias, causal=True)
+    if first < time:
+        q, k, v = (part[:, first:] for part in (q, k, v))
+        out = torch.cat([out, _from_start(call, q, k, v)], 1)
+    position = advance(state.position, time, None, call.inplace)
+    if chunk_size is None:
+        return out, AttentionState(keys, values, position)
+    keys, values = (_cache_of_end(part, chunk_size) for part in ((keys, values) if first == time else (k, v)))
+    return out, AttentionState(keys, values, position)
+
+
+def _cache_of_end(x: Tensor, chunk_size: int) -> Tensor:
+    """Return the cache after whole chunks and an unfinished one, `x` (`[batch, time, features]`)."""
+    filled = x.shape[1] % chunk_size
+    return F.pad(x[:, x.shape[1] - filled :], (0, 0, 0, chunk_size - filled))
+
+
+def _readable(position: Tensor) -> bool:
+    """Return whether positions can be read without waiting for a GPU or breaking a graph."""
+    known = position.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
+    return known and len(position) > 0
+
+
 def _filled_slots(fill: Tensor, chunk_size: int) -> int:
-    """Return how many slots a step has to read: all of them, unless the number is known without waiting for a GPU."""
-    known = fill.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
-    return int(fill.max()) + 1 if known and len(fill) else chunk_size
+    """Return how many slots a step has to read: all of them, unless the number can be read."""
+    return int(fill.max()) + 1 if _readable(fill) else chunk_size
 
 
 def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:

@@ -19,6 +19,8 @@ from torch import Tensor
 from tcnca.ops.checks import autocasts
 from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.library import register
+from tcnca.ops.padding import zero_padding
+from tcnca.ops.ring import unroll_ring
 from tcnca.ops.tcn.naive import TCNSpec, TCNState, naive_tcn, run_convolutions
 
 MIN_NUMBERS = 1 << 15  # of x, below which this is not faster
@@ -41,7 +43,11 @@ def unsupported_reason(spec: TCNSpec) -> str | None:
     if spec.dropout > 0.0:
         return f"dropout: expected 0, got {spec.dropout}"
     if spec.state is not None:
-        return "state: expected None, got one; a few tokens after a state would not be faster"
+        differentiated = (x, *spec.parameters(), *spec.state.buffers)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiated):
+            return "state: expected None where gradients are computed, got one"
+        if torch.compiler.is_compiling():
+            return "state: expected None in a compiled graph, got one"
     if x.dtype not in (torch.float32, torch.float64):
         return f"dtype: expected float32 or float64, got {x.dtype}"
     if autocasts(x.device):
@@ -61,17 +67,34 @@ def should_use(spec: TCNSpec) -> bool:
 def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
     """Run a call for which there is no `unsupported_reason`."""
     options = (spec.activation, spec.causal)
-    if not spec.return_state:
+    if not spec.return_state and spec.state is None:
         factors = (spec.dilation, spec.dilation_factor)
         inputs = (spec.x, spec.weight, spec.bias, spec.lengths, spec.omega)
         return _FORWARD(*inputs, *factors, *options, spec.residual), None
     adds_skip = spec.residual and spec.weight.shape[1] == 1
 
     def convolve(h: Tensor, number: int) -> Tensor:
+        if spec.state is not None:
+            return _continue(spec, spec.state, h, number, adds_skip)
         weight, bias, dilation = spec.convolution(number)
         return _FORWARD(h, weight, bias, spec.lengths, None, dilation, 1, *options, adds_skip)
 
     return run_convolutions(spec, spec.x, convolve, adds_skip)
+
+
+def _continue(spec: TCNSpec, state: TCNState, h: Tensor, number: int, adds_skip: bool) -> Tensor:
+    """Run a convolution after the inputs in its ring buffer, and what follows it."""
+    weight, bias, dilation = spec.convolution(number)
+    x = zero_padding(h, spec.lengths)
+    past, y = unroll_ring(state.buffers[number], state.position), torch.empty_like(h)
+    for part in _parts(x.shape[0], past.shape[1] + x.shape[1], x.shape[2]):
+        channels = part[2]
+        # Rows of times that are a multiple of the dilation apart; those of the state come first.
+        folded = _fold(torch.cat([past[part].to(x.dtype), x[part]], 1), dilation, 0, 0)
+        folded = _correlate(folded, weight[0, 0, channels].flip(1), None if bias is None else bias[0, 0, channels])
+        _ACTIVATIONS[spec.activation].apply(folded)
+        _unfold(folded, h[part] if adds_skip else None, y[part])
+    return y
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
@@ -118,20 +141,25 @@ def _slabs(
     residual: bool,
 ) -> Iterator[tuple[_Part, _Slab]]:
     """Yield the sequences and channels that go through all blocks together, and their blocks."""
-    batch, time, channels = x.shape
     kernels, counts = weight.flip(-1), None if lengths is None else lengths.tolist()
+    for part in _parts(*x.shape):
+        rows, _, columns = part
+        convolutions = []
+        for block, index in itertools.product(*map(range, weight.shape[:2])):
+            kernel, offset = kernels[block, index, columns], None if bias is None else bias[block, index, columns]
+            convolutions.append(_used_taps(kernel, offset, dilation * factor**block, x.shape[1], causal))
+        valid = None if counts is None else counts[rows]
+        yield part, _Slab(convolutions, _ACTIVATIONS[activation], weight.shape[1], residual, valid)
+
+
+def _parts(batch: int, time: int, channels: int) -> Iterator[_Part]:
+    """Yield sequences and channels of which at most `SLAB` numbers, or one sequence, are computed together."""
     width = min(channels, max(SLAB // time // MIN_CHANNELS, 1) * MIN_CHANNELS)
     height = max(SLAB // (time * width), 1)
     for top in range(0, batch, height):
         for left in range(0, channels, width):
             rows, columns = slice(top, min(top + height, batch)), slice(left, min(left + width, channels))
-            convolutions = []
-            for block, index in itertools.product(*map(range, weight.shape[:2])):
-                kernel, offset = kernels[block, index, columns], None if bias is None else bias[block, index, columns]
-                convolutions.append(_used_taps(kernel, offset, dilation * factor**block, time, causal))
-            valid = None if counts is None else counts[rows]
-            slab = _Slab(convolutions, _ACTIVATIONS[activation], weight.shape[1], residual, valid)
-            yield (rows, slice(None), columns), slab
+            yield rows, slice(None), columns
 
 
 class _Convolution(NamedTuple):

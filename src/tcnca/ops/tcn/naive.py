@@ -205,16 +205,18 @@ def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | Non
 
 def _next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
     """Return the state after a call, given the inputs of each of its convolutions."""
-    first, state = inputs[0], spec.state
+    first, state, inplace = inputs[0], spec.state, spec.inplace
     if state is None:
+        # Nothing else has the new buffers. Elsewhere, writing to them has not been measured.
+        inplace = first.device.type == "cpu" and not torch.compiler.is_compiling()
         depth, convolutions, channels, kernel_size = spec.weight.shape
         shape = (first.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
         state = initial_tcn_state(*shape, first.device, first.dtype)
     buffers = tuple(
-        push_ring(buffer, state.position, conv_input, spec.lengths, spec.inplace)
+        push_ring(buffer, state.position, conv_input, spec.lengths, inplace)
         for buffer, conv_input in zip(state.buffers, inputs, strict=True)
     )
-    return TCNState(buffers, advance(state.position, first.shape[1], spec.lengths, spec.inplace))
+    return TCNState(buffers, advance(state.position, first.shape[1], spec.lengths, inplace))
 
 
 def check_tcn(spec: TCNSpec) -> None:
