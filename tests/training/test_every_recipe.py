@@ -50,12 +50,12 @@ def on_tiny_data(name: str, sets: Path) -> Recipe:
     """Return the recipe with other data and fewer examples in a batch."""
     wanted = load_recipe(name).for_device("cuda")
     own = [] if wanted.data.source else [f"data={own_file(sets, name)}"]
-    tokens = {"enwik8": STREAM["train"], "lm": 4 * 1024}
+    tokens = {"enwik8": STREAM["train"], "lm": 4 * 1024, "finetune": 4 * 1024}
     size = next((size for key, size in tokens.items() if name.startswith(key)), 1 if "8192" in name else 2)
     # The state of a convolution is as long as its receptive field, for every row, however short that is.
     few = ["data.task.segments=3", "eval.batch_size=3"] if name.startswith("enwik8") else []
-    if name == "lm":
-        few = ["num_layers=2", "precision=float32"]
+    if name in ("lm", "finetune"):
+        few = ["precision=float32", *(["num_layers=2"] if name == "lm" else [])]
     return wanted.override([*own, *few, f"data.folder={sets}", f"batch.size={size}"])
 
 

@@ -95,7 +95,7 @@ BASELINES: dict[str, tuple[Any, ...]] = {
     for task, row in rows.items()
 }
 TRANSFORMERS = [*(f"{task}-transformer" for task in (*EXAMPLES, "enwik8")), "enwik8-transformer-xl"]
-OWN = ["lm", "classify", "retrieve", "regress", "forecast"]
+OWN = ["lm", "finetune", "classify", "retrieve", "regress", "forecast"]
 
 
 def test_every_preset_has_a_recipe() -> None:
@@ -416,6 +416,7 @@ def test_warmup_that_is_longer_than_the_run_is_cut() -> None:
 
 def own_file(folder: Path, name: str) -> Path:
     """Write custom data for one of the recipes in `OWN`."""
+    name = {"finetune": "lm"}.get(name, name)
     path = folder / {"lm": "book.txt", "classify": "a.csv", "retrieve": "p.csv"}.get(name, f"{name}.npz")
     values = np.random.default_rng(0).normal(size=(40, 30, 2))
     texts = {

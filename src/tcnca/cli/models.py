@@ -121,7 +121,7 @@ def printed(name: str, changes: list[str]) -> str:
         for key, each in value.to_dict().items():
             text = yaml.safe_dump({key: each}, default_flow_style=True, allow_unicode=True, width=1000).strip()
             lines.append(_line(f"  {text[1:-1]}", inner[key]))
-    if "preset" in recipe.model:
+    if "preset" in recipe.model or recipe.init_from is not None:
         lines += _whole_model(recipe)
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from tcnca.config import check, check_choice
 from tcnca.errors import CheckpointError, ConfigError, shown
 from tcnca.files import read_json, replace_file
 from tcnca.models.model import ModelConfig, SequenceModel
-from tcnca.models.preprocessing import Preprocessing
+from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops.quantize import dequantize_rows, quantize_rows
 from tcnca.ops.state import FLOAT_DTYPES, read_tensors
 
@@ -82,10 +82,6 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     Of a run that is not finished, the last checkpoint is read. `tcnca.load` also applies how the run is evaluated.
     """
     folder = _find_model(Path(folder))
-    if not os.path.lexists(folder / CONFIG_FILE):
-        found = "a file" if folder.exists() else "no such folder"
-        got = f"a folder without {CONFIG_FILE}" if folder.is_dir() else found
-        raise CheckpointError(f"{folder}: expected a run directory or a saved model, got {got}; check the path")
     config, preprocessing, dtype = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
@@ -100,6 +96,50 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
         weights[name] = dequantize_rows(weights[name], scale)
     fill(model, weights, str(path), device)
     return model.eval() if dtype is None else model.eval().float()
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """Return the configuration of a saved model, or of that of a run directory."""
+    return _read_config(_find_model(Path(folder)) / CONFIG_FILE)[0]
+
+
+@torch.no_grad()
+def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool:
+    """Copy the weights of `source` into a model of the same structure and vocabulary.
+
+    Statistics of the data, by which values are standardized, stay those of `model`. If the heads differ in their
+    configuration or the names of their classes, that of `model` keeps its weights.
+
+    Args:
+        model: the model, which is changed.
+        source: the model to copy from.
+        name: of `source`, for errors.
+
+    Returns:
+        Whether the weights of the head were copied.
+    """
+    for each in ("byte_map", "symbols"):
+        if getattr(model.preprocessing, each) != getattr(source.preprocessing, each):
+            raise ConfigError(
+                f"{name}: expected a model with the tokens of the data, got one with others (preprocessing.{each}); a "
+                "language model of EnWik8 has all bytes with data.task.all_bytes=true"
+            )
+    same_head = model.config.head == source.config.head and model.class_names == source.class_names
+    target, weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
+    _check_weights(target, weights, name)
+    for path, tensor in target.items():
+        tensor.copy_(weights[path])
+    return same_head
+
+
+def _shared_weights(model: SequenceModel, head: bool) -> dict[str, Tensor]:
+    """Return what models for different data can share: all but statistics of the data and, on request, the head."""
+    statistics = {path for path, module in model.named_modules() if isinstance(module, Standardization)}
+    return {
+        path: tensor
+        for path, tensor in model.state_dict().items()
+        if path.rpartition(".")[0] not in statistics and (head or not path.startswith("head."))
+    }
 
 
 def saved_dtype(folder: str | Path) -> SavedDtype | None:
@@ -182,10 +222,14 @@ def fill(
 
 def _find_model(folder: Path) -> Path:
     """Return the folder of the model: in a run that is not finished, its last checkpoint."""
-    if (folder / CONFIG_FILE).exists():
+    if os.path.lexists(folder / CONFIG_FILE):
         return folder
-    checkpoints = folder.glob(f"checkpoints/step-*/{CONFIG_FILE}")
-    return max((path.parent for path in checkpoints if path.is_file()), default=folder)
+    checkpoints = [path.parent for path in folder.glob(f"checkpoints/step-*/{CONFIG_FILE}") if path.is_file()]
+    if checkpoints:
+        return max(checkpoints)
+    found = "a file" if folder.exists() else "no such folder"
+    got = f"a folder without {CONFIG_FILE}" if folder.is_dir() else found
+    raise CheckpointError(f"{folder}: expected a run directory or a saved model, got {got}; check the path")
 
 
 def _check_weights(

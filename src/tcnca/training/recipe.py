@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import yaml
 
+from tcnca import pretrained
 from tcnca.config import Config, KeysOf, OwnKeys, apply, canonical, check_choice, prefixed
 from tcnca.data import CustomOptions, Task, get_dataset, load_task
 from tcnca.data.load import find_source
-from tcnca.errors import ConfigError
+from tcnca.errors import CheckpointError, ConfigError
 from tcnca.models import (
     ClassifierHeadConfig,
     LanguageModelHeadConfig,
     ModelConfig,
     PairHeadConfig,
     RegressionHeadConfig,
+    SequenceModel,
     ValueInputConfig,
+    load,
     preset,
 )
+from tcnca.models.serialization import copy_weights, load_config
 from tcnca.recipes import read_recipe
 from tcnca.training.config import (
     TASK_OPTIONS,
@@ -46,6 +51,9 @@ _STAND_INS: dict[str, list[dict[str, Any]]] = {
     "forecast": [{"head": RegressionHeadConfig(pooling="none"), "input": ValueInputConfig()}],
 }
 
+_SIZES = ("vocab_size", "features", "num_classes", "outputs")
+"""What a task decides of a model's input and head."""
+
 
 class Recipe(Config):
     """Everything that determines a run."""
@@ -56,6 +64,9 @@ class Recipe(Config):
     """What it is, in one line."""
     model: Annotated[dict[str, Any], KeysOf(ModelConfig, ("preset",))] = dataclasses.field(default_factory=dict)
     """`preset`, and changes to it; or the fields of a ModelConfig. What the task decides can be left out."""
+    init_from: str | None = None
+    """Model to start from, with its structure and weights: `pretrained`, the one that comes with tcnca, a run directory
+    or a saved model; None for random weights. The keys of `model` are then changes to it, such as `model.dropout`."""
     data: DataConfig = DataConfig()
     """What to train on."""
     batch: BatchConfig = BatchConfig()
@@ -81,7 +92,8 @@ class Recipe(Config):
         """Return a copy with some keys changed, also where `cpu` changes them.
 
         A key is named in full (`optimizer.lr=1e-3`), or by its last name if no other has it (`lr=1e-3`,
-        `num_layers=4`). `data=my.txt` and `model=mega-text` set `data.source` and `model.preset`.
+        `num_layers=4`). `data=my.txt` and `model=mega-text` set `data.source` and `model.preset`. A model to start
+        from, `init_from=runs/lm`, takes the place of the recipe's.
 
         Args:
             changes: keys and values, or texts `KEY=VALUE` as on the command line.
@@ -90,8 +102,10 @@ class Recipe(Config):
         if not isinstance(changes, Mapping):
             changes = parse_overrides(changes)
         paths = canonical(type(self), {**changes, **fields})
-        kept = {key: value for key, value in self.cpu.items() if not any(_overlap(key, path) for path in paths)}
-        return apply(dataclasses.replace(self, cpu=kept), paths)
+        replaced = [*paths, *(["model"] if paths.get("init_from") is not None else [])]
+        kept = {key: value for key, value in self.cpu.items() if not any(_overlap(key, path) for path in replaced)}
+        model = {} if "model" in replaced else self.model
+        return apply(dataclasses.replace(self, cpu=kept, model=model), paths)
 
     def for_device(self, device: str) -> Recipe:
         """Return the recipe of a run on a kind of device: except on `cuda`, with the changes of its key `cpu` made."""
@@ -107,7 +121,7 @@ class Recipe(Config):
         for key in self.data.task:
             check_choice(f"data.task.{key}", key, TASK_OPTIONS)
         self._custom_options()
-        if "preset" in self.model:
+        if "preset" in self.model or self.init_from is not None:
             self._model({})
             return
         stand_ins = (
@@ -153,13 +167,44 @@ class Recipe(Config):
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""
         return self._model({} if task is None else {"input": task.input, "head": task.head, "causal": task.causal})
 
+    def initialize(self, model: SequenceModel) -> str:
+        """Copy the weights of the model to start from, and return what was done, in a few words."""
+        try:
+            same_head = copy_weights(model, load(self._source()), f"init_from: {self.init_from}")
+        except CheckpointError as error:
+            raise ConfigError(f"{error}; leave out keys of model that change its structure") from error
+        return f"starting from {self.init_from}" + ("" if same_head else ", with a new head")
+
+    def _source(self) -> Path:
+        """Return the folder of the model to start from."""
+        return pretrained.FOLDER if self.init_from == "pretrained" else Path(self.init_from or "")
+
     def _model(self, from_task: Mapping[str, Any]) -> ModelConfig:
         changes = dict(self.model)
         name = changes.pop("preset", None)
-        return prefixed(
-            "model.",
-            lambda: (ModelConfig(**from_task) if name is None else preset(name).model).override(changes),
-        )
+        if self.init_from is None:
+            return prefixed(
+                "model.",
+                lambda: (ModelConfig(**from_task) if name is None else preset(name).model).override(changes),
+            )
+        if name is not None:
+            raise ConfigError(f"model.preset: expected none with init_from, whose structure the model has, got {name}")
+        try:
+            start = load_config(self._source())
+        except CheckpointError as error:
+            raise ConfigError(f"init_from: {error}") from error
+        wanted: dict[str, Any] = {
+            key: _resized(getattr(start, key), from_task[key]) for key in from_task if key != "causal"
+        }
+        return prefixed("model.", lambda: dataclasses.replace(start, **wanted).override(changes))
+
+
+def _resized(start: Config, wanted: Config) -> Config:
+    """Return the input or head of a model with the sizes that a task asks for; that of the task if the kinds differ."""
+    if type(start) is not type(wanted) or "none" in {getattr(each, "pooling", "") for each in (start, wanted)}:
+        return wanted
+    sizes = {name: getattr(wanted, name) for name in _SIZES if hasattr(wanted, name)}
+    return dataclasses.replace(start, **sizes)
 
 
 def _overlap(one: str, other: str) -> bool:

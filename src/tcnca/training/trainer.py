@@ -150,7 +150,11 @@ class Trainer:
             torch.set_num_threads(threads)
         recipe = self.recipe
         torch.manual_seed(recipe.batch.seed)
-        self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing()).to(self.dist.device)
+        self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing())
+        self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, recipe.checkpoint.keep, self.dist)
+        if recipe.init_from is not None and not (self.resume and self.checkpoints.latest()):
+            self.logger.print(recipe.initialize(self.model))
+        self.model.to(self.dist.device)
         # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
         grows = recipe.batch.initial_size is not None
         dynamic = isinstance(self.task, LanguageTask) and (grows or len(set(self.task.chunks_per_row)) > 1)
@@ -159,7 +163,6 @@ class Trainer:
         if should_capture(recipe.runtime, self.dist):
             self.graphed_step = TrainingGraphs(self._forward_backward, self.dist.device, self.logger.print)
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
-        self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, recipe.checkpoint.keep, self.dist)
         self.state = TrainState(data=self.task.data.digest)
 
     def _fastest_threads(self) -> int:
@@ -193,6 +196,9 @@ class Trainer:
             if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
                 # A process that ends while the thread computes may crash.
                 stack.callback(self._preload_kernels(upcoming.result()[0]).join)
+            if recipe.init_from is not None and state.step == 0 and recipe.eval.every:
+                with meter.pause():
+                    self._validate(meter)
             while True:
                 # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
                 now = time.monotonic()
@@ -568,7 +574,7 @@ class Trainer:
             report.write_report(self.out, result)
             # Last, as it marks the run as finished.
             report.write_result(self.out, result)
-        if self.budget is not None and result.step < _FEW_STEPS:
+        if self.budget is not None and result.step < _FEW_STEPS and self.recipe.init_from is None:
             self.logger.print(
                 f"warning: only {plural(result.step, 'step')} fitted into the budget of {self.budget:g}s, too few to "
                 "learn much; give more time, a smaller batch.size or a smaller model"

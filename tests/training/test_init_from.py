@@ -1,0 +1,163 @@
+"""`init_from`: runs that start from the weights of another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tcnca
+from tcnca import ConfigError, Preprocessing
+from tcnca.models import LanguageModelHeadConfig, ModelConfig
+from tcnca.training import Recipe, evaluate, load_recipe
+from tests.training.test_recipes import own_file
+from tests.training.tiny import TinyTrainer, assert_same, latest, log, losses, weights
+
+SIZES = {"num_layers": 2, "d_model": 16, "d_ff": 16, "d_key": 8, "d_value": 16, "chunk_size": 32}
+STEPS = ["max_steps=8", "warmup_steps=1", "log_every=1", "eval.every=4", "checkpoint.every=4", "eval.max_batches=2"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A language model with a head of its own, and dropout."""
+    torch.manual_seed(0)
+    config = tcnca.preset("tcnca-linear-enwik8").model.override(
+        {**SIZES, "vocab_size": 256, "dropout": 0.25, "tie_embeddings": False}
+    )
+    known = Preprocessing(task="language", byte_map=tuple(range(256)))
+    return tcnca.save(tcnca.SequenceModel(config, known), tmp_path / "source")
+
+
+def finetune(folder: Path, source: Path, *changes: str) -> Recipe:
+    text = [f"data={own_file(folder, 'lm')}", "data.task.chunk_size=32", "batch.size=256"]
+    return load_recipe("finetune").override([*text, *STEPS, f"init_from={source}", *changes])
+
+
+def initialized(recipe: Recipe) -> tuple[tcnca.SequenceModel, str]:
+    """Return the model that a run starts with, and what is printed."""
+    task = recipe.build_task()
+    model = tcnca.SequenceModel(recipe.model_config(task), task.preprocessing())
+    return model, recipe.initialize(model)
+
+
+def test_a_run_starts_from_the_weights_and_the_structure(tmp_path: Path, source: Path) -> None:
+    model, text = initialized(finetune(tmp_path, source, "model.dropout=0.1"))
+    before = tcnca.load(source)
+    assert text == f"starting from {source}"
+    assert_same(weights(model), weights(before))
+    assert model.config == before.config.override({"dropout": 0.1})
+    assert model.config.head == LanguageModelHeadConfig(tie_embeddings=False)
+
+
+def test_the_model_is_validated_before_training_and_learns(tmp_path: Path, source: Path) -> None:
+    trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source, "lr=0.01"))
+    result = trainer.fit()
+    scores = {line["step"]: line["value"] for line in log(tmp_path / "run") if line.get("split") == "validation"}
+    eval_config = trainer.recipe.eval
+    start = evaluate(tcnca.load(source), trainer.task, "validation", eval_config, max_batches=eval_config.batches)
+    assert list(scores) == [0, 4, 8]
+    assert scores[0] == pytest.approx(start.value, abs=1e-9)
+    assert result.scores["validation"].value < scores[0] - 0.5
+
+
+def test_weights_that_only_get_worse_are_not_the_best(tmp_path: Path, source: Path) -> None:
+    TinyTrainer(tmp_path / "good", finetune(tmp_path, source, "lr=0.01")).fit()
+    folder = tmp_path / "bad"
+    TinyTrainer(folder, finetune(tmp_path, tmp_path / "good", "lr=3", "max_grad_norm=0")).fit()
+    assert_same(weights(tcnca.load(folder, best=True)), weights(tcnca.load(tmp_path / "good")))
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_a_stopped_run_resumes_exactly_and_without_the_source(tmp_path: Path, source: Path, stop: int) -> None:
+    recipe, folder = finetune(tmp_path, source), tmp_path / "run"
+    whole = TinyTrainer(tmp_path / "whole", recipe)
+    whole.fit()
+    TinyTrainer(folder, recipe, stop_after=stop).fit()
+    assert latest(folder).name == f"step-{stop:09}"
+    # The weights are in the checkpoint; other ones in their place make no difference.
+    tcnca.save(tcnca.SequenceModel(tcnca.load(source).config, tcnca.load(source).preprocessing), source)
+    resumed = TinyTrainer(folder, recipe, resume=True)
+    resumed.fit()
+    assert_same(weights(resumed.model), weights(whole.model))
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_another_head_is_new(tmp_path: Path, source: Path) -> None:
+    data = [f"data={own_file(tmp_path, 'classify')}", "batch.size=4"]
+    recipe = load_recipe("classify").override([*data, *STEPS, f"init_from={source}"])
+    (model, text), before = initialized(recipe), weights(tcnca.load(source))
+    assert text == f"starting from {source}, with a new head"
+    assert model.config.causal
+    assert isinstance(model.config.head, tcnca.ClassifierHeadConfig)
+    body = {name: tensor for name, tensor in weights(model).items() if not name.startswith("head.")}
+    assert_same(body, {name: before[name] for name in body})
+    first = TinyTrainer(tmp_path / "first", recipe)
+    first.fit()
+    # The head of the same classes is taken over.
+    again, text = initialized(recipe.override([f"init_from={tmp_path / 'first'}"]))
+    assert text == f"starting from {tmp_path / 'first'}"
+    assert_same(weights(again), weights(first.model))
+
+
+def test_values_are_standardized_by_the_new_data(tmp_path: Path) -> None:
+    def recipe(name: str, scale: float, *changes: str) -> Recipe:
+        values = np.random.default_rng(0).normal(size=(40, 30, 2)) * scale
+        np.savez(tmp_path / f"{name}.npz", values=values, targets=values.mean((1, 2)))
+        sizes = [f"{key}={value}" for key, value in SIZES.items() if key != "chunk_size"]
+        return load_recipe("regress").override(
+            [f"data={tmp_path / name}.npz", "batch.size=4", *STEPS, *sizes, *changes]
+        )
+
+    first = TinyTrainer(tmp_path / "first", recipe("one", 1.0))
+    first.fit()
+    other = recipe("hundred", 100.0).override([f"init_from={tmp_path / 'first'}"])
+    second, _ = initialized(other)
+    fresh, before = weights(tcnca.SequenceModel(second.config, second.preprocessing)), weights(first.model)
+    assert not torch.allclose(fresh["embedding.standardize.std"], before["embedding.standardize.std"], rtol=0.5)
+    expected = {name: fresh[name] if ".standardize." in name else tensor for name, tensor in before.items()}
+    assert_same(weights(second), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["init_from=nothing"], r"^init_from: nothing: expected a run directory or a saved model, got no such folder"),
+        (
+            ["num_layers=3"],
+            r"^init_from: .*source: expected the weights of the model, got missing .*; leave out keys of",
+        ),
+        (["d_ff=8"], r"^init_from: .*: expected shape \[8, 16\], got \[16, 16\]; leave out keys of model that change"),
+        (["model=mega-text"], r"^model\.preset: expected none with init_from, .*, got mega-text"),
+        (["model.d_modle=3"], r"d_modle: did you mean model\.d_model\?"),
+        (["model.dropout=2"], r"^model\.dropout: expected a number in \[0, 1"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, source: Path, changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TinyTrainer(tmp_path / "run", finetune(tmp_path, source, *changes)).fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_of_other_bytes_are_refused(tmp_path: Path, source: Path) -> None:
+    model = tcnca.load(source)
+    model.preprocessing = Preprocessing(task="language", byte_map=tuple(range(255, -1, -1)))
+    tcnca.save(model, source)
+    with pytest.raises(
+        ConfigError, match=r"^init_from: .*: expected a model with the tokens of the data, got one with"
+    ):
+        TinyTrainer(tmp_path / "run", finetune(tmp_path, source)).fit()
+
+
+def test_the_model_of_a_recipe_is_replaced() -> None:
+    recipe = load_recipe("lm").override(["init_from=pretrained", "model.dropout=0.2"])
+    assert recipe.model == {"dropout": 0.2}
+    assert recipe.for_device("cpu").model == {"dropout": 0.2}
+    config: ModelConfig = recipe.for_device("cpu").model_config()
+    assert config == tcnca.load().config.override({"dropout": 0.2})
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    plain: Any = load_recipe("lm").override(["init_from=null"])
+    assert plain == load_recipe("lm")
