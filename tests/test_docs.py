@@ -160,7 +160,9 @@ def test_commands_are_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> No
             name, found = parse(arguments)
         except Exception as error:
             raise AssertionError(f"{page}: tcnca {shlex.join(arguments)}") from error
-        recipe, changes = found.get("recipe") or found.get("name"), list(found.get("changes") or [])
+        recipe = found.get("recipe") or found.get("name")
+        # There is no run to start from here.
+        changes = [change for change in found.get("changes") or [] if not change.startswith("init_from=runs/")]
         if name == "sweep" and recipe in builtin():
             for key, values in parse_grid(changes).items():
                 load_recipe(recipe).override([f"{key}={values[0]}"]).validate()

@@ -103,15 +103,20 @@ def test_equals_the_sums_written_out(
 
 
 @every_activation
+@pytest.mark.parametrize("num_heads", [1, 2], ids=["one head", "two heads"])
 @pytest.mark.parametrize("chunk_size", [9, None])
 @pytest.mark.parametrize("lengths", [None, [20, 13]], ids=["whole", "padded"])
 def test_blocks_of_queries_give_the_same(
-    activation: str, chunk_size: int | None, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+    activation: str,
+    num_heads: int,
+    chunk_size: int | None,
+    lengths: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q, k, v = (part.requires_grad_() for part in inputs(20))
-    bias = torch.randn(39, dtype=torch.float64)
+    q, k, v = (part.requires_grad_() for part in inputs(20, width=4))
+    bias = torch.randn(39, dtype=torch.float64) if num_heads == 1 else None
     valid = None if lengths is None else torch.tensor(lengths)
-    options: dict[str, Any] = {"chunk_size": chunk_size, "activation": activation, "bias": bias}
+    options: dict[str, Any] = {"chunk_size": chunk_size, "activation": activation, "bias": bias, "num_heads": num_heads}
     expected, _ = chunked_attention(q, k, v, lengths=valid, **options)
     monkeypatch.setattr("tcnca.ops.attention.naive._QUERY_BLOCK", 4)
     out, _ = chunked_attention(q, k, v, lengths=valid, **options)
@@ -122,20 +127,40 @@ def test_blocks_of_queries_give_the_same(
         assert_close(found, truth)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "relu2", "bias": True},
+        {"activation": "laplace", "bias": True},
+        {"num_heads": 2},
+        {"num_heads": 2, "backend": "sdpa"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("chunk_size", [5, None])
 @pytest.mark.parametrize("sizes", [[3, 2, 4], [5, 11], [7, 3, 5, 1], [2, 14]], ids=str)
-def test_rows_at_one_position_continue_as_rows_that_differ(chunk_size: int | None, sizes: list[int]) -> None:
-    q, k, v = inputs(sum(sizes))
-    run = partial(chunked_attention, chunk_size=chunk_size)
+def test_rows_at_one_position_continue_as_rows_that_differ(
+    chunk_size: int | None, sizes: list[int], options: dict[str, Any]
+) -> None:
+    time = sum(sizes)
+    q, k, v = (part.requires_grad_() for part in inputs(time, width=4, d_value=4))
+    bias = torch.randn(2 * time + 1, dtype=torch.float64, requires_grad=True) if "bias" in options else None
+    run = partial(chunked_attention, chunk_size=chunk_size, **{**options, "bias": bias})
     together, _ = in_pieces(run, (q, k, v), sizes)
     # A third row, at other positions, keeps the others from being read together.
-    start = [torch.randn(3, 1, part.shape[2], dtype=torch.float64) for part in (q, k, v)]
+    start = [torch.randn(3, 1, 4, dtype=torch.float64) for _ in range(3)]
     _, state = run(*start, lengths=torch.tensor([0, 0, 1]), return_state=True)
     apart = []
     for parts in zip(*(part.split(sizes, 1) for part in (q, k, v)), strict=True):
         out, state = run(*(torch.cat([part, part[:1]]) for part in parts), state=state, return_state=True)
         apart.append(out[:2])
-    assert_close(together, torch.cat(apart, 1))
+    expected = torch.cat(apart, 1)
+    assert_close(together.detach(), expected.detach())
+    leaves, slope = [q, k, v, *([] if bias is None else [bias])], torch.randn_like(expected)
+    gradients = [torch.autograd.grad(each, leaves, slope) for each in (together, expected)]
+    for found, truth in zip(*gradients, strict=True):
+        assert_close(found, truth)
 
 
 @every_activation

@@ -270,6 +270,36 @@ def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatc
     assert len(calls) == 2
 
 
+def test_auto_reads_a_few_tokens_after_a_state_tap_by_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folding a state of many rows takes many times as long as the taps that one token needs."""
+    calls: list[int] = []
+
+    def counted(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+        calls.append(spec.x.shape[1])
+        return cpu.run(spec)
+
+    monkeypatch.setitem(api._RUN, "cpu", counted)
+    monkeypatch.setattr(cpu, "FAST_HERE", True)
+    weight = torch.randn(2, 1, 64, 3)
+    _, state = tcn(torch.randn(1000, 1, 64), weight, 2, return_state=True, backend="naive")
+    tcn(torch.randn(1000, 1, 64), weight, 2, state=state)
+    assert not calls
+    _, state = tcn(torch.randn(8, 1, 64), weight, 2, return_state=True, backend="naive")
+    tcn(torch.randn(8, 128, 64), weight, 2, state=state)
+    assert calls == [128]
+
+
+def test_states_of_a_vectorized_map() -> None:
+    x, weight = torch.randn(3, 2, 5, 4), torch.randn(2, 1, 4, 3)
+
+    def last_inputs(x: Tensor) -> Tensor:
+        state = tcn(x, weight, 4, return_state=True)[1]
+        assert state is not None
+        return state.buffers[1]
+
+    assert_close(torch.vmap(last_inputs)(x), torch.stack([last_inputs(each) for each in x]))
+
+
 def test_unsupported_reasons_are_named() -> None:
     x, weight = torch.randn(1, 9, 4), torch.randn(2, 1, 4, 3, requires_grad=True)
     options: list[tuple[dict[str, Any], str]] = [

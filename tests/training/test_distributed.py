@@ -162,7 +162,7 @@ def test_data_times_context_is_the_number_of_processes() -> None:
 
 
 def _fit_in_parts(folder: Path, given: Recipe) -> None:
-    sys.modules["tcnca.training.evaluate"]._MAX_TOKENS = 64  # type: ignore[attr-defined]
+    sys.modules["tcnca.training.evaluate"]._MAX_CPU_TOKENS = 64  # type: ignore[attr-defined]
     TinyTrainer(folder, given).fit()
 
 

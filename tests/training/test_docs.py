@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import tcnca
 from tcnca.config import Config, field_texts, keys, resolve
 from tcnca.errors import ConfigError
 from tcnca.models import ModelConfig
@@ -108,6 +109,7 @@ def _row(key: str, default: str, text: str) -> str:
 def _page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in zip(("reviews.yaml", "shapes.yaml"), (block.text for block in blocks(NAME, "yaml")), strict=True):
         (tmp_path / name).write_text(text, encoding="utf-8")
+    tcnca.save(tcnca.build("tcnca-linear-enwik8", num_layers=1, d_model=8), tmp_path / "runs/lm")
     monkeypatch.chdir(tmp_path)
 
 

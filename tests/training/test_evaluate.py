@@ -54,7 +54,7 @@ def test_parts_have_the_score_of_the_whole(
     split = next(split for split in ("test", "validation", "train") if split in task.data.splits)
     whole = evaluate(model, task, split, recipe.eval)
     longest, seen[:] = max(seen), []
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", tokens)
+    monkeypatch.setattr(MODULE, "_MAX_CPU_TOKENS", tokens)
     parts = evaluate(model, task, split, recipe.eval)
     assert parts.count == whole.count
     assert parts.value == pytest.approx(whole.value, rel=1e-5)
@@ -138,7 +138,7 @@ def test_full_attention_reads_windows_of_the_given_length(tmp_path: Path) -> Non
 
 
 def test_progress_is_reported_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "_MAX_TOKENS", 64)
+    monkeypatch.setattr(MODULE, "_MAX_CPU_TOKENS", 64)
     recipe = load_recipe("lm").override([f"data={own_file(tmp_path, 'lm')}", *SMALL, "data.task.segments=4"])
     task = recipe.build_task()
     shares: list[float] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import torch
 import tcnca
 from tcnca import ConfigError, Preprocessing
 from tcnca.models import LanguageModelHeadConfig, ModelConfig
-from tcnca.training import Recipe, evaluate, load_recipe
+from tcnca.training import Recipe, evaluate, evaluate_run, load_recipe
+from tcnca.training.comparison import read_runs
+from tcnca.training.provenance import read_launches
 from tests.training.test_recipes import own_file
 from tests.training.tiny import TinyTrainer, assert_same, latest, log, losses, weights
 
@@ -36,17 +41,21 @@ def finetune(folder: Path, source: Path, *changes: str) -> Recipe:
     return load_recipe("finetune").override([*text, *STEPS, f"init_from={source}", *changes])
 
 
-def initialized(recipe: Recipe) -> tuple[tcnca.SequenceModel, str]:
-    """Return the model that a run starts with, and what is printed."""
+def initialized(recipe: Recipe) -> tuple[tcnca.SequenceModel, bool]:
+    """Return the model that a run starts with, and whether it has the head of the source."""
     task = recipe.build_task()
     model = tcnca.SequenceModel(recipe.model_config(task), task.preprocessing())
     return model, recipe.initialize(model)
 
 
+def validations(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["value"]) for line in log(folder) if line.get("split") == "validation"]
+
+
 def test_a_run_starts_from_the_weights_and_the_structure(tmp_path: Path, source: Path) -> None:
-    model, text = initialized(finetune(tmp_path, source, "model.dropout=0.1"))
+    model, same_head = initialized(finetune(tmp_path, source, "model.dropout=0.1"))
     before = tcnca.load(source)
-    assert text == f"starting from {source}"
+    assert same_head
     assert_same(weights(model), weights(before))
     assert model.config == before.config.override({"dropout": 0.1})
     assert model.config.head == LanguageModelHeadConfig(tie_embeddings=False)
@@ -55,7 +64,7 @@ def test_a_run_starts_from_the_weights_and_the_structure(tmp_path: Path, source:
 def test_the_model_is_validated_before_training_and_learns(tmp_path: Path, source: Path) -> None:
     trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source, "lr=0.01"))
     result = trainer.fit()
-    scores = {line["step"]: line["value"] for line in log(tmp_path / "run") if line.get("split") == "validation"}
+    scores = dict(validations(tmp_path / "run"))
     eval_config = trainer.recipe.eval
     start = evaluate(tcnca.load(source), trainer.task, "validation", eval_config, max_batches=eval_config.batches)
     assert list(scores) == [0, 4, 8]
@@ -70,35 +79,93 @@ def test_weights_that_only_get_worse_are_not_the_best(tmp_path: Path, source: Pa
     assert_same(weights(tcnca.load(folder, best=True)), weights(tcnca.load(tmp_path / "good")))
 
 
-@pytest.mark.parametrize("stop", [1, 6])
+def test_the_last_model_of_a_short_run_can_be_the_best(tmp_path: Path, source: Path) -> None:
+    """Validations during training read fewer batches than the last one, which is not comparable with them."""
+    changes = ["lr=0.01", "eval.every=100", "eval.batch_size=1", "eval.batches=1", "eval.max_batches=3"]
+    trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source, *changes))
+    trainer.fit()
+    assert_same(weights(tcnca.load(tmp_path / "run", best=True)), weights(trainer.model))
+
+
+def test_the_first_validation_does_not_use_up_the_budget(tmp_path: Path, source: Path) -> None:
+    """The schedule of a budget follows the time, and would begin after its warm-up."""
+    trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source), budget=1.0)
+    validate = trainer._validate
+
+    def slowly(meter: Any) -> None:
+        time.sleep(1.0 if trainer.state.step == 0 else 0.0)
+        validate(meter)
+
+    trainer._validate = slowly  # type: ignore[method-assign]
+    trainer.fit()
+    assert trainer.state.step > 0
+    assert trainer.lrs[0] < 1e-4
+
+
+def test_files_of_recipes_replace_the_model_of_those_they_extend(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: lm\ninit_from: pretrained\nmodel: {dropout: 0.2}\n")
+    (tmp_path / "next.yaml").write_text("extends: mine.yaml\nmodel: {ff_dropout: 0.1}\n")
+    recipe = load_recipe(str(tmp_path / "next.yaml"))
+    assert recipe.for_device("cpu").model == {"dropout": 0.2, "ff_dropout": 0.1}
+    # Another model to start from keeps what is changed.
+    assert recipe.override(["init_from=runs/lm"]).model == recipe.model
+    assert recipe.batch == load_recipe("lm").batch
+
+
+def test_the_pretrained_model_has_two_names() -> None:
+    recipe = load_recipe("finetune")
+    assert recipe.override(["init_from=pretrained/enwik8"]).model_config() == recipe.model_config()
+
+
+def test_evaluation_does_not_start_from_another_model(tmp_path: Path, source: Path) -> None:
+    TinyTrainer(tmp_path / "run", finetune(tmp_path, source)).fit()
+    with pytest.raises(ConfigError, match=r"^init_from: is fixed by training"):
+        evaluate_run(tmp_path / "run", ["init_from=pretrained"], verbose=False)
+
+
+def test_the_time_to_a_score_is_zero_where_the_start_has_it(tmp_path: Path, source: Path) -> None:
+    TinyTrainer(tmp_path / "run", finetune(tmp_path, source)).fit()
+    (run,) = read_runs([tmp_path / "run"])
+    assert run.seconds_to(100.0) == 0.0
+
+
+@pytest.mark.parametrize("stop", [0, 1, 6])
 def test_a_stopped_run_resumes_exactly_and_without_the_source(tmp_path: Path, source: Path, stop: int) -> None:
     recipe, folder = finetune(tmp_path, source), tmp_path / "run"
     whole = TinyTrainer(tmp_path / "whole", recipe)
     whole.fit()
-    TinyTrainer(folder, recipe, stop_after=stop).fit()
+    first = TinyTrainer(folder, recipe, stop_after=stop)
+    if stop == 0:  # in the middle of the first step
+        first.before_step = lambda _: pytest.fail("killed", pytrace=False)
+        with pytest.raises(pytest.fail.Exception):
+            first.fit()
+    else:
+        first.fit()
     assert latest(folder).name == f"step-{stop:09}"
-    # The weights are in the checkpoint; other ones in their place make no difference.
-    tcnca.save(tcnca.SequenceModel(tcnca.load(source).config, tcnca.load(source).preprocessing), source)
+    launches = read_launches(folder)
+    assert launches[0].init_weights == hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    shutil.rmtree(source)  # everything is in the checkpoint
     resumed = TinyTrainer(folder, recipe, resume=True)
     resumed.fit()
     assert_same(weights(resumed.model), weights(whole.model))
     assert losses(folder) == losses(tmp_path / "whole")
+    assert validations(folder) == validations(tmp_path / "whole")
 
 
 def test_another_head_is_new(tmp_path: Path, source: Path) -> None:
     data = [f"data={own_file(tmp_path, 'classify')}", "batch.size=4"]
     recipe = load_recipe("classify").override([*data, *STEPS, f"init_from={source}"])
-    (model, text), before = initialized(recipe), weights(tcnca.load(source))
-    assert text == f"starting from {source}, with a new head"
+    (model, same_head), before = initialized(recipe), weights(tcnca.load(source))
+    assert not same_head
     assert model.config.causal
     assert isinstance(model.config.head, tcnca.ClassifierHeadConfig)
     body = {name: tensor for name, tensor in weights(model).items() if not name.startswith("head.")}
     assert_same(body, {name: before[name] for name in body})
     first = TinyTrainer(tmp_path / "first", recipe)
     first.fit()
-    # The head of the same classes is taken over.
-    again, text = initialized(recipe.override([f"init_from={tmp_path / 'first'}"]))
-    assert text == f"starting from {tmp_path / 'first'}"
+    # The head of the same classes is taken over, also with other settings.
+    again, same_head = initialized(recipe.override([f"init_from={tmp_path / 'first'}", "head.pooling=last"]))
+    assert same_head
     assert_same(weights(again), weights(first.model))
 
 

@@ -181,7 +181,7 @@ def test_variants_of_the_library_fit_their_recipe(name: str, sets: Path, tmp_pat
     assert len(sweep.points) == 2 * len(variants.changes)
 
 
-@pytest.mark.parametrize("name", ["arena", "image-arena"])
+@pytest.mark.parametrize("name", ["arena", "small-arena", "image-arena"])
 def test_members_of_an_arena_build(name: str, sets: Path, tmp_path: Path) -> None:
     variants = load_variants(name)
     baselines = {"s4d", "s5", "lru", "sgconv", "transformer"}
@@ -190,9 +190,10 @@ def test_members_of_an_arena_build(name: str, sets: Path, tmp_path: Path) -> Non
         config, member = point.recipe.model_config(), point.values["variant"]
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in SequenceModel(config).parameters())
-        if name == "arena":
-            assert parameters == pytest.approx(19_632_896, rel=0.04), member
-            assert config.num_layers == 6
+        if name != "image-arena":
+            expected, num_layers = {"arena": (19_632_896, 6), "small-arena": (385_536, 3)}[name]
+            assert parameters == pytest.approx(expected, rel=0.04), member
+            assert config.num_layers == num_layers
         if member in baselines - {"transformer"} or member.endswith("-gated"):
             kind, _, gated = member.partition("-")
             assert type(config.mixer) is MIXERS[kind]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tcnca.models import ModelConfig
 from tcnca.training import DistContext, distributed, load_recipe, trainer
 from tcnca.training.threads import fastest_threads, use_threads
 from tests.training.tiny import TinyTrainer, assert_same, fit, recipe, weights
@@ -114,7 +115,7 @@ def test_another_machine_or_several_processes_measure_again(
 def test_nothing_is_measured_where_threads_matter_less(tmp_path: Path, dist: DistContext, compiled: bool) -> None:
     run = TinyTrainer(tmp_path / "run", recipe("threads=auto"))
     run.dist, run.compiled = dist, compiled
-    assert run._fastest_threads() == 0
+    assert run._fastest_threads(ModelConfig()) == 0
 
 
 def test_what_is_measured_recomputes_activations_as_the_run_does(

@@ -132,7 +132,7 @@ def _line(text: str, comment: str) -> str:
 
 
 def _whole_model(recipe: Recipe) -> list[str]:
-    """Return the model after the recipe's changes to its preset, as comments."""
+    """Return the model after the recipe's changes, as comments."""
     values = recipe.model_config().to_dict()
     lines = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).splitlines()
     title = "# The whole model; any of its keys can be changed, such as num_layers=4:"

@@ -81,7 +81,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
 
     Of a run that is not finished, the last checkpoint is read. `tcnca.load` also applies how the run is evaluated.
     """
-    folder = _find_model(Path(folder))
+    folder = find_model(Path(folder))
     config, preprocessing, dtype = _read_config(folder / CONFIG_FILE)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
@@ -100,15 +100,15 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
 
 def load_config(folder: str | Path) -> ModelConfig:
     """Return the configuration of a saved model, or of that of a run directory."""
-    return _read_config(_find_model(Path(folder)) / CONFIG_FILE)[0]
+    return _read_config(find_model(Path(folder)) / CONFIG_FILE)[0]
 
 
 @torch.no_grad()
 def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool:
     """Copy the weights of `source` into a model of the same structure and vocabulary.
 
-    Statistics of the data, by which values are standardized, stay those of `model`. If the heads differ in their
-    configuration or the names of their classes, that of `model` keeps its weights.
+    Statistics of the data, by which values are standardized, stay those of `model`. So does the head, if it is another
+    one: of another kind or other sizes, or for other classes.
 
     Args:
         model: the model, which is changed.
@@ -121,30 +121,36 @@ def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool
     for each in ("byte_map", "symbols"):
         if getattr(model.preprocessing, each) != getattr(source.preprocessing, each):
             raise ConfigError(
-                f"{name}: expected a model with the tokens of the data, got one with others (preprocessing.{each}); a "
-                "language model of EnWik8 has all bytes with data.task.all_bytes=true"
+                f"{name}: expected a model with the tokens of the data, got one with others (preprocessing.{each}); "
+                "data.task.all_bytes decides whether EnWik8 has a token for every byte"
             )
-    same_head = model.config.head == source.config.head and model.class_names == source.class_names
-    target, weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
+    target, weights = _shared_weights(model), _shared_weights(source)
+    heads = [{path: tensor.shape for path, tensor in each.items() if _in_head(path)} for each in (target, weights)]
+    kinds = [(type(each.config.head), each.class_names) for each in (model, source)]
+    same_head = heads[0] == heads[1] and kinds[0] == kinds[1]
+    if not same_head:
+        target, weights = (
+            {path: tensor for path, tensor in each.items() if not _in_head(path)} for each in (target, weights)
+        )
     _check_weights(target, weights, name)
     for path, tensor in target.items():
         tensor.copy_(weights[path])
     return same_head
 
 
-def _shared_weights(model: SequenceModel, head: bool) -> dict[str, Tensor]:
-    """Return what models for different data can share: all but statistics of the data and, on request, the head."""
+def _shared_weights(model: SequenceModel) -> dict[str, Tensor]:
+    """Return what models for different data can share: all but statistics of the data."""
     statistics = {path for path, module in model.named_modules() if isinstance(module, Standardization)}
-    return {
-        path: tensor
-        for path, tensor in model.state_dict().items()
-        if path.rpartition(".")[0] not in statistics and (head or not path.startswith("head."))
-    }
+    return {path: tensor for path, tensor in model.state_dict().items() if path.rpartition(".")[0] not in statistics}
+
+
+def _in_head(path: str) -> bool:
+    return path.startswith("head.")
 
 
 def saved_dtype(folder: str | Path) -> SavedDtype | None:
     """Return the `dtype` that a model was saved with, of a run that of its last checkpoint."""
-    return _read_config(_find_model(Path(folder)) / CONFIG_FILE)[2]
+    return _read_config(find_model(Path(folder)) / CONFIG_FILE)[2]
 
 
 def _stored(weights: Mapping[str, Tensor], dtype: SavedDtype | None) -> dict[str, Tensor]:
@@ -220,7 +226,7 @@ def fill(
     model.load_state_dict({name: tensor.to(device, copy=True) for name, tensor in weights.items()}, assign=True)
 
 
-def _find_model(folder: Path) -> Path:
+def find_model(folder: Path) -> Path:
     """Return the folder of the model: in a run that is not finished, its last checkpoint."""
     if os.path.lexists(folder / CONFIG_FILE):
         return folder

@@ -54,11 +54,16 @@ def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | Non
 
 
 def common_position(position: Tensor) -> int | None:
-    """Return the position of all rows; None if they differ, or cannot be read without waiting for a GPU."""
-    if position.device.type != "cpu" or torch.compiler.is_compiling() or transform_reason() is not None:
+    """Return the position of all rows; None if they differ or are not `readable`."""
+    if not readable(position) or not bool((position == position[:1]).all()):
         return None
-    first = position[:1]
-    return int(first) if len(position) and bool((position == first).all()) else None
+    return int(position[0])
+
+
+def readable(position: Tensor) -> bool:
+    """Return whether there are positions that can be read without waiting for a GPU or breaking a graph."""
+    known = position.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
+    return known and len(position) > 0
 
 
 def _write_slice(buffer: Tensor, position: int, x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class CheckpointManager:
                     save(copy, partial)
             with self._all_or_none():
                 if self.dist.is_main:
-                    files = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+                    files = {path.name: checksum(path) for path in sorted(partial.iterdir())}
                     content = dataclasses.asdict(_Saved(state=state, files=files))
                     (partial / STATE).write_text(to_json(content), encoding="utf-8")
                     shutil.rmtree(place, ignore_errors=True)
@@ -247,15 +247,16 @@ def _shards(files: Iterable[str]) -> list[str]:
 
 def _verify(place: Path, files: Mapping[str, str]) -> None:
     """Raise a CheckpointError if files differ from what was written: file formats may not notice a few wrong bytes."""
-    for name, checksum in files.items():
+    for name, expected in files.items():
         path = place / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; {_REMEDY}")
-        if _checksum(path) != checksum:
+        if checksum(path) != expected:
             raise CheckpointError(f"{path}: is damaged, its checksum differs from what was written; {_REMEDY}")
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -110,9 +110,9 @@ def _row(run: ComparedRun, reach: Sequence[float]) -> list[str]:
 
 
 def seconds_at(lines: Sequence[Mapping[str, Any]], steps: _Array) -> _Array:
-    """Return when steps were taken, between the lines of a log; NaN before the first."""
+    """Return when steps were taken, between the start and the lines of a log; NaN without lines."""
     logged, seconds = series(lines, "seconds")
-    return np.interp(steps, logged, seconds, left=np.nan) if len(logged) else np.nan * steps
+    return np.interp(steps, [0, *logged], [0.0, *seconds]) if len(logged) else np.nan * steps
 
 
 def save_comparison(runs: Sequence[ComparedRun], path: Path) -> None:

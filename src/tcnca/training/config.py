@@ -154,7 +154,7 @@ class EvalConfig(Config):
     """Steps between validations; 0 for none before the end."""
     batch_size: PositiveInt = 64
     """Examples, or rows of a language model, per batch. To need less memory than training, the model reads batches of
-    more than 131,072 time steps in parts."""
+    more than 131,072 time steps, on a CPU 8,192, in parts."""
     chunk_size: PositiveInt | None = None
     """Chunk of the attention in evaluation; None for that of training."""
     exact: bool = False

@@ -92,7 +92,7 @@ def evaluate(
     # On the device, which is not waited for until the end, if it has float64.
     totals = torch.zeros(2, dtype=torch.float64, device=dist.device if has_float64(dist.device) else "cpu")
     states: dict[int, ModelState | None] = {}
-    most = _MAX_TOKENS if dist.device.type != "cpu" else min(_MAX_TOKENS, _MAX_CPU_TOKENS)
+    most = _MAX_CPU_TOKENS if dist.device.type == "cpu" else _MAX_TOKENS
     rows = time = answered = before = 0
     with _evaluation_mode(model, config.chunk_size), autocast(dist.device, precision):
         batches = itertools.islice(task.eval_batches(split, config.batch_size, dist.rank, dist.world_size), limit)
@@ -255,7 +255,7 @@ def evaluate_run(
         check_no_links(run)
     trained = load_recipe(str(run / RECIPE))
     recipe = trained.override(changes)
-    for section in ("model", "batch", "optimizer", "schedule", "checkpoint"):
+    for section in ("init_from", "model", "batch", "optimizer", "schedule", "checkpoint"):
         if getattr(recipe, section) != getattr(trained, section):
             raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
     with dist_context(device) as dist, Logger(run, Console(quiet=not verbose), enabled=dist.is_main) as logger:

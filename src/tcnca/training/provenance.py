@@ -51,6 +51,8 @@ class Launch:
     """Number of processes."""
     hardware: dict[str, str | int | float]
     """Devices of the run."""
+    init_weights: str | None = None
+    """SHA-256 of the file of weights that the run started from; None for random weights."""
     started: str = dataclasses.field(
         default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     )

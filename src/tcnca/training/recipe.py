@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ from tcnca.models import (
     load,
     preset,
 )
+from tcnca.models.heads import PooledHeadConfig
 from tcnca.models.serialization import copy_weights, load_config
 from tcnca.recipes import read_recipe
 from tcnca.training.config import (
@@ -51,6 +52,8 @@ _STAND_INS: dict[str, list[dict[str, Any]]] = {
     "forecast": [{"head": RegressionHeadConfig(pooling="none"), "input": ValueInputConfig()}],
 }
 
+_PRETRAINED = ("pretrained", pretrained.NAME)
+"""Values of `init_from` that mean the model of the package."""
 _SIZES = ("vocab_size", "features", "num_classes", "outputs")
 """What a task decides of a model's input and head."""
 
@@ -66,7 +69,8 @@ class Recipe(Config):
     """`preset`, and changes to it; or the fields of a ModelConfig. What the task decides can be left out."""
     init_from: str | None = None
     """Model to start from, with its structure and weights: `pretrained`, the one that comes with tcnca, a run directory
-    or a saved model; None for random weights. The keys of `model` are then changes to it, such as `model.dropout`."""
+    (its last model) or a saved model; None for random weights. The keys of `model` are then changes to it, such as
+    `model.dropout`."""
     data: DataConfig = DataConfig()
     """What to train on."""
     batch: BatchConfig = BatchConfig()
@@ -102,10 +106,11 @@ class Recipe(Config):
         if not isinstance(changes, Mapping):
             changes = parse_overrides(changes)
         paths = canonical(type(self), {**changes, **fields})
-        replaced = [*paths, *(["model"] if paths.get("init_from") is not None else [])]
-        kept = {key: value for key, value in self.cpu.items() if not any(_overlap(key, path) for path in replaced)}
-        model = {} if "model" in replaced else self.model
-        return apply(dataclasses.replace(self, cpu=kept, model=model), paths)
+        before = self
+        if self.init_from is None and paths.get("init_from") is not None:
+            before = dataclasses.replace(self, model={}, cpu=_without_model(self.cpu))
+        kept = {key: value for key, value in before.cpu.items() if not any(_overlap(key, path) for path in paths)}
+        return apply(dataclasses.replace(before, cpu=kept), paths)
 
     def for_device(self, device: str) -> Recipe:
         """Return the recipe of a run on a kind of device: except on `cuda`, with the changes of its key `cpu` made."""
@@ -167,17 +172,22 @@ class Recipe(Config):
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""
         return self._model({} if task is None else {"input": task.input, "head": task.head, "causal": task.causal})
 
-    def initialize(self, model: SequenceModel) -> str:
-        """Copy the weights of the model to start from, and return what was done, in a few words."""
+    def initialize(self, model: SequenceModel) -> bool:
+        """Copy the weights of `init_from` into a model, and return whether those of the head were copied."""
         try:
-            same_head = copy_weights(model, load(self._source()), f"init_from: {self.init_from}")
+            source = load(self.init_folder)
+        except CheckpointError as error:
+            raise ConfigError(f"init_from: {error}") from error
+        try:
+            return copy_weights(model, source, f"init_from: {self.init_from}")
         except CheckpointError as error:
             raise ConfigError(f"{error}; leave out keys of model that change its structure") from error
-        return f"starting from {self.init_from}" + ("" if same_head else ", with a new head")
 
-    def _source(self) -> Path:
-        """Return the folder of the model to start from."""
-        return pretrained.FOLDER if self.init_from == "pretrained" else Path(self.init_from or "")
+    @property
+    def init_folder(self) -> Path:
+        """The folder of the model to start from."""
+        assert self.init_from is not None
+        return pretrained.FOLDER if self.init_from in _PRETRAINED else Path(self.init_from)
 
     def _model(self, from_task: Mapping[str, Any]) -> ModelConfig:
         changes = dict(self.model)
@@ -190,7 +200,7 @@ class Recipe(Config):
         if name is not None:
             raise ConfigError(f"model.preset: expected none with init_from, whose structure the model has, got {name}")
         try:
-            start = load_config(self._source())
+            start = load_config(self.init_folder)
         except CheckpointError as error:
             raise ConfigError(f"init_from: {error}") from error
         wanted: dict[str, Any] = {
@@ -201,10 +211,16 @@ class Recipe(Config):
 
 def _resized(start: Config, wanted: Config) -> Config:
     """Return the input or head of a model with the sizes that a task asks for; that of the task if the kinds differ."""
-    if type(start) is not type(wanted) or "none" in {getattr(each, "pooling", "") for each in (start, wanted)}:
+    # An output at every time step, as of a forecast, is another kind than one of a sequence.
+    each_time = [isinstance(each, PooledHeadConfig) and each.pooling == "none" for each in (start, wanted)]
+    if type(start) is not type(wanted) or each_time[0] != each_time[1]:
         return wanted
-    sizes = {name: getattr(wanted, name) for name in _SIZES if hasattr(wanted, name)}
-    return dataclasses.replace(start, **sizes)
+    return dataclasses.replace(start, **{name: getattr(wanted, name) for name in _SIZES if hasattr(wanted, name)})
+
+
+def _without_model(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return canonical changes but those of the model, on a CPU as well."""
+    return {path: value for path, value in changes.items() if not _overlap(path.removeprefix("cpu."), "model")}
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -214,7 +230,13 @@ def _overlap(one: str, other: str) -> bool:
 def load_recipe(name: str) -> Recipe:
     """Return a built-in recipe, by its name, or one of yours, by its path."""
     layers = read_recipe(name)
-    return prefixed(f"{name}: ", lambda: Recipe.from_dict(*layers))
+    return prefixed(f"{name}: ", lambda: Recipe.from_dict(*_replace_models(layers)))
+
+
+def _replace_models(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the layers of a recipe; those below `init_from` without their model, whose place it takes."""
+    first = next((index for index, layer in enumerate(layers) if layer.get("init_from") is not None), 0)
+    return [*(_without_model(canonical(Recipe, layer)) for layer in layers[:first]), *layers[first:]]
 
 
 def differences(before: Recipe, now: Recipe) -> str:

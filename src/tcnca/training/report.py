@@ -199,6 +199,7 @@ def _provenance_rows(result: Result, launches: Sequence[Launch]) -> list[tuple[s
     if not launches:
         return rows
     first = launches[0]
+    rows += [("started from weights", first.init_weights)] if first.init_weights is not None else []
     rows += [("seed", f"{first.seed}")]
     if first.budget is not None:
         rows += [("budget", duration(first.budget))]

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import check
+from tcnca.config import check, resolve
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import LanguageTask
 from tcnca.errors import CheckpointError, ConfigError, TrainingError, plural, shown
 from tcnca.extras import missing
 from tcnca.files import LOCK, atomic_path, atomic_write, check_no_links, file_lock
-from tcnca.models import SequenceModel
-from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE
+from tcnca.models import ModelConfig, SequenceModel
+from tcnca.models.serialization import CONFIG_FILE, WEIGHTS_FILE, find_model, load_config
 from tcnca.signals import catch_signals
 from tcnca.training import report
-from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState, read_state
+from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, TrainState, checksum, read_state
 from tcnca.training.distributed import (
     DistContext,
     dist_context,
@@ -50,6 +50,15 @@ _COMPILING_STEPS = 3
 """First steps that compile code or load it. With CUDA graphs, the third batch of a shape is captured."""
 _FEW_STEPS = 100
 """Fewer steps than this teach a model next to nothing."""
+
+
+def _sets_threads(word: str) -> bool:
+    """Return whether an argument of `tcnca train` sets the number of threads."""
+    key, equals, _ = word.partition("=")
+    try:
+        return bool(equals) and resolve(Recipe, key) == "runtime.threads"
+    except ConfigError:
+        return False  # not a key, but a path for example
 
 
 class Trainer:
@@ -91,6 +100,7 @@ class Trainer:
         self.budget = check("budget", budget, Budget | None)
         self.resume, self.device, self.verbose = resume, device, verbose
         self.command = [*command]
+        self.init_weights: str | None = None
         self._check_out()
 
     def fit(self) -> Result:
@@ -138,22 +148,27 @@ class Trainer:
             preload_compiler()
         self.context = make_context(self.recipe.runtime.parallel, self.dist)
         self.task = self.recipe.build_task()
+        self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, self.recipe.checkpoint.keep, self.dist)
+        latest = self.checkpoints.latest() if self.resume and self.recipe.init_from is not None else None
+        # A run that is resumed does not need the model that it started from any more.
+        config = self.recipe.model_config(self.task) if latest is None else load_config(latest)
         threads = self.recipe.runtime.threads
         if threads == "auto":
-            threads = self._fastest_threads()
+            threads = self._fastest_threads(config)
             self.recipe = self.recipe.override({"runtime.threads": threads})
             if threads and self.command:
                 # A run with another number would differ by rounding.
-                others = [word for word in self.command if word.partition("=")[0] not in ("threads", "runtime.threads")]
-                self.command = [*others, f"runtime.threads={threads}"]
+                self.command = [word for word in self.command if not _sets_threads(word)]
+                self.command.append(f"runtime.threads={threads}")
         if threads:
             torch.set_num_threads(threads)
         recipe = self.recipe
         torch.manual_seed(recipe.batch.seed)
-        self.model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing())
-        self.checkpoints = CheckpointManager(self.out / CHECKPOINTS, recipe.checkpoint.keep, self.dist)
-        if recipe.init_from is not None and not (self.resume and self.checkpoints.latest()):
-            self.logger.print(recipe.initialize(self.model))
+        self.model = SequenceModel(config, self.task.preprocessing())
+        if recipe.init_from is not None and latest is None:
+            self.init_weights = checksum(find_model(recipe.init_folder) / WEIGHTS_FILE)
+            head = "" if recipe.initialize(self.model) else ", with a new head"
+            self.logger.print(f"starting from {recipe.init_from}{head}")
         self.model.to(self.dist.device)
         # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
         grows = recipe.batch.initial_size is not None
@@ -165,14 +180,14 @@ class Trainer:
         self.optimizers = build_optimizers(self.model, recipe.optimizer)
         self.state = TrainState(data=self.task.data.digest)
 
-    def _fastest_threads(self) -> int:
+    def _fastest_threads(self, config: ModelConfig) -> int:
         """Measure with how many threads a step is fastest."""
         recipe, dist = self.recipe, self.dist
         if dist.device.type != "cpu" or dist.world_size > 1 or self.compiled:
             return 0  # PyTorch's default
         # The run has a model of its own, so that it does not depend on this measurement.
         torch.manual_seed(recipe.batch.seed)
-        model = SequenceModel(recipe.model_config(self.task), self.task.preprocessing())
+        model = SequenceModel(config, self.task.preprocessing())
         train_model = parallelize(model, recipe.runtime, dist)
         size = recipe.batch.initial_size or recipe.batch.size
         batch = self.task.batch(0, size, recipe.batch.seed, 0, recipe.batch.grad_accum_steps)
@@ -189,6 +204,8 @@ class Trainer:
     def _train(self) -> str:
         """Train until the run is finished. Returns the name of the signal that stopped it before, if one did."""
         recipe, state, meter = self.recipe, self.state, Meter(self.dist, self.state.meter)
+        if recipe.init_from is not None and recipe.eval.every and state.step == 0 and state.score is None:
+            self._validate(meter)  # what training starts from; it does not count as time of the run
         started = saved = time.monotonic()
         earlier, first_step = state.seconds, state.step
         with catch_signals() as caught, ThreadPoolExecutor(1, "batches") as pool, contextlib.ExitStack() as stack:
@@ -196,9 +213,6 @@ class Trainer:
             if self.compiled and self.dist.device.type == "cuda" and self.dist.world_size == 1:
                 # A process that ends while the thread computes may crash.
                 stack.callback(self._preload_kernels(upcoming.result()[0]).join)
-            if recipe.init_from is not None and state.step == 0 and recipe.eval.every:
-                with meter.pause():
-                    self._validate(meter)
             while True:
                 # Agree on the time and on signals, so that all processes save, stop and set the learning rate alike.
                 now = time.monotonic()
@@ -492,7 +506,7 @@ class Trainer:
         place = self.checkpoints.latest()
         if place is None:
             self.logger.print(f"nothing to resume in {self.out}, which has no checkpoint; starting a new run")
-            self.logger.rewind(0)
+            self.logger.rewind(-1)
             return
         before = load_recipe(str(self.out / RECIPE))
         if before != self.recipe:
@@ -523,6 +537,7 @@ class Trainer:
                 seed=recipe.batch.seed,
                 budget=self.budget,
                 processes=dist.world_size,
+                init_weights=self.init_weights,
                 hardware=hardware(dist.device, dist.world_size),
             )
             add_launch(self.out, launch, resumed=self.resume)
@@ -564,10 +579,13 @@ class Trainer:
             self.logger.print(f"evaluating at most {config.max_batches} batches of each split (eval.max_batches)")
         scores = {split: self._evaluate(split) for split in ("validation", "test") if split in self.task.data.splits}
         latest = self.checkpoints.latest()
-        # A score on some batches is not comparable with one on the whole split.
-        comparable = eval_limit(config, config.batches) == eval_limit(config) or self.checkpoints.best() is None
-        if "validation" in scores and latest is not None and comparable and self._is_best(scores["validation"].value):
-            self.checkpoints.mark_best(latest, scores["validation"].value)
+        if "validation" in scores and latest is not None:
+            score = scores["validation"].value
+            if eval_limit(config, config.batches) != eval_limit(config) and self.checkpoints.best() is not None:
+                # The score of the best checkpoint so far is that of fewer batches.
+                score = self._evaluate("validation", config.batches).value
+            if self._is_best(score):
+                self.checkpoints.mark_best(latest, score)
         self._draw_curves()
         result = self._result("", scores)
         if self.dist.is_main:

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.ops.activations import laplace, relu2
-from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
-from tcnca.ops.ring import common_position
+from tcnca.ops.ring import common_position, readable
 from tcnca.ops.state import State
 
 AttentionActivation = Literal["softmax", "relu2", "laplace"]
@@ -97,23 +96,17 @@ class AttentionCall:
         `valid` (`[…, 1, keys]`) is false for keys of the padding, which is at the right. With `causal` the last query
         sees all keys, and each one before it a key less.
         """
-        queries, before = q.shape[-2], k.shape[-2] - q.shape[-2]
-        if causal and not self.fused and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        if causal and on_cpu and not self.fused and q.shape[-2] > _QUERY_BLOCK:
             # Blocks of queries, each with the keys that it can see: half of the work, in tensors that fit into caches.
-            blocks = [(first, min(first + _QUERY_BLOCK, queries)) for first in range(0, queries, _QUERY_BLOCK)]
-            if len(blocks) > 1:
-                parts = (
-                    self.attend(
-                        q[..., first:last, :],
-                        k[..., : before + last, :],
-                        v[..., : before + last, :],
-                        None if bias is None else bias[..., first:last, : before + last],
-                        valid=None if valid is None else valid[..., : before + last],
-                        causal=True,
-                    )
-                    for first, last in blocks
-                )
-                return torch.cat([*parts], -2)
+            parts, before = [], k.shape[-2] - q.shape[-2]
+            for first in range(0, q.shape[-2], _QUERY_BLOCK):
+                last = min(first + _QUERY_BLOCK, q.shape[-2])
+                block = (q[..., first:last, :], k[..., : before + last, :], v[..., : before + last, :])
+                bias_part = None if bias is None else bias[..., first:last, : before + last]
+                valid_part = None if valid is None else valid[..., : before + last]
+                parts.append(self.attend(*block, bias_part, valid=valid_part, causal=True))
+            return torch.cat(parts, -2)
         apart = self.num_heads > 1 or self.fused
         if apart:
             q, k, v = (split_heads(part, self.num_heads).transpose(-2, -3) for part in (q, k, v))
@@ -419,7 +412,7 @@ def continue_attention(
             max_length = None if call.bias is None else bias_max_length(call.bias)
             slots = required_slots(state.keys.shape[1], end, time, lengths, max_length)
         else:
-            slots = (int(fill.max()) if _readable(fill) else chunk_size - 1) + time
+            slots = (int(fill.max()) if readable(fill) else chunk_size - 1) + time
             slots += -slots % chunk_size if time > chunk_size else 0
         lined_k, lined_v = line_up(state.keys, k, fill, slots), line_up(state.values, v, fill, slots)
         out = run(call, q, lined_k, lined_v, fill, end)
@@ -443,8 +436,10 @@ def _continue_together(
     k, v = k.to(state.keys.dtype), v.to(state.values.dtype)
     keys = torch.cat([state.keys[:, :fill], k[:, :first]], 1)
     values = torch.cat([state.values[:, :fill], v[:, :first]], 1)
-    bias = None if call.bias is None else chunk_bias(call.bias, fill + first)[fill:]
-    out = call.attend(q[:, :first], keys, values, bias, causal=True)
+    bias = None if call.bias is None else _last_rows(call.bias, first, fill + first)
+    # The fused kernels would compute the outputs of all keys.
+    few = call if fill == 0 else dataclasses.replace(call, fused=False)
+    out = few.attend(q[:, :first], keys, values, bias, causal=True)
     if first < time:
         q, k, v = (part[:, first:] for part in (q, k, v))
         out = torch.cat([out, _from_start(call, q, k, v)], 1)
@@ -455,21 +450,21 @@ def _continue_together(
     return out, AttentionState(keys, values, position)
 
 
+def _last_rows(bias: Tensor, queries: int, keys: int) -> Tensor:
+    """Return a position bias between the last queries and all keys of a chunk so far, `[queries, keys]`."""
+    middle = bias_max_length(bias)
+    return bias[middle - keys : middle - 1 + queries].unfold(0, keys, 1).flip(0)
+
+
 def _cache_of_end(x: Tensor, chunk_size: int) -> Tensor:
     """Return the cache after whole chunks and an unfinished one, `x` (`[batch, time, features]`)."""
     filled = x.shape[1] % chunk_size
     return F.pad(x[:, x.shape[1] - filled :], (0, 0, 0, chunk_size - filled))
 
 
-def _readable(position: Tensor) -> bool:
-    """Return whether positions can be read without waiting for a GPU or breaking a graph."""
-    known = position.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
-    return known and len(position) > 0
-
-
 def _filled_slots(fill: Tensor, chunk_size: int) -> int:
     """Return how many slots a step has to read: all of them, unless the number can be read."""
-    return int(fill.max()) + 1 if _readable(fill) else chunk_size
+    return int(fill.max()) + 1 if readable(fill) else chunk_size
 
 
 def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:

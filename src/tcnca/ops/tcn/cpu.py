@@ -26,6 +26,7 @@ from tcnca.ops.tcn.naive import TCNSpec, TCNState, naive_tcn, run_convolutions
 MIN_NUMBERS = 1 << 15  # of x, below which this is not faster
 # Only measured on these processors, on which oneDNN has its fast convolutions.
 FAST_HERE = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+MIN_CONTINUED = 128  # tokens after a state, below which the taps that they need are read one by one
 SLAB = 1 << 20  # numbers of x that go through all blocks together, which bounds the memory
 MIN_CHANNELS = 32  # of a slab; the weights' gradients of fewer channels take half as long again
 
@@ -58,6 +59,8 @@ def unsupported_reason(spec: TCNSpec) -> str | None:
 def should_use(spec: TCNSpec) -> bool:
     """Return whether this backend is expected to be faster than PyTorch's own operators."""
     x = spec.x
+    if spec.state is not None and x.shape[1] < MIN_CONTINUED:
+        return False
     if x.device.type != "cpu" or x.dtype != torch.float32 or not FAST_HERE:
         return False
     # A compiled graph should not depend on the length.
@@ -85,12 +88,12 @@ def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
 def _continue(spec: TCNSpec, state: TCNState, h: Tensor, number: int, adds_skip: bool) -> Tensor:
     """Run a convolution after the inputs in its ring buffer, and what follows it."""
     weight, bias, dilation = spec.convolution(number)
-    x = zero_padding(h, spec.lengths)
-    past, y = unroll_ring(state.buffers[number], state.position), torch.empty_like(h)
-    for part in _parts(x.shape[0], past.shape[1] + x.shape[1], x.shape[2]):
-        channels = part[2]
+    x, buffer, y = zero_padding(h, spec.lengths), state.buffers[number], torch.empty_like(h)
+    for part in _parts(x.shape[0], buffer.shape[1] + x.shape[1], x.shape[2]):
+        rows, _, channels = part
+        past = unroll_ring(buffer[part], state.position[rows])
         # Rows of times that are a multiple of the dilation apart; those of the state come first.
-        folded = _fold(torch.cat([past[part].to(x.dtype), x[part]], 1), dilation, 0, 0)
+        folded = _fold(torch.cat([past.to(x.dtype), x[part]], 1), dilation, 0, 0)
         folded = _correlate(folded, weight[0, 0, channels].flip(1), None if bias is None else bias[0, 0, channels])
         _ACTIVATIONS[spec.activation].apply(folded)
         _unfold(folded, h[part] if adds_skip else None, y[part])

@@ -17,7 +17,7 @@ from tcnca.ops.activations import ACTIVATIONS, activation
 from tcnca.ops.checks import check_lengths, check_same_dtype, check_sequence
 from tcnca.ops.dropout import dropout
 from tcnca.ops.padding import advance, zero_padding
-from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.ring import push_ring, read_ring, readable, unroll_ring
 from tcnca.ops.state import State
 
 NormFn = Callable[[Tensor, int], Tensor]
@@ -207,11 +207,11 @@ def _next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
     """Return the state after a call, given the inputs of each of its convolutions."""
     first, state, inplace = inputs[0], spec.state, spec.inplace
     if state is None:
-        # Nothing else has the new buffers. Elsewhere, writing to them has not been measured.
-        inplace = first.device.type == "cpu" and not torch.compiler.is_compiling()
         depth, convolutions, channels, kernel_size = spec.weight.shape
         shape = (first.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
         state = initial_tcn_state(*shape, first.device, first.dtype)
+        # Nothing else has the new buffers. On a GPU, writing to them has not been measured.
+        inplace = readable(state.position)
     buffers = tuple(
         push_ring(buffer, state.position, conv_input, spec.lengths, inplace)
         for buffer, conv_input in zip(state.buffers, inputs, strict=True)
