@@ -85,6 +85,8 @@ def test_the_last_model_of_a_short_run_can_be_the_best(tmp_path: Path, source: P
     trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source, *changes))
     trainer.fit()
     assert_same(weights(tcnca.load(tmp_path / "run", best=True)), weights(trainer.model))
+    counts = [line["count"] for line in log(tmp_path / "run") if line.get("split") == "validation"]
+    assert counts == [counts[0], counts[0], 3 * counts[0]]  # at the start, at the end, and of the score in the report
 
 
 def test_the_first_validation_does_not_use_up_the_budget(tmp_path: Path, source: Path) -> None:

@@ -577,15 +577,14 @@ class Trainer:
         config = self.recipe.eval
         if config.max_batches is not None:
             self.logger.print(f"evaluating at most {config.max_batches} batches of each split (eval.max_batches)")
+        part = None
+        if eval_limit(config, config.batches) != eval_limit(config) and self.checkpoints.best() is not None:
+            # As many batches as gave the best checkpoint its score. The whole split follows, as the last line of the log.
+            part = self._evaluate("validation", config.batches)
         scores = {split: self._evaluate(split) for split in ("validation", "test") if split in self.task.data.splits}
-        latest = self.checkpoints.latest()
-        if "validation" in scores and latest is not None:
-            score = scores["validation"].value
-            if eval_limit(config, config.batches) != eval_limit(config) and self.checkpoints.best() is not None:
-                # The score of the best checkpoint so far is that of fewer batches.
-                score = self._evaluate("validation", config.batches).value
-            if self._is_best(score):
-                self.checkpoints.mark_best(latest, score)
+        latest, comparable = self.checkpoints.latest(), part or scores.get("validation")
+        if latest is not None and comparable is not None and self._is_best(comparable.value):
+            self.checkpoints.mark_best(latest, comparable.value)
         self._draw_curves()
         result = self._result("", scores)
         if self.dist.is_main:
