@@ -51,6 +51,7 @@ FOREIGN_NAMES: dict[str, tuple[str, ...]] = {
     "piece_size": ("kernel_dim",),
     "d_state": ("state_size", "ssm_state_size", "state_dim"),
     "model.preset": ("model_name", "arch", "architecture"),
+    "init_from": ("pretrained", "pretrained_model", "model_name_or_path", "init_checkpoint", "load_from"),
     "data.source": ("dataset", "dataset_name", "data_path", "data_file", "train_file"),
     "data.folder": ("data_dir", "data_root"),
     "batch.size": ("batch_size", "bs", "train_batch_size", "global_batch_size"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
-from tcnca.errors import MissingPackageError
+from tcnca.errors import ConfigError, MissingPackageError, shown
 
 EXTRAS = {
     "cpu": ("numba",),
@@ -15,6 +16,8 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
 }
 """The modules that each extra of the package installs for the library to import."""
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+"""Endings of files that plots are written to."""
 
 
 def missing(extra: str) -> str | None:
@@ -35,3 +38,11 @@ def require(extra: str, what: str) -> None:
     reason = missing(extra)
     if reason is not None:
         raise MissingPackageError(f"{what}: {reason}")
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise an error unless the file of `--plot` has a supported format, and matplotlib is installed."""
+    if path.suffix.lower() not in PLOT_FORMATS:
+        formats = ", ".join(PLOT_FORMATS)
+        raise ConfigError(f"--plot: expected a file name that ends in one of {formats}, got {shown(str(path))}")
+    require("plots", "--plot")

@@ -36,9 +36,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         # Not of the disk: the reader of the output has ended.
         raise
     except OSError as error:
-        found = DataError(f"{path}: cannot be written ({error.strerror}); choose another folder with --out")
+        found = DataError(f"{path}: cannot be written ({error.strerror}); choose another place")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            found = DiskFullError(f"{path}: the disk is full; free some space or choose another folder with --out")
+            found = DiskFullError(f"{path}: the disk is full; free some space or choose another place")
         for note in getattr(error, "__notes__", ()):
             found.add_note(note)
         raise found from error

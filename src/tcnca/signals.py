@@ -40,7 +40,9 @@ def catch_signals() -> Iterator[list[str]]:
         now = time.monotonic()
         if not caught:
             first = now
-        elif number == signal.SIGINT and now - first > DUPLICATE_SECONDS:
+        elif now - first <= DUPLICATE_SECONDS:
+            return
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 

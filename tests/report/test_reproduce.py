@@ -327,6 +327,24 @@ def test_a_table_is_run_resumed_and_reported(tmp_path: Path, tiny: Table, monkey
     assert shown.output.split() == ["results/report.html", "results/report.md"]
 
 
+def test_each_benchmark_has_its_own_figure(tmp_path: Path) -> None:
+    """Also two of one suite; one that was stopped before it measured anything has none."""
+    speed = Path(__file__).parents[2] / "results" / "speed" / "model.json"
+    content = json.loads(speed.read_text(encoding="utf-8"))
+    (tmp_path / "speed").mkdir()
+    shutil.copy(speed, tmp_path / "speed" / "one.json")
+    for name, changes in (
+        ("two", {"hardware": {**content["hardware"], "name": "a laptop"}}),
+        ("none", {"results": []}),
+    ):
+        (tmp_path / "speed" / f"{name}.json").write_text(json.dumps({**content, **changes}), encoding="utf-8")
+    page, text = (path.read_text(encoding="utf-8") for path in write_report(tmp_path, tmp_path))
+    assert re.findall(r"figures/(speed-.*)\.svg", text) == ["speed-one", "speed-two"]
+    assert page.count("<figure><svg") == 2
+    assert "a laptop" in (tmp_path / "figures" / "speed-two.svg").read_text(encoding="utf-8")
+    assert "speed/none.json" in text
+
+
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "file"
@@ -346,8 +364,9 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_report_is_up_to_date(tmp_path: Path) -> None:
-    """Otherwise run `tcnca report`."""
+    """Otherwise run `tcnca report --readme README.md`."""
     committed, folder = Path(__file__).parents[2] / "results", tmp_path / "results"
+    assert summary(read_results(committed)) in (committed.parent / "README.md").read_text(encoding="utf-8")
     shutil.copytree(committed, folder, ignore=shutil.ignore_patterns("report.*", "figures"))
     page, text = (path.read_text(encoding="utf-8") for path in write_report(folder, folder))
     assert text == (committed / "report.md").read_text(encoding="utf-8")

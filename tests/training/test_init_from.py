@@ -17,6 +17,7 @@ from tcnca import ConfigError, Preprocessing
 from tcnca.models import LanguageModelHeadConfig, ModelConfig
 from tcnca.training import Recipe, evaluate, evaluate_run, load_recipe
 from tcnca.training.comparison import read_runs
+from tcnca.training.evaluate import Score
 from tcnca.training.provenance import read_launches
 from tests.training.test_recipes import own_file
 from tests.training.tiny import TinyTrainer, assert_same, latest, log, losses, weights
@@ -102,6 +103,34 @@ def test_the_first_validation_does_not_use_up_the_budget(tmp_path: Path, source:
     trainer.fit()
     assert trainer.state.step > 0
     assert trainer.lrs[0] < 1e-4
+
+
+def test_the_first_validation_is_not_in_the_speed(tmp_path: Path, source: Path) -> None:
+    trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source))
+    evaluate = trainer._evaluate
+
+    def slowly(*arguments: Any) -> Score:
+        time.sleep(0.5 if trainer.state.step == 0 else 0.0)
+        return evaluate(*arguments)
+
+    trainer._evaluate = slowly  # type: ignore[assignment, method-assign]
+    trainer.fit()
+    first = next(line for line in log(tmp_path / "run") if "tokens_per_second" in line)
+    assert first["tokens"] / first["tokens_per_second"] < 0.5
+
+
+def test_a_source_without_weights_is_named(tmp_path: Path, source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"^init_from: .*model\.safetensors"):
+        TinyTrainer(tmp_path / "run", finetune(tmp_path, source)).fit()
+
+
+def test_a_bidirectional_source_of_a_language_model_is_named(tmp_path: Path) -> None:
+    data = [f"data={own_file(tmp_path, 'classify')}", "batch.size=4", "model.causal=false"]
+    sizes = [f"model.{key}={value}" for key, value in SIZES.items()]
+    TinyTrainer(tmp_path / "first", load_recipe("classify").override([*data, *STEPS, *sizes])).fit()
+    with pytest.raises(ConfigError, match=r"^init_from: expected a causal model for a language model, got a bidirect"):
+        initialized(finetune(tmp_path, tmp_path / "first"))
 
 
 def test_files_of_recipes_replace_the_model_of_those_they_extend(tmp_path: Path) -> None:
@@ -196,9 +225,12 @@ def test_values_are_standardized_by_the_new_data(tmp_path: Path) -> None:
         (["init_from=nothing"], r"^init_from: nothing: expected a run directory or a saved model, got no such folder"),
         (
             ["num_layers=3"],
-            r"^init_from: .*source: expected the weights of the model, got missing .*; leave out keys of",
+            r"^init_from: .*source: expected the weights of the model, got missing .*; expected data of the kind",
         ),
-        (["d_ff=8"], r"^init_from: .*: expected shape \[8, 16\], got \[16, 16\]; leave out keys of model that change"),
+        (
+            ["d_ff=8"],
+            r"^init_from: .*: expected shape \[8, 16\], got \[16, 16\]; expected data of the kind that it was",
+        ),
         (["model=mega-text"], r"^model\.preset: expected none with init_from, .*, got mega-text"),
         (["model.d_modle=3"], r"d_modle: did you mean model\.d_model\?"),
         (["model.dropout=2"], r"^model\.dropout: expected a number in \[0, 1"),

@@ -20,7 +20,7 @@ import tcnca
 from tcnca.cli import app
 from tcnca.errors import DataError, TrainingError
 from tcnca.training.provenance import Launch, add_launch, command_line, commit, hardware, read_launches
-from tests.training.tiny import MODEL, SMALL, arguments, assert_same, fit, latest, log, weights
+from tests.training.tiny import MODEL, SMALL, TinyTrainer, arguments, assert_same, fit, latest, log, recipe, weights
 
 
 def trained(*arguments: str) -> str:
@@ -35,14 +35,12 @@ def launch() -> Launch:
 
 def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    trained(*arguments(tmp_path / "one", "batch.seed=3", "lr=0.02", "threads=auto"))
+    trained(*arguments(tmp_path / "one", "batch.seed=3", "lr=0.02"))
     (found,) = read_launches(tmp_path / "one")
     assert before <= datetime.datetime.fromisoformat(found.started) <= datetime.datetime.now(datetime.UTC)
     assert (found.recipe, found.step, found.seed, found.budget, found.processes) == ("recall-small", 0, 3, None, 1)
     changes = [*SMALL, *MODEL, "batch.seed=3", "lr=0.02"]
-    assert found.command == shlex.join(
-        ["tcnca", "train", "recall-small", *changes, "--device", "cpu", "runtime.threads=1"]
-    )
+    assert found.command == shlex.join(["tcnca", "train", "recall-small", *changes, "--device", "cpu"])
     assert found.hardware["device"] == "cpu"
     assert found.hardware["name"]
     assert 1 <= int(found.hardware["cores"]) <= (os.cpu_count() or 1)
@@ -55,6 +53,21 @@ def test_the_recorded_command_repeats_the_run(tmp_path: Path) -> None:
     assert_same(*(weights(tcnca.load(latest(tmp_path / each))) for each in ("one", "two")))
     results = [json.loads((tmp_path / each / "result.json").read_text())["scores"] for each in ("one", "two")]
     assert results[0] == results[1]
+
+
+def test_a_resumption_without_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
+    """Its recipe and budget may differ, and its provenance is that of the new run alone."""
+    TinyTrainer(tmp_path, recipe("batch.seed=1"), budget=60.0, stop_after=3).fit()
+    shutil.rmtree(tmp_path / "checkpoints")
+    TinyTrainer(tmp_path, recipe("batch.seed=2"), budget=1.0, resume=True).fit()
+    (found,) = read_launches(tmp_path)
+    assert (found.seed, found.step, found.budget) == (2, 0, 1.0)
+    assert "| seed | 2 |" in (tmp_path / "report.md").read_text()
+
+
+def test_the_report_names_the_threads(tmp_path: Path) -> None:
+    fit(tmp_path, "threads=1")
+    assert ", 1 thread |" in (tmp_path / "report.md").read_text()
 
 
 def test_each_resumption_is_a_launch(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import tcnca
 from tcnca.cli import app
 from tcnca.errors import ConfigError
+from tcnca.signals import DUPLICATE_SECONDS
 from tcnca.training import load_recipe
 from tcnca.training.sweeps import Sweep, plan, run_sweep
 from tcnca.training.sweeps.results import point_state
@@ -150,7 +151,7 @@ def test_a_failed_run_does_not_end_the_others(
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], again: bool) -> None:
-    """A run that ignores it is ended by the second."""
+    """A run that ignores it is ended by the second, if that is not forwarded with the first."""
     ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if again else ""
     stand_in(f"{ignoring}(place / 'ready').touch()\ntime.sleep(60)")
     sweep = planned(tmp_path, device="cpu")
@@ -158,9 +159,9 @@ def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], 
     def send() -> None:
         while not (sweep.points[0].folder / "ready").exists():
             time.sleep(0.01)
-        for _ in range(2 if again else 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.2 * DUPLICATE_SECONDS if again else 0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)
     sender.start()

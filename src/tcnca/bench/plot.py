@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tcnca.bench.report import EAGER, GRAPH, Report, Result, distinct_sizes, format_number, format_seconds, format_sizes
-from tcnca.errors import ConfigError
-from tcnca.extras import require
-from tcnca.files import atomic_path
-from tcnca.training.report import AMBER, BLUE, GRAY, GREEN, ORANGE, PINK, SKY, STYLE, YELLOW
+from tcnca.extras import check_plot_path
+from tcnca.training.report import AMBER, BLUE, GRAY, GREEN, ORANGE, PINK, SKY, YELLOW, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg", ".pdf")
 # EMA is blue and convolution orange, as in the paper.
 _COLORS = {
     "tcn": ORANGE,
@@ -55,13 +53,6 @@ _BASELINE = "mega-fft"
 _BAR_PHASES = ("forward", "backward", "step")
 
 
-def check_plot_path(path: Path) -> None:
-    """Raise an error unless the suffix is that of a supported format, and matplotlib is installed."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--plot: expected a file name that ends in one of {', '.join(FORMATS)}, got {path}")
-    require("plots", "--plot")
-
-
 def save_plot(path: Path, report: Report) -> Path | None:
     """Plot a report in the format of the file's suffix. Return None, without a file, if there is nothing to plot."""
     check_plot_path(path)
@@ -73,12 +64,7 @@ def save_plot(path: Path, report: Report) -> Path | None:
         plotted = [result for result in plotted if result.name == _BASELINE]
     if not plotted:
         return None
-    # Importing matplotlib takes time that other commands should not spend.
-    import matplotlib.style
-
-    # Start from the default style, independent of the user's settings.
-    with matplotlib.style.context(["default", STYLE]), atomic_path(path) as draft:
-        draw(report).savefig(draft, dpi=200, format=path.suffix[1:].lower())
+    save_figure(functools.partial(draw, report), path)
     return path
 
 

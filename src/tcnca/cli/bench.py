@@ -14,6 +14,7 @@ from rich.table import Column
 from tcnca.cli.reporting import Device
 from tcnca.config import PositiveInt, check
 from tcnca.errors import ConfigError, shown
+from tcnca.extras import check_plot_path
 
 if TYPE_CHECKING:
     from tcnca.bench import Report, Settings
@@ -175,14 +176,13 @@ def show(
 
 def _run(suite: str, *, json: Path | None, plot: Path | None, **options: Any) -> None:
     """Measure, print, write and plot. JSON is written after every candidate, and after Ctrl-C."""
+    if plot is not None:
+        check_plot_path(plot)
     console = Console(emoji=False, highlight=False)
     from tcnca.bench import run_suite, write_json
-    from tcnca.bench.plot import check_plot_path
     from tcnca.bench.report import format_seconds, format_sizes
     from tcnca.training.provenance import command_line
 
-    if plot is not None:
-        check_plot_path(plot)
     if json is not None and (json.is_dir() or not json.name):
         raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
     settings = _settings(**options)

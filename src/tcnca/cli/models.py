@@ -114,7 +114,9 @@ def printed(name: str, changes: list[str]) -> str:
     for section in recipe.to_dict():
         value = getattr(recipe, section)
         if not isinstance(value, Config):
-            lines += yaml.safe_dump({section: value}, sort_keys=False, allow_unicode=True, width=1000).splitlines()
+            text = yaml.safe_dump({section: value}, sort_keys=False, allow_unicode=True, width=1000)
+            first, *rest = text.splitlines()
+            lines += [_line(first, texts[section]), *rest]
             continue
         lines.append(_line(f"{section}:", texts[section]))
         inner = field_texts(type(value))

@@ -22,6 +22,7 @@ from tcnca import pretrained
 from tcnca.cli.completion import complete_run
 from tcnca.cli.reporting import Device, Threads, open_stdout, progress_bar
 from tcnca.errors import ConfigError, DataError, InputError, Stopped, TcncaError, escape_control, plural
+from tcnca.extras import check_plot_path
 from tcnca.files import atomic_path, atomic_write, partial_path, replace_file, to_json
 
 if TYPE_CHECKING:
@@ -85,15 +86,15 @@ def score(
     if lines is not None and len(runs) * len(files) > 1:
         raise ConfigError(f"--lines: expected one run and one text, got {len(runs)} and {len(files)}")
 
-    from tcnca.bench.plot import check_plot_path
+    if plot is not None:
+        check_plot_path(plot)
+
     from tcnca.inference.loading import load
     from tcnca.inference.scoring import TextProfile, check_bytes, draw_profiles
     from tcnca.inference.streaming import Stream
     from tcnca.training.distributed import dist_context
     from tcnca.training.threads import use_threads
 
-    if plot is not None:
-        check_plot_path(plot)
     console = Console(emoji=False, highlight=False, stderr=_STDIO in (lines, json_file))
     results: list[_Result] = []
     stopped: BaseException | None = None

@@ -15,6 +15,7 @@ from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.completion import complete_recipe
 from tcnca.cli.reporting import Device, Threads, check_changes, parse_duration
 from tcnca.errors import ConfigError, shown
+from tcnca.extras import check_plot_path
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -122,11 +123,12 @@ def search(
         find(train)  # answers a misspelled name before PyTorch is imported
     if json is not None and (json.is_dir() or not json.name):
         raise ConfigError(f"--json: expected the name of a file, got the directory {json}")
+    if plot is not None:
+        check_plot_path(plot)
     console = Console(emoji=False, highlight=False)
 
     import torch
 
-    from tcnca.bench.plot import check_plot_path
     from tcnca.search import Limits, enumerate_structures, write_json
     from tcnca.search.halving import check_budget
     from tcnca.search.plot import save_plot
@@ -134,8 +136,6 @@ def search(
     from tcnca.training.provenance import command_line
     from tcnca.training.threads import use_threads
 
-    if plot is not None:
-        check_plot_path(plot)
     if device == "mps":
         raise ConfigError("--device: expected cpu or cuda, got mps, on which times are not measured")
     limits = Limits(seconds=None if budget_us is None else budget_us * 1e-6, parameters=params)

@@ -18,8 +18,8 @@ from rich.table import Table
 from tcnca.cli.boundary import continue_with, exit_code
 from tcnca.cli.completion import complete_recipe, complete_run
 from tcnca.cli.reporting import Device, check_changes, parse_duration
-from tcnca.errors import ConfigError, escape_control, shown
-from tcnca.extras import require
+from tcnca.errors import ConfigError, escape_control
+from tcnca.extras import check_plot_path
 from tcnca.recipes import find
 
 if TYPE_CHECKING:
@@ -165,10 +165,8 @@ def compare(
 
     Runs that are not finished are compared by what they have logged. Times are those of training, with compilation.
     """
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {shown(str(plot))}")
     if plot is not None:
-        require("plots", "--plot")
+        check_plot_path(plot)
 
     from tcnca.training.comparison import comparison_rows, group_by_metric, read_runs, save_comparison
     from tcnca.training.report import markdown_table

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import html
-import io
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tcnca.bench.plot import draw
+from tcnca.bench.plot import save_plot
 from tcnca.bench.report import MODES, PUBLISHED, Report, format_sizes, read_json
 from tcnca.errors import ConfigError, plural
 from tcnca.extras import require
 from tcnca.files import atomic_write
 from tcnca.report.results import RunResult, describe_hardware, read_results, results_of, speed_paths
 from tcnca.report.tables import SPEED, TABLES, Cell, Table
-from tcnca.training.report import GRAY, STYLE, duration, markdown_table
+from tcnca.training.report import GRAY, duration, markdown_table, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,20 +87,22 @@ def write_report(folder: Path, out: Path) -> tuple[Path, Path]:
     (out / FIGURES).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for table in TABLES.values():
-        picture = draw_table(table, results)
-        if picture is not None:
-            pictures[table.name] = picture
-            atomic_write(out / FIGURES / f"{table.name}.svg", picture)
+        values = {cell: cell_value(table, cell, results) for cell in table.cells}
+        if any(value.ours is not None for value in values.values()):
+            figure = out / FIGURES / f"{table.name}.svg"
+            save_figure(functools.partial(_figure, table, values, results), figure)
+            pictures[table.name] = figure.read_text(encoding="utf-8")
     for path, report in speed.items():
-        pictures[path] = draw_speed(report)
-        atomic_write(out / FIGURES / _speed_figure(report), pictures[path])
+        figure = out / FIGURES / _speed_figure(path)
+        if save_plot(figure, report):
+            pictures[path] = figure.read_text(encoding="utf-8")
     atomic_write(out / MARKDOWN, _markdown(results, speed, pictures))
     atomic_write(out / HTML, _html(results, speed, pictures))
     return out / HTML, out / MARKDOWN
 
 
 def summary(results: Sequence[RunResult]) -> str:
-    """Return one table in Markdown of the paper's models: a line for each task, the paper's values and ours."""
+    """Return one table in Markdown, with a line for each task that was run: the paper's values and ours."""
     families = {"TCNCA": ("TCNCA", "TCNCA-simple"), "TCNCA-linear": ("TCNCA-linear",), "MEGA": ("MEGA", "MEGA-chunk")}
     body = []
     for table in TABLES.values():
@@ -109,7 +111,7 @@ def summary(results: Sequence[RunResult]) -> str:
             for family, rows in families.items():
                 cells = [cell for cell in table.cells if cell.column == column and cell.row in rows]
                 values[family] = cell_value(table, cells[0] if cells else _NO_CELL, results)
-            if table.name == "attention" or not any(value.runnable for value in values.values()):
+            if table.name == "attention" or all(value.ours is None for value in values.values()):
                 continue
             papers = [_number(table, values[family].paper) for family in ("TCNCA", "MEGA")]
             ours = [_ours(table, value, "not run") for value in values.values()]
@@ -173,6 +175,7 @@ def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]
         if each.table == table.name:
             shown = [_score(table, score) for score in each.scores.values()]
             more = [f"{name} {_score(table, score)}" for name, score in each.evaluations.items()]
+            shared = f" ({each.jobs} at a time)" if each.jobs > 1 else ""
             yield [
                 each.row,
                 each.column,
@@ -181,7 +184,7 @@ def _all_runs(table: Table, results: Sequence[RunResult]) -> Iterator[list[str]]
                 f"{each.steps:,}",
                 f"{each.tokens:,}",
                 duration(each.seconds),
-                _NONE if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
+                _NONE if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}{shared}",
                 f"{each.parameters:,}",
                 _NONE if each.memory_gib is None else f"{each.memory_gib:.1f}",
                 each.cost,
@@ -230,8 +233,8 @@ def _about_speed(report: Report) -> str:
     return f"measured on {report.started[:10]}{commit}{ending}"
 
 
-def _speed_figure(report: Report) -> str:
-    return f"{SPEED}-{report.suite}.svg"
+def _speed_figure(path: str) -> str:
+    return f"{SPEED}-{Path(path).stem}.svg"
 
 
 _SPEED_TITLES = ["what", "sizes", "phase", "paper (V100)", "ours, CUDA graph", "ours, as called", "machine"]
@@ -267,10 +270,9 @@ def _markdown(results: Sequence[RunResult], speed: dict[str, Report], pictures: 
             parts += ["All runs:", markdown_table(_RUN_TITLES, [[*line[:-1], f"`{line[-1]}`"] for line in runs])]
     parts += ["## Speed", _SPEED_ABOUT, markdown_table(_SPEED_TITLES, _speed_rows(list(speed.values())))]
     for path, report in speed.items():
-        parts += [
-            f"[{path}]({path}), {_about_speed(report)}: `{report.command}`",
-            f"![{SPEED}, {report.suite}]({FIGURES}/{_speed_figure(report)})",
-        ]
+        parts.append(f"[{path}]({path}), {_about_speed(report)}: `{report.command}`")
+        if path in pictures:
+            parts.append(f"![{SPEED}, {report.suite}]({FIGURES}/{_speed_figure(path)})")
     parts += [f"Repeat a table with `tcnca reproduce NAME`: {', '.join([*TABLES, SPEED])}."]
     return "\n\n".join(parts) + "\n"
 
@@ -309,7 +311,8 @@ def _html(results: Sequence[RunResult], speed: dict[str, Report], pictures: dict
         link, command = html.escape(path), html.escape(report.command)
         about = html.escape(_about_speed(report))
         parts.append(f"<p><a href='{link}'>{link}</a>, {about}: <code>{command}</code></p>")
-        parts.append(_html_figure(pictures[path]))
+        if path in pictures:
+            parts.append(_html_figure(pictures[path]))
     names = ", ".join([*TABLES, SPEED])
     parts.append(f"<p>Repeat a table with <code>tcnca reproduce NAME</code>: {html.escape(names)}.</p>")
     head = f"<meta charset='utf-8'><title>TCNCA: the paper's results and ours</title><style>{_STYLE}</style>"
@@ -344,32 +347,8 @@ def _html_figure(picture: str) -> str:
 # Figures
 
 
-def draw_table(table: Table, results: Sequence[RunResult]) -> str | None:
-    """Draw ours and the paper's values, and the validations of our runs, as SVG; None if nothing was run."""
-    values = {cell: cell_value(table, cell, results) for cell in table.cells}
-    if all(value.ours is None for value in values.values()):
-        return None
-    return _svg(lambda: _figure(table, values, results), table.name)
-
-
-def draw_speed(report: Report) -> str:
-    """Draw the times of a benchmark as SVG."""
-    return _svg(lambda: draw(report), report.suite)
-
-
-def _svg(figure: Callable[[], Figure], salt: str) -> str:
-    """Return a figure as SVG, with the same names of its elements every time."""
-    # Slow to import, and needed only here.
-    import matplotlib.style
-
-    style = {**STYLE, "svg.hashsalt": salt, "svg.fonttype": "none"}
-    with matplotlib.style.context(["default", style]):
-        file = io.StringIO()
-        figure().savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 def _figure(table: Table, values: dict[Cell, Value], results: Sequence[RunResult]) -> Figure:
+    """Draw ours and the paper's values, and the validations of our runs."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -66,9 +66,12 @@ class RunResult:
 
     @property
     def cost(self) -> str:
-        """What the run was given, as text: its time or its steps, and the machine."""
+        """What the run was given, as text: its time or its steps, and the machine.
+
+        How many runs shared the machine matters to those that end with their time.
+        """
         given = duration(self.budget) if self.budget is not None else f"{self.steps:,} steps"
-        shared = f", {self.jobs} runs at a time" if self.jobs > 1 else ""
+        shared = f", {self.jobs} runs at a time" if self.jobs > 1 and self.budget is not None else ""
         return f"{given}, {' and '.join(map(describe_hardware, self.hardware))}{shared}"
 
 

@@ -41,6 +41,10 @@ _MIN_SECONDS = 2.0
 def recipe_model(recipe: str, changes: Sequence[str], device: str) -> ModelConfig:
     """Return the model of a recipe, or raise a ConfigError if it has no TCN."""
     changed = load_recipe(recipe).override(changes).for_device(device)
+    if changed.init_from is not None:
+        raise ConfigError(
+            f"--train: expected a recipe without init_from, whose weights fit one structure, got {recipe}"
+        )
     model = changed.model_config(changed.build_task())
     if not isinstance(model.mixer, TCNConfig):
         kind = "none" if model.mixer is None else type(model.mixer).__name__

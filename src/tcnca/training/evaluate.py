@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 
 from tcnca import pretrained
 from tcnca.config import check_choice
@@ -27,9 +26,10 @@ from tcnca.ops.checks import has_float64
 from tcnca.training.checkpoint import CHECKPOINTS, CheckpointManager, verify
 from tcnca.training.config import EvalConfig, Precision
 from tcnca.training.distributed import DistContext, dist_context
-from tcnca.training.logger import Logger
+from tcnca.training.logger import LogConsole, Logger
 from tcnca.training.provenance import RECIPE
 from tcnca.training.recipe import load_recipe
+from tcnca.training.threads import use_threads
 
 _MAX_TOKENS = 2**17
 """Time steps of a call of the model: more of them would not be faster, and need more memory than training."""
@@ -258,7 +258,7 @@ def evaluate_run(
     for section in ("init_from", "model", "batch", "optimizer", "schedule", "checkpoint"):
         if getattr(recipe, section) != getattr(trained, section):
             raise ConfigError(f"{section}: is fixed by training; only keys of data, eval and runtime can be changed")
-    with dist_context(device) as dist, Logger(run, Console(quiet=not verbose), enabled=dist.is_main) as logger:
+    with dist_context(device) as dist, Logger(run, LogConsole(quiet=not verbose), enabled=dist.is_main) as logger:
         place = _find_checkpoint(run, best, dist)
         name = place.resolve().name if saves else pretrained.NAME
         model, task, precision = load(place, dist.device), recipe.build_task(), recipe.runtime.precision
@@ -267,7 +267,8 @@ def evaluate_run(
                 f"data: expected the byte values that {name} was trained with as tokens, got others; leave out changes "
                 "of data.task.all_bytes and data.source"
             )
-        with logger.evaluation(split) as progress:
+        threads = recipe.runtime.threads
+        with use_threads(threads if isinstance(threads, int) else None), logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
         logger.print(f"{name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")

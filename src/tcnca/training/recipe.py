@@ -181,7 +181,10 @@ class Recipe(Config):
         try:
             return copy_weights(model, source, f"init_from: {self.init_from}")
         except CheckpointError as error:
-            raise ConfigError(f"{error}; leave out keys of model that change its structure") from error
+            raise ConfigError(
+                f"{error}; expected data of the kind that it was trained with, and no keys of model that change its "
+                "structure"
+            ) from error
 
     @property
     def init_folder(self) -> Path:
@@ -203,6 +206,8 @@ class Recipe(Config):
             start = load_config(self.init_folder)
         except CheckpointError as error:
             raise ConfigError(f"init_from: {error}") from error
+        if isinstance(from_task.get("head"), LanguageModelHeadConfig) and not start.causal:
+            raise ConfigError("init_from: expected a causal model for a language model, got a bidirectional one")
         wanted: dict[str, Any] = {
             key: _resized(getattr(start, key), from_task[key]) for key in from_task if key != "causal"
         }
@@ -240,7 +245,7 @@ def _replace_models(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def differences(before: Recipe, now: Recipe) -> str:
-    """Return the keys that differ between two recipes, for messages, without the threads, which may."""
+    """Return the keys that differ between two recipes, for messages, except `runtime.threads`, which may differ."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key != "runtime.threads"]
     return ", ".join(f"{key} (it has {old.get(key)}, now {new.get(key)})" for key in changed)

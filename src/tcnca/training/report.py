@@ -218,7 +218,9 @@ def _hardware(launch: Launch) -> str:
     several = f", {launch.processes} processes" if launch.processes > 1 else ""
     if "memory_gib" in facts:
         return f"{facts['count']} × {facts['name']}, {facts['memory_gib']} GiB{several}"
-    return f"{facts['name']}, {facts['cores']} core{'' if facts['cores'] == 1 else 's'}{several}"
+    threads = facts.get("threads")
+    used = f", {plural(threads, 'thread')}" if isinstance(threads, int) else ""
+    return f"{facts['name']}, {facts['cores']} core{'' if facts['cores'] == 1 else 's'}{used}{several}"
 
 
 def _versions(launch: Launch) -> str:
@@ -259,9 +261,10 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
 
     # Not with the user's own settings of matplotlib.
     style = {**STYLE, "svg.hashsalt": path.stem, "svg.fonttype": "none"}
-    metadata = {"Date": None} if path.suffix == ".svg" else None
+    suffix = path.suffix.lstrip(".").lower()
+    metadata = {"Date": None} if suffix == "svg" else None
     with matplotlib.style.context(["default", style]), atomic_path(path) as temporary:
-        draw().savefig(temporary, format=path.suffix.lstrip("."), dpi=150, metadata=metadata)
+        draw().savefig(temporary, format=suffix, dpi=150, metadata=metadata)
 
 
 def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

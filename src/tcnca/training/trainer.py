@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import check, resolve
+from tcnca.config import check
 from tcnca.data import Batch
 from tcnca.data.rng import CounterRNG
 from tcnca.data.tasks import LanguageTask
@@ -50,15 +50,6 @@ _COMPILING_STEPS = 3
 """First steps that compile code or load it. With CUDA graphs, the third batch of a shape is captured."""
 _FEW_STEPS = 100
 """Fewer steps than this teach a model next to nothing."""
-
-
-def _sets_threads(word: str) -> bool:
-    """Return whether an argument of `tcnca train` sets the number of threads."""
-    key, equals, _ = word.partition("=")
-    try:
-        return bool(equals) and resolve(Recipe, key) == "runtime.threads"
-    except ConfigError:
-        return False  # not a key, but a path for example
 
 
 class Trainer:
@@ -131,9 +122,8 @@ class Trainer:
         if self.dist.is_main:
             # Another run may have started, and ended, since the first check.
             self._check_out()
-        if self.resume:
-            self._restore()
-        self._record()
+        resumed = self.resume and self._restore()
+        self._record(resumed)
         try:
             stopped = self._train()
         except TrainingError:
@@ -155,20 +145,17 @@ class Trainer:
         threads = self.recipe.runtime.threads
         if threads == "auto":
             threads = self._fastest_threads(config)
+            # Rounding depends on the number, which the recipe in the run directory keeps.
             self.recipe = self.recipe.override({"runtime.threads": threads})
-            if threads and self.command:
-                # A run with another number would differ by rounding.
-                self.command = [word for word in self.command if not _sets_threads(word)]
-                self.command.append(f"runtime.threads={threads}")
         if threads:
             torch.set_num_threads(threads)
         recipe = self.recipe
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(config, self.task.preprocessing())
         if recipe.init_from is not None and latest is None:
+            same_head = recipe.initialize(self.model)
             self.init_weights = checksum(find_model(recipe.init_folder) / WEIGHTS_FILE)
-            head = "" if recipe.initialize(self.model) else ", with a new head"
-            self.logger.print(f"starting from {recipe.init_from}{head}")
+            self.logger.print(f"starting from {recipe.init_from}{'' if same_head else ', with a new head'}")
         self.model.to(self.dist.device)
         # Compile once for all batch shapes: code for one shape is 1 to 5 % faster, but takes 10 s for each of them.
         grows = recipe.batch.initial_size is not None
@@ -257,8 +244,7 @@ class Trainer:
                 if self._validation_due():
                     # The validated model may be saved as the best so far.
                     self._check_finite(meter)
-                    with meter.pause():
-                        self._validate(meter)
+                    self._validate(meter)
 
     def _step(self, lr: float, batches: Future[list[Batch]]) -> StepOutput:
         """Take one optimizer step: forward and backward passes, clipping, and the update of the weights."""
@@ -419,9 +405,10 @@ class Trainer:
         return bool(every) and step % every == 0 and not last
 
     def _validate(self, meter: Meter) -> None:
-        self.state.score = self._evaluate("validation", self.recipe.eval.batches).value
-        if self._is_best(self.state.score):
-            self.checkpoints.mark_best(self._save(meter), self.state.score)
+        with meter.pause():
+            self.state.score = self._evaluate("validation", self.recipe.eval.batches).value
+            if self._is_best(self.state.score):
+                self.checkpoints.mark_best(self._save(meter), self.state.score)
 
     def _evaluate(self, split: str, max_batches: int | None = None) -> Score:
         """Measure the model on a split, and log the score."""
@@ -481,7 +468,7 @@ class Trainer:
     def _adopt_budget(self) -> None:
         """Take over the budget of the run that is resumed: the learning rate follows it."""
         launches = read_launches(self.out)
-        if not launches:
+        if not launches or CheckpointManager(self.out / CHECKPOINTS, 1, self.dist).latest() is None:
             return
         before = launches[0].budget
         if self.budget is not None and self.budget != before:
@@ -501,13 +488,13 @@ class Trainer:
         self.logger.print(f"{self.out}: the run is finished, after {plural(result.step, 'step')}; see {REPORT} in it")
         return result
 
-    def _restore(self) -> None:
-        """Restore the last checkpoint, if there is one."""
+    def _restore(self) -> bool:
+        """Restore the last checkpoint, and return whether there is one."""
         place = self.checkpoints.latest()
         if place is None:
             self.logger.print(f"nothing to resume in {self.out}, which has no checkpoint; starting a new run")
             self.logger.rewind(-1)
-            return
+            return False
         before = load_recipe(str(self.out / RECIPE))
         if before != self.recipe:
             raise CheckpointError(
@@ -525,8 +512,9 @@ class Trainer:
         self.checkpoints.clean_up()
         self.logger.rewind(self.state.step)
         self.logger.print(f"resuming from step {self.state.step:,}")
+        return True
 
-    def _record(self) -> None:
+    def _record(self, resumed: bool) -> None:
         """Write provenance and recipe, and print what is trained."""
         recipe, dist, schedule = self.recipe, self.dist, self.recipe.schedule
         if dist.is_main:
@@ -540,7 +528,7 @@ class Trainer:
                 init_weights=self.init_weights,
                 hardware=hardware(dist.device, dist.world_size),
             )
-            add_launch(self.out, launch, resumed=self.resume)
+            add_launch(self.out, launch, resumed=resumed)
             atomic_write(self.out / RECIPE, recipe.to_yaml())
         self.logger.preload()
         dist.barrier()
@@ -579,7 +567,7 @@ class Trainer:
             self.logger.print(f"evaluating at most {config.max_batches} batches of each split (eval.max_batches)")
         part = None
         if eval_limit(config, config.batches) != eval_limit(config) and self.checkpoints.best() is not None:
-            # As many batches as gave the best checkpoint its score. The whole split follows, as the last line of the log.
+            # The best checkpoint has its score from as many. The whole split follows, as the last line of the log.
             part = self._evaluate("validation", config.batches)
         scores = {split: self._evaluate(split) for split in ("validation", "test") if split in self.task.data.splits}
         latest, comparable = self.checkpoints.latest(), part or scores.get("validation")
@@ -602,7 +590,7 @@ class Trainer:
         """Copy the last model to the run directory, where `tcnca.load` finds it."""
         latest = self.checkpoints.latest()
         if self.dist.is_main and latest is not None:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
+            for name in (WEIGHTS_FILE, CONFIG_FILE):  # a configuration marks a complete model
                 with atomic_path(self.out / name) as temporary:
                     shutil.copyfile(latest / name, temporary)
             self.logger.print(f"saved the model after step {self.state.step:,} in {self.out}")

@@ -20,6 +20,7 @@ import torch
 from tcnca.config import canonical, check, check_choice, prefixed, resolve
 from tcnca.data import Task
 from tcnca.errors import ConfigError, shown
+from tcnca.models import SequenceModel
 from tcnca.recipes import find
 from tcnca.training.distributed import check_device
 from tcnca.training.provenance import RECIPE, read_launches
@@ -280,6 +281,9 @@ def _build_tasks(points: Sequence[Point]) -> list[Task]:
         recipe, name, key = point.recipe, point.folder.name, repr(point.recipe.data)
         task = built[key] = built[key] if key in built else recipe.build_task()
         model = prefixed(f"{name}: ", functools.partial(recipe.model_config, task))
+        if recipe.init_from is not None:
+            with torch.device("meta"):
+                prefixed(f"{name}: ", functools.partial(recipe.initialize, SequenceModel(model, task.preprocessing())))
         # Different recipes may mean one model, for example if a value is that of the preset anyway.
         whole = repr((model, dataclasses.replace(recipe, model={}, about="")))
         if whole in seen:
