@@ -380,6 +380,10 @@ def test_refusals() -> None:
         batcher.submit(start, 1, top_k=0)
     with pytest.raises(InputError, match="topk: no such argument; use top_k"):
         batcher.submit(start, 1, topk=5)
+    with pytest.raises(InputError, match=r"^prompt: expected valid Unicode, got the unpaired surrogate"):
+        batcher.submit("\ud800", 1)
+    with pytest.raises(InputError, match=r"^stop: expected valid Unicode, got the unpaired surrogate"):
+        batcher.submit(start, 1, stop="\ud800")
     with pytest.raises(InputError, match="stop: expected at least 1 token"):
         batcher.submit(start, 1, stop=[[]])
     assert len(batcher) == 0

@@ -105,7 +105,13 @@ def test_stream_texts_ends_with_the_last_continuation() -> None:
     [
         ({"prompt": ""}, "prompt: expected a text, got an empty one"),
         ({"stop": ["a", ""]}, "stop: expected texts that are not empty"),
-        ({"num_samples": 2}, "num_samples: expected 1, got more; use stream_texts"),
+        ({"prompt": "a\ud800"}, r"prompt: expected valid Unicode, got the unpaired surrogate '\\ud800'; remove it"),
+        ({"prompt": None}, "prompt: expected a text, got None"),
+        ({"stop": "\udcff"}, r"stop: expected valid Unicode, got the unpaired surrogate '\\udcff'"),
+        ({"stop": [1]}, "stop: expected a text, got 1"),
+        ({"stop": None}, "stop: expected a text or several, got None"),
+        ({"num_samples": 2}, "num_samples: expected 1, got 2; use stream_texts"),
+        ({"num_samples": 0}, "num_samples: expected 1, got 0"),
         ({"top_p": 2.0}, "top_p: expected"),
     ],
 )
@@ -173,7 +179,7 @@ def test_json_lines_have_a_continuation_each(folder: Path) -> None:
 def test_stop_strings_can_be_bytes_that_are_not_utf8(folder: Path) -> None:
     result = run(folder, "--prompt", "a", "--max-tokens", "9", "--stop", "\udcff", "--jsonl")
     assert result.exit_code == 0, result.stderr
-    stop = tcnca.stream_text(text_model(b"\xff"), b"\xff", 9, stop="\udcff")
+    stop = tcnca.stream_text(text_model(b"\xff"), b"\xff", 9, stop=b"\xff")
     assert "".join(stop) == ""
 
 

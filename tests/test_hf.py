@@ -102,6 +102,28 @@ def test_greedy_generation_is_ours_also_in_padded_batches(saved: tuple[Any, Any,
         assert row.tolist() == greedy(model, text, 12)
 
 
+def test_rows_of_a_batch_end_at_different_tokens(saved: tuple[Any, Any, Any]) -> None:
+    model, read, tokenizer = saved
+    wanted = [greedy(model, text, 12)[len(text) :] for text in TEXTS]
+    end = wanted[0][2]
+    lengths = [row.index(end) + 1 if end in row else 12 for row in wanted]
+    assert len(set(lengths)) > 1
+    batch, padding = tokenizer(TEXTS, return_tensors="pt", padding=True), tokenizer.pad_token_id
+    out = read.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=padding)
+    for row, continuation, length in zip(out[:, batch["input_ids"].shape[1] :].tolist(), wanted, lengths, strict=True):
+        assert row == continuation[:length] + [padding] * (len(row) - length)
+    assert tokenizer.decode(out[1], skip_special_tokens=True).startswith(TEXTS[1])
+
+
+def test_padding_does_not_change_processed_logits(saved: tuple[Any, Any, Any]) -> None:
+    _, read, tokenizer = saved
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "repetition_penalty": 1.5}
+    options["no_repeat_ngram_size"] = 1
+    batch = read.generate(**tokenizer(TEXTS, return_tensors="pt", padding=True), **options)
+    for text, row in zip(TEXTS, batch, strict=True):
+        assert row[-8:].tolist() == read.generate(**tokenizer(text, return_tensors="pt"), **options)[0, -8:].tolist()
+
+
 def test_beams_and_samples_use_the_cache(saved: tuple[Any, Any, Any]) -> None:
     _, read, tokenizer = saved
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
@@ -124,6 +146,9 @@ def test_the_loss_predicts_the_next_token_and_recomputed_gradients_are_equal() -
     wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(loss, wanted)
     assert isinstance(read(tokens, return_dict=False), tuple)
+    for kept in (0, 3, torch.tensor([4, 7, 29])):
+        expected = logits[:, kept] if isinstance(kept, torch.Tensor) else logits[:, -kept:]
+        torch.testing.assert_close(read(tokens, logits_to_keep=kept).logits, expected)
     loss.backward()
     before = [parameter.grad for parameter in read.parameters()]
     plain = read.model.layers[0].forward
@@ -264,11 +289,28 @@ def test_tokens_follow_the_model(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     read = hf.TcncaTokenizer.from_pretrained(tmp_path)
     assert read("a cab")["input_ids"] == [0, 2, 3, 0, 1]
-    with pytest.raises(InputError, match="text: expected a byte that the model knows, got 'd'"):
-        read("abd")
+    with pytest.raises(InputError, match="text: expected a byte that the model knows, got byte 0xc3"):
+        read("abä")
+    with pytest.raises(InputError, match="text: expected valid Unicode, got the unpaired surrogate"):
+        read("a\ud800")
     words = hf.TcncaTokenizer(symbols=["[MAX", "1", "2", "]"])
     assert words("[MAX 2 1 ]")["input_ids"] == [0, 2, 1, 3]
     assert words.decode([0, 2, 1, 3]) == "[MAX 2 1 ]"
+
+
+def test_the_padding_token_is_no_token_of_the_model(saved: tuple[Any, Any, Any]) -> None:
+    for tokenizer in (hf.TcncaTokenizer(), saved[2]):
+        assert (tokenizer.pad_token_id, tokenizer.vocab_size, len(tokenizer)) == (256, 256, 257)
+        assert tokenizer.get_vocab()["<pad>"] == 256
+        assert tokenizer.decode([0, 97, 256], skip_special_tokens=True) == "\0a"
+        assert tokenizer.decode([0, 97, 256]) == "\0a<pad>"
+        assert tokenizer("<pad>")["input_ids"] == list(b"<pad>")
+        collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        batch = collator([tokenizer("\0a"), tokenizer("abc")])
+        assert sorted(batch["labels"].flatten().tolist()) == [-100, 0, 97, 97, 98, 99]
+    with torch.no_grad():
+        loss = saved[1](**batch).loss
+    assert bool(torch.isfinite(loss))
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

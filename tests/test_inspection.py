@@ -217,6 +217,15 @@ def test_impulse_response_of_a_linear_tcn_is_the_convolution_of_its_kernels() ->
     assert (response.reach(1.0) <= 14).all()
 
 
+def test_measurements_leave_the_modes_of_modules() -> None:
+    mixer = layer_mixer(small_model(VARIANTS["tcn-two-convolutions-batch"]), 0).train()
+    next(mixer.children()).eval()
+    before = [module.training for module in mixer.modules()]
+    assert set(before) == {True, False}
+    impulse_response(mixer, 20)
+    assert [module.training for module in mixer.modules()] == before
+
+
 def test_impulse_responses_of_mixed_channels_are_diagonals_of_the_jacobian() -> None:
     torch.manual_seed(3)
     mixer = S5Config(d_state=4, output="none").build(5).double()
@@ -342,6 +351,9 @@ def test_choices_that_bound_time() -> None:
     assert default_tokens(large, 8192) == 1024
     assert default_tokens(small, 8192) == 2048
     assert default_tokens(small, 100) == 100
+    with torch.device("meta"):
+        full = SequenceModel(preset("transformer-enwik8").model)
+    assert default_tokens(full, 10**9) == default_tokens(full, 8192) == 1024
     # A position bias for 64 tokens has no values for more.
     assert default_tokens(SequenceModel(small_config("mega-full")), 8192) == 64
 
@@ -411,10 +423,10 @@ def test_trees_show_all_units(config: TCNConfig, tmp_path: Path) -> None:
     assert (-levels[0][::-1]).tolist() == lags[counts > 0].tolist()
     assert plots._panel_depths(structure)[0] == len(structure.dilations)
     for draw, name in ((plots.draw_connectivity, "tree.svg"), (plots.draw_coverage, "lags.svg")):
-        drawn = functools.partial(draw, structure, "a $title")
+        drawn = functools.partial(draw, structure, "a $title\x1b")
         paths = [plots.save(drawn, tmp_path / folder / name) for folder in "ab"]
         assert paths[0].read_bytes() == paths[1].read_bytes()
-        assert b"a $title" in paths[0].read_bytes()
+        assert b"a $title\\x1b" in paths[0].read_bytes()
 
 
 def test_the_command_writes_tables_pictures_and_numbers(tmp_path: Path) -> None:

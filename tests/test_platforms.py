@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from tcnca.data import npy
 from tcnca.errors import ConfigError, DataError
 from tcnca.extras import EXTRAS
 from tcnca.files import atomic_write
+from tcnca.inference.watching import PipeTail, WatchState
 from tcnca.ops import cache, checks
 from tcnca.ops.state import read_tensors
 from tcnca.training import logger
@@ -36,6 +38,7 @@ OPTIONAL = [module for modules in EXTRAS.values() for module in modules]
 WITHOUT = {
     "os": (
         "fork",
+        "pread",
         "geteuid",
         "getuid",
         "sched_getaffinity",
@@ -64,6 +67,7 @@ def test_a_plain_installation_trains_and_generates_without_what_windows_lacks(tm
     commands = [
         ["train", "lm", "data=jobs.log", *changes, "--device", "cpu"],
         ["generate", "runs/lm", "--prompt", "job ", "--max-tokens", "2", "--device", "cpu"],
+        ["watch", "runs/lm", "jobs.log", "--state", "jobs.state", "--once", "--device", "cpu"],
     ]
     code = f"{WINDOWS}\nfrom tcnca.cli import app\nfor arguments in {commands}: app(arguments, standalone_mode=False)"
     # Redirected output has the old encoding of Windows.
@@ -78,6 +82,7 @@ def test_a_plain_installation_trains_and_generates_without_what_windows_lacks(tm
     files = {path.name for path in (tmp_path / "runs" / "lm").iterdir()}
     assert {"model.safetensors", "report.md", "log.jsonl"} <= files
     assert not {"curves.png", "tensorboard"} & files
+    assert int(WatchState.load(tmp_path / "jobs.state").stream.position) == 4800
 
 
 @pytest.mark.parametrize("arguments", [["recipes"], ["train", "--help"]], ids=" ".join)
@@ -172,6 +177,13 @@ def test_files_are_not_mapped_where_that_blocks_them(monkeypatch: pytest.MonkeyP
     assert torch.equal(mapped[0]["x"], copied[0]["x"])
     del mapped
     assert str(path) not in maps.read_text()
+
+
+def test_pipes_are_not_watched_where_they_cannot_be_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("tcnca.inference.watching.os.name", "nt")
+        with pytest.raises(InputError, match="log: expected a file, since pipes cannot be watched on Windows, got a"):
+            PipeTail(io.BytesIO())
 
 
 def test_runs_are_asked_to_end_by_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,11 @@ def format_score(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
+def plot_text(text: str) -> str:
+    """Return a text for matplotlib, which would read dollar signs as a formula, without control characters."""
+    return escape_control(text, "").replace("$", r"\$")
+
+
 def escape_control(text: str, keep: str = "\n") -> str:
     """Escape control characters except those to `keep`: texts from files must not control a terminal."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)

@@ -21,7 +21,7 @@ from tcnca.files import atomic_write
 from tcnca.models import ModelConfig, ModelState, SequenceModel
 from tcnca.models.heads import ClassifierHeadConfig, LanguageModelHeadConfig
 from tcnca.models.inputs import TokenInputConfig
-from tcnca.models.preprocessing import Preprocessing
+from tcnca.models.preprocessing import Preprocessing, to_bytes
 
 require("hf", "tcnca.hf")
 import transformers  # noqa: E402
@@ -176,7 +176,7 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> Any:
         """Return logits, the loss if there are `labels`, and the cache.
@@ -184,12 +184,12 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
         Args:
             input_ids: `[batch, time]`, the tokens after those of `past_key_values`.
             attention_mask: `[batch, time]` or longer, true for valid tokens; padding can be anywhere. Only its end, as
-                long as `input_ids`, counts.
+                long as `input_ids`, counts. Without it, no token may be padding.
             past_key_values: the cache of an earlier call, which is overwritten.
             labels: `[batch, time]`, tokens to predict, at the position of the token itself; -100 is ignored.
             use_cache: whether to return the cache; by default unless the model is in training mode.
             return_dict: whether to return an object, and not a tuple.
-            logits_to_keep: number of last positions to return logits of; 0 for all.
+            logits_to_keep: number of last positions to return logits of, 0 for all; or the positions, `[positions]`.
             inputs_embeds: not supported.
             kwargs: ignored, or passed to the loss.
         """
@@ -198,6 +198,9 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
         use_cache = not self.training if use_cache is None else use_cache
         before = past_key_values if isinstance(past_key_values, TcncaCache) else None
         mask = None if attention_mask is None else attention_mask[:, -time:].bool()
+        if mask is not None:
+            # `generate` continues a row that has ended with the padding token, and does not mask it.
+            mask = mask & (tokens != self.config.vocab_size)
         logits, state = self.model(
             tokens,
             attention_mask=None if mask is None or bool(mask.all()) else mask,
@@ -208,7 +211,7 @@ class TcncaForCausalLM(TcncaPreTrainedModel, transformers.GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        logits = logits[:, -logits_to_keep:] if logits_to_keep else logits
+        logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         cache: Any = None
         if state is not None:
             cache = before or TcncaCache(state, 0)
@@ -257,6 +260,9 @@ class TcncaForSequenceClassification(TcncaPreTrainedModel):
 class TcncaTokenizer(transformers.PreTrainedTokenizer):
     """Bytes of UTF-8 as tokens, or words between spaces if the model has them.
 
+    The padding token comes after them. It is not in the vocabulary of the model, which reads it only where it is
+    masked.
+
     Args:
         byte_map: byte of each token; None for all 256 in order.
         symbols: word of each token, instead of bytes.
@@ -271,7 +277,8 @@ class TcncaTokenizer(transformers.PreTrainedTokenizer):
         units = [chr(byte) for byte in (range(256) if byte_map is None else byte_map)] if symbols is None else symbols
         self._tokens, self._words = list(units), symbols is not None
         self._ids = {token: index for index, token in enumerate(self._tokens)}
-        kwargs.setdefault("pad_token", self._tokens[0])  # never read, since masks exclude it
+        kwargs.setdefault("pad_token", "<pad>")
+        kwargs.setdefault("split_special_tokens", True)  # "<pad>" in a text is text
         kwargs.setdefault("clean_up_tokenization_spaces", False)
         super().__init__(byte_map=byte_map, symbols=symbols, **kwargs)
 
@@ -282,15 +289,16 @@ class TcncaTokenizer(transformers.PreTrainedTokenizer):
 
     def get_vocab(self) -> dict[str, int]:
         """Return the tokens and their numbers."""
-        return dict(self._ids)
+        return {**self._ids, **self._added_tokens_encoder}
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
-        return text.split() if self._words else [chr(byte) for byte in text.encode()]
+        return text.split() if self._words else [chr(byte) for byte in to_bytes(text, "text")]
 
     def _convert_token_to_id(self, token: str) -> int:
         if token not in self._ids:
             what = f"a word of the model's {len(self._tokens)}" if self._words else "a byte that the model knows"
-            raise InputError(f"text: expected {what}, got {token!r}")
+            found = repr(token) if self._words or len(token) > 1 else f"byte 0x{ord(token):02x}"
+            raise InputError(f"text: expected {what}, got {found}")
         return self._ids[token]
 
     def _convert_id_to_token(self, index: int) -> str:
@@ -300,7 +308,9 @@ class TcncaTokenizer(transformers.PreTrainedTokenizer):
         """Return the text of tokens; bytes that are not UTF-8 become replacement characters."""
         if self._words:
             return " ".join(tokens)
-        return bytes(ord(token) for token in tokens).decode(errors="replace")
+        # A token that was added, such as the padding, is more than one character.
+        parts = (bytes([ord(token)]) if token in self._ids else token.encode() for token in tokens)
+        return b"".join(parts).decode(errors="replace")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write nothing, since `tokenizer_config.json` has all of it."""

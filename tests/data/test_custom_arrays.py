@@ -70,6 +70,7 @@ def test_names_of_the_values(tmp_path: Path, name: str) -> None:
     [
         (np.arange(30) % 3, "classification", ["0", "1", "2"]),
         (np.arange(30) % 2 > 0, "classification", ["false", "true"]),
+        (np.arange(30)[:, None] % 2, "classification", ["0", "1"]),
         (np.array(["b", "a", "ü"] * 10), "classification", ["a", "b", "ü"]),
         (np.array([b"b", b"a"] * 15), "classification", ["a", "b"]),
         (np.linspace(0, 1, 30), "regression", None),
@@ -159,6 +160,18 @@ def test_splits_from_names(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(_array(content, split), wanted)
 
 
+@pytest.mark.parametrize("test", [True, False])
+def test_arrays_without_a_split_are_for_training(tmp_path: Path, test: bool) -> None:
+    arrays = {"values": _noise(40, 4), "labels": np.arange(40) % 2}
+    for number, split in enumerate(("val", "test")[: 1 + test]):
+        arrays |= {f"{split}_values": _noise(4, 4, seed=1 + number), f"{split}_labels": np.arange(4) % 2}
+    content = read_custom(_npz(tmp_path / "a.npz", **arrays))
+    assert {split: len(_array(content, split)) for split in content.splits} == (
+        {"train": 40, "validation": 4, "test": 4} if test else {"train": 40, "validation": 4}
+    )
+    np.testing.assert_array_equal(_array(content, "validation")[..., 0], arrays["val_values"].astype(np.float32))
+
+
 def test_splits_from_files(tmp_path: Path) -> None:
     train, test = _noise(40, 4), _noise(7, 5, seed=1)
     _npz(tmp_path / "train.npz", values=train, labels=np.arange(40) % 2)
@@ -218,8 +231,8 @@ def _with(index: tuple[int, ...], value: float, shape: tuple[int, ...] = (20, 3)
             r"^: array 'labels': expected integers, .*, got float64 .*name real numbers with --targets$",
         ),
         (
-            {"values": VALUES, "labels": HALVES[:, None]},
-            r"^: array 'labels': expected .*, got int64 of shape \(20, 1\)",
+            {"values": VALUES, "labels": HALVES[:, None].repeat(2, 1)},
+            r"^: array 'labels': expected .*, got int64 of shape \(20, 2\)",
         ),
         ({"values": VALUES, "labels": HALVES * 0}, "^: expected at least two classes, got only '0'"),
         ({"values": VALUES, "targets": np.array(["a"] * 20)}, "^: array 'targets': expected targets .*, got <U1"),
@@ -236,7 +249,9 @@ def _with(index: tuple[int, ...], value: float, shape: tuple[int, ...] = (20, 3)
             {"signal": VALUES, "y": HALVES},
             r"^: no array is obviously the values; choose one of 'signal', 'y' with --values$",
         ),
+        ({}, r"^: cannot be read \(expected arrays, got none\); save it again with np\.save or np\.savez"),
         ({"test_values": VALUES}, "^: no array is obviously the values; choose one of 'test_values'"),
+        ({"val_x": VALUES, "test_x": VALUES}, "^: no array is obviously the values; choose one of 'val_x', 'test_x'"),
         ({"train_x": VALUES, "x_train": VALUES}, "^: arrays 'train_x' and 'x_train' mean the same"),
         ({"values": np.zeros((9, 4))}, "^: expected at least 3 different examples .*, got 1"),
         (
@@ -300,6 +315,7 @@ def test_nothing_to_predict(tmp_path: Path, kind: Any) -> None:
         ({"x": VALUES, "labels": HALVES, "y": HALVES}, "'y'", "classification"),
         ({"train_x": VALUES, "train_Y": HALVES, "test_x": VALUES, "test_Y": HALVES}, "'train_Y', 'test_Y'", "forecast"),
         ({"train_x": VALUES, "test_x": VALUES, "rate": np.array(50)}, "'rate'", "forecast"),
+        ({"x": VALUES, "test_time": HALVES}, "'test_time'", "forecast"),
         ({"values": VALUES, "train_mask": HALVES, "test_mask": HALVES}, "'train_mask', 'test_mask'", "forecast"),
     ],
 )

@@ -238,6 +238,15 @@ def test_invalid_csv(tmp_path: Path, content: str, message: str) -> None:
     _refused(tmp_path / "a.csv", content, message)
 
 
+def test_stray_quotes_do_not_merge_the_rows_of_a_tsv(tmp_path: Path) -> None:
+    rows = "".join(f"text {n}\t{n % 2}\n" for n in range(6))
+    message = "^, line 8: expected a row on one line, got a quote that opens a field of several rows; put the field in"
+    _refused(tmp_path / "a.tsv", f'text\tlabel\n{rows}"good one\t1\nbad one"\t0\n', message)
+    texts = ["several\nlines, and\ta tab", 'a "quoted"\ttext', *(f"{n}" for n in range(6))]
+    path = _csv(tmp_path / "b.tsv", [{"id": n, "text": text, "label": n % 2} for n, text in enumerate(texts)], "\t")
+    assert sorted(_all_texts(read_custom(path))) == sorted(texts)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -267,6 +276,12 @@ def test_text_that_is_not_utf_8(tmp_path: Path, mark: bytes) -> None:
     content = mark + GOOD.encode() + "naïve,1\n".encode("latin-1")
     message = "^, line 8: expected UTF-8, got byte 0xef; convert .*`iconv -f latin-1 -t utf-8`, or give --kind language"
     _refused(tmp_path / "a.csv", content, message)
+
+
+@pytest.mark.parametrize(("encoding", "byte"), [("utf-16-le", "ff"), ("utf-16-be", "fe")])
+def test_utf_16_is_named(tmp_path: Path, encoding: str, byte: str) -> None:
+    message = f"^, line 1: expected UTF-8, got byte 0x{byte}; convert .*`iconv -f utf-16 -t utf-8`, or give --kind"
+    _refused(tmp_path / "a.csv", f"\ufeff{GOOD}".encode(encoding), message)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tcnca.data.datasets.listops import ListOps
 from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Ragged
 from tcnca.data.tasks import ClassificationTask
+from tests.data.helpers import ragged
 
 
 @pytest.mark.parametrize("name", ["listops", "pathfinder", "pathx", "recall-64-10", "recall-8192-20"])
@@ -72,7 +73,7 @@ def small_set(name: str) -> Dataset:
     """Four short examples in the form of a set."""
     spec, random = get_dataset(name), np.random.default_rng(0)
     labels = np.arange(4) % 2
-    texts = Ragged.from_arrays([random.integers(0, 256, length).astype(np.uint8) for length in (40, 300, 7, 120)])
+    texts = ragged([random.integers(0, 256, length).astype(np.uint8) for length in (40, 300, 7, 120)])
     columns: dict[str, Column]
     metadata: dict[str, Any] = {"class_names": ["no", "yes"], **spec.metadata}
     if name == "enwik8":

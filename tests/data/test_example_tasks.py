@@ -27,6 +27,7 @@ from tcnca.data.tasks import ClassificationTask, PairTask, RecallTask, Regressio
 from tcnca.data.tasks.examples import ExampleTask
 from tcnca.errors import ConfigError
 from tcnca.models.preprocessing import Preprocessing
+from tests.data.helpers import ragged
 from tests.examples import small_config
 
 RANDOM = np.random.default_rng(0)
@@ -48,13 +49,13 @@ def data(columns: dict[str, Column], **metadata: Any) -> Dataset:
 
 
 def texts(max_length: int | None = None) -> ClassificationTask:
-    return ClassificationTask(data({"tokens": Ragged.from_arrays(TEXTS), "labels": LABELS}), max_length=max_length)
+    return ClassificationTask(data({"tokens": ragged(TEXTS), "labels": LABELS}), max_length=max_length)
 
 
 def pairs(max_length: int | None = None) -> PairTask:
     columns: dict[str, Column] = {
-        "first": Ragged.from_arrays(TEXTS),
-        "second": Ragged.from_arrays(TEXTS[::-1]),
+        "first": ragged(TEXTS),
+        "second": ragged(TEXTS[::-1]),
         "labels": LABELS,
     }
     return PairTask(data(columns), max_length=max_length)
@@ -73,7 +74,7 @@ TASKS: Mapping[str, ExampleTask] = {
     "pairs": pairs(),
     "pixels": ClassificationTask(data({"pixels": PIXELS, "labels": LABELS}, mean=0.48, std=0.24)),
     "values": ClassificationTask(data({"values": VALUES, "labels": LABELS}, **STATISTICS)),
-    "series": ClassificationTask(data({"values": Ragged.from_arrays(SERIES), "labels": LABELS}, **STATISTICS)),
+    "series": ClassificationTask(data({"values": ragged(SERIES), "labels": LABELS}, **STATISTICS)),
     "regression": regression(),
     "recall": recall(),
 }

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from tcnca import RegressionHeadConfig, SequenceModel, ValueInputConfig
 from tcnca.data import Batch, Dataset
-from tcnca.data.schema import Column, Ragged
+from tcnca.data.schema import Column
 from tcnca.data.tasks import ForecastTask
 from tcnca.errors import ConfigError, DataError
+from tests.data.helpers import ragged
 from tests.examples import small_model
 
 MEAN, STD = [10.0, -1.0], [4.0, 0.5]
@@ -29,8 +30,7 @@ def series(lengths: list[int]) -> list[NDArray[np.float32]]:
 
 
 def forecast(lengths: list[int] = LENGTHS, window: int = 8) -> ForecastTask:
-    ragged = Ragged.from_arrays(series(lengths))
-    return made(ragged, window)
+    return made(ragged(series(lengths)), window)
 
 
 def made(column: Column, window: int) -> ForecastTask:

@@ -30,9 +30,9 @@ from tcnca.data.datasets.listops import ListOps
 from tcnca.data.datasets.recall import Recall
 from tcnca.data.generate import (
     SETTINGS,
+    ExampleStream,
     Generator,
     Plan,
-    Stream,
     assign_splits,
     fingerprints,
     generate,
@@ -43,6 +43,7 @@ from tcnca.data.rng import CounterRNG
 from tcnca.data.schema import SPLITS, Column, Columns, Ragged, num_examples
 from tcnca.errors import DataError
 from tcnca.files import atomic_path
+from tests.data.helpers import ragged
 
 SIZES = {"train": 60, "validation": 9, "test": 7}
 SHORT = Recall(length=4, vocab_size=6)
@@ -371,13 +372,13 @@ def test_full_disk_leaves_no_partial_shard(tmp_path: Path, generator: ListOps, m
             yield temporary
 
     monkeypatch.setattr(module, "atomic_path", full)
-    with pytest.raises(DataError, match=r"shards.000002.npz: the disk is full; free some space .* --out"):
+    with pytest.raises(DataError, match=r"shards.000002.npz: the disk is full; free some space or choose"):
         generated(plan(generator), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["000000.npz", "000001.npz", SETTINGS]
 
 
-def stream(generator: Generator, block: int = BLOCK) -> Stream:
-    return Stream(generator, split_fractions(SIZES), block)
+def stream(generator: Generator, block: int = BLOCK) -> ExampleStream:
+    return ExampleStream(generator, split_fractions(SIZES), block)
 
 
 def every_input() -> set[tuple[int, ...]]:
@@ -437,7 +438,7 @@ def test_stream_yields_all_training_examples_only() -> None:
 def test_fingerprints_are_hashes_of_the_input(shape: tuple[int, ...]) -> None:
     values = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     hashes = [int.from_bytes(hashlib.blake2b(value.tobytes(), digest_size=8).digest(), "little") for value in values]
-    for column in (values, np.asfortranarray(values), Ragged.from_arrays([row.ravel() for row in values], np.uint8)):
+    for column in (values, np.asfortranarray(values), ragged([row.ravel() for row in values], np.uint8)):
         found = fingerprints({"pixels": column, "labels": np.ones(len(values))})
         assert found.dtype == np.uint64
         assert found.tolist() == hashes

@@ -17,7 +17,7 @@ from tcnca.data.manifest import MANIFEST, read_manifest
 from tcnca.data.schema import Column, Columns, Kind, Ragged, concatenate, take
 from tcnca.data.store import Dataset, DatasetWriter, check_space
 from tcnca.errors import DataError
-from tests.data.helpers import siblings, small_dataset, write_dataset
+from tests.data.helpers import ragged, siblings, small_dataset, write_dataset
 
 FULL = Path("/dev/full")
 
@@ -66,7 +66,7 @@ def test_round_trip_of_arrays(tmp_path: Path, name: str) -> None:
 def test_round_trip_of_sequences(tmp_path: Path, name: str, dtype: str, row: tuple[int, ...]) -> None:
     sequences = [random(dtype, length, *row) for length in (3, 0, 5, 1, 0)]
     parts: list[Columns] = [
-        {name: Ragged.from_arrays(some), "labels": np.zeros(len(some), np.int64)}
+        {name: ragged(some), "labels": np.zeros(len(some), np.int64)}
         for some in (sequences[:2], sequences[1:2], sequences[2:])
     ]
     data = write_dataset(tmp_path / "set", {"train": parts}, kind="classification", class_names=["a"])
@@ -74,7 +74,7 @@ def test_round_trip_of_sequences(tmp_path: Path, name: str, dtype: str, row: tup
 
 
 def test_round_trip_of_empty_splits_and_sequences(tmp_path: Path) -> None:
-    empty: dict[str, Column] = {"tokens": Ragged.from_arrays([], np.uint8), "labels": np.zeros(0, np.int64)}
+    empty: dict[str, Column] = {"tokens": ragged([], np.uint8), "labels": np.zeros(0, np.int64)}
     hollow: dict[str, Column] = {"tokens": Ragged.from_bytes([b"", b""]), "labels": np.zeros(2, np.int64)}
     splits = {"train": [hollow], "test": [empty]}
     data = write_dataset(tmp_path / "set", splits, kind="classification", class_names=["a"])
@@ -279,7 +279,7 @@ def test_full_disk(tmp_path: Path, name: str, rows: int) -> None:
         yield {"labels": np.zeros(rows, np.int64), "tokens": Ragged.from_bytes([b"a"] * rows)}
 
     small_dataset(folder)
-    with pytest.raises(DataError, match=r"set: the disk is full; free some space .* --out"):
+    with pytest.raises(DataError, match=r"set: the disk is full; free some space or choose another place"):
         write_dataset(folder, {"train": parts()})
     assert siblings(folder) == []
     assert Dataset.open(folder).example("train", 0)["labels"] == 1
@@ -287,7 +287,7 @@ def test_full_disk(tmp_path: Path, name: str, rows: int) -> None:
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"file.set: cannot be written .*; choose another folder with --out"):
+    with pytest.raises(DataError, match=r"file.set: cannot be written .*; choose another place"):
         DatasetWriter(tmp_path / "file" / "set").__enter__()
 
 

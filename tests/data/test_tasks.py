@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tcnca.data import Batch, Dataset, Task
-from tcnca.data.schema import Ragged
 from tcnca.data.tasks import ClassificationTask, ForecastTask, LanguageTask, PairTask, RegressionTask
+from tests.data.helpers import ragged
 
 RANDOM = np.random.default_rng(0)
 VALUES = RANDOM.normal(size=(50, 9, 2)).astype(np.float32)
 STATISTICS = {"mean": [0.0, 0.0], "std": [1.0, 1.0]}
-TOKENS = Ragged.from_arrays([RANDOM.integers(0, 256, length).astype(np.uint8) for length in range(1, 51)])
-SERIES = Ragged.from_arrays([RANDOM.normal(size=(length, 2)).astype(np.float32) for length in range(2, 60)])
+TOKENS = ragged([RANDOM.integers(0, 256, length).astype(np.uint8) for length in range(1, 51)])
+SERIES = ragged([RANDOM.normal(size=(length, 2)).astype(np.float32) for length in range(2, 60)])
 TASKS: dict[str, tuple[Task, int]] = {
     "language": (LanguageTask(Dataset("one", {}, {"train": {"bytes": TOKENS.values}}), chunk_size=8), 10 * 32),
     "classification": (

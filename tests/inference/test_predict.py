@@ -220,6 +220,8 @@ def test_integers_are_the_indices_of_named_classes(tmp_path: Path) -> None:
     labels = model.predict(x).labels
     np.savez(tmp_path / "x.npz", x=x, y=[("cat", "dog").index(label) for label in labels or []])
     assert "accuracy 1.0000 (of 6)" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
+    np.savez(tmp_path / "x.npz", x=x, y=[[("cat", "dog").index(label)] for label in labels or []])
+    assert "accuracy 1.0000 (of 6)" in tcnca_predict(tmp_path / "model", tmp_path / "x.npz").stderr
     np.savez(tmp_path / "x.npz", x=x, y=[2, *[0] * 5])
     result = tcnca_predict(tmp_path / "model", tmp_path / "x.npz")
     assert "x.npz: y[0]: expected one of 'cat', 'dog', got '2'" in result.stderr
@@ -316,6 +318,9 @@ def test_lines_of_numbers(tmp_path: Path) -> None:
     rows = read_csv(predicted(tmp_path / "model", "-", input="1, 2.5\n[3]\n"))
     assert rows[0]["values"] == "1, 2.5"
     assert_near([[float(row[f"prediction_{n}"]) for n in (1, 2)] for row in rows], values, rtol=1e-5)
+    for line in ("1;2.5", "1 ;\t2.5", " 1 ,2.5 ", "1 2.5", "1\t2.5"):
+        (row,) = read_csv(predicted(tmp_path / "model", "-", input=line))
+        assert_near(float(row["prediction_1"]), values[0, 0], rtol=1e-5)
     text = predicted(tmp_path / "model", "-", "--format", "jsonl", input='{"values": [1, 2.5], "id": 3}')
     assert list(json.loads(text)) == ["values", "id", "prediction"]
 
@@ -332,6 +337,10 @@ def test_rows_of_numbers_are_compared_on_request(tmp_path: Path) -> None:
     data.write_text("\n".join(map(json.dumps, rows)))
     assert "mean squared error 5.0000 (of 4)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
     assert "mean" not in tcnca_predict(tmp_path / "model", data).stderr
+    rows[0]["truth"][1] = None  # as in evaluation, a missing value is not counted
+    rows[1]["truth"] = "nan, nan"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    assert "mean squared error 1.0000 (of 1)" in tcnca_predict(tmp_path / "model", data, "--label", "truth").stderr
     data.write_text('{"values": [1], "truth": [1, 2, 3]}')
     result = tcnca_predict(tmp_path / "model", data, "--label", "truth")
     assert "line 1, column 'truth': expected 2 numbers, as in training, got 3" in result.stderr

@@ -242,6 +242,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile(tmp_path / "header.npz", "w") as archive:
         archive.writestr("x.npy", b"\x93NUMPY\x01\x00 damaged")
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not really")
+    np.savez(tmp_path / "no.npz")
+    np.savez(tmp_path / "real.npz", x=np.zeros((2, 5, 2)), y=np.zeros(2))
+    (tmp_path / "gaps.jsonl").write_text('{"x": "1,5 2,5;2"}\n')
     return tmp_path
 
 
@@ -286,15 +289,26 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("signals", "nan.npz", "nan.npz: x[0], time step 0: expected finite float32 numbers"),
         ("signals", "header.npz", "header.npz: array 'x': cannot be read"),
         ("signals", "bad.npz", "bad.npz: cannot be read"),
+        ("signals", "no.npz", "no.npz: cannot be read (expected arrays, got none); save it again with np.save"),
+        (
+            "signals",
+            "real.npz",
+            "real.npz: array 'y': expected integers, booleans or strings of shape [examples] as labels, got float64 of "
+            "shape (2,); name another array with --label, or give --label '' to predict without comparing",
+        ),
         ("signals", "1,2", "INPUT, line 1: expected a JSON list with the 2 features of each time step, such as"),
         ("signals", "1,2,x", "INPUT, line 1: expected numbers with commas or spaces between them"),
+        ("signals", "1,,3", "INPUT, line 1: expected numbers with commas or spaces between them, or a JSON list, got"),
+        ("signals", "1,2,", "INPUT, line 1: expected numbers with commas or spaces between them, or a JSON list, got"),
+        ("signals", "1,5;2,5", "INPUT, line 1: expected one separator between the numbers, got ',', ';' in '1,5;2,5'"),
+        ("signals", "gaps.jsonl", "gaps.jsonl, line 1: expected one separator between the numbers, got ' ', ',', ';'"),
         ("signals", "rows.csv --text body", "--text: expected none for rows.csv, got 'body'; leave it out"),
         ("signals", "three.npy --lengths n", "--lengths: expected none for three.npy, got 'n'; leave it out"),
         ("classification", "rows.csv --second body", "--second: expected none for rows.csv, got 'body'; leave it"),
         ("classification", "some_text --label stars", "--label: expected none for INPUT, got 'stars'; leave it out"),
         ("forecast", "three.npy --label y", "--label: expected none for three.npy, got 'y'; leave it out"),
         ("pairs", "alone", "INPUT: expected two texts for each pair, since the model compares pairs, got 1"),
-        ("regression", "three.npy", "three.npy: array 'values': expected shape [examples, time, 1]"),
+        ("regression", "three.npy", "three.npy: array 'values': expected shape [examples, time, 1], 1 feature as in"),
     ],
 )
 def test_errors(kind: str, arguments: str, message: str, place: Path) -> None:

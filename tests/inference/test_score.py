@@ -244,19 +244,23 @@ def test_runs_and_texts_are_compared(folder: Path, tmp_path: Path) -> None:
         assert f"{score['bits_per_byte']:.4f}" in result.stdout
     assert "most surprising places" not in result.stdout
     result = run(folder, other, text, "--top", "1", "--plot", tmp_path / "s.svg", "--threads", "1")
-    assert "<svg" in (tmp_path / "s.svg").read_text(encoding="utf-8")
-    drawn = re.findall(r"<!-- (.+) -->", (tmp_path / "s.svg").read_text(encoding="utf-8"))
+    drawn = texts_of(tmp_path / "s.svg")
     assert {"Bits per byte of text.txt (moving mean over 2%)", "offset in the text (bytes)"} < set(drawn)
     assert next(text for text in drawn if text.startswith("other: ")).endswith(" bits per byte")
     titles = [line.strip() for line in result.stdout.splitlines() if line.startswith("most")]
     assert titles == [f"most surprising places: {name}, {text}" for name in (folder, other)]
 
 
+def texts_of(plot: Path) -> list[str]:
+    """Return the texts of an SVG."""
+    return re.findall(r"<text [^>]*>(.+)</text>", plot.read_text(encoding="utf-8"))
+
+
 def test_plots_explain_themselves(folder: Path, tmp_path: Path) -> None:
     long, plot = tmp_path / "a_$x$.log", tmp_path / "s.svg"
     long.write_bytes(TEXT * 10)
     assert run(folder, long, "-", "--plot", plot, stdin=TEXT).exit_code == 0
-    drawn = re.findall(r"<!-- (.+) -->", plot.read_text(encoding="utf-8"))
+    drawn = texts_of(plot)
     for text in (
         f"Bits per byte of 2 texts by {folder.name}",
         "a_$x$.log",

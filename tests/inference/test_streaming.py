@@ -216,6 +216,7 @@ def test_models_that_do_not_stream_are_refused() -> None:
         (forecaster, "text", "values: expected numbers, since the model was trained on values, got a text"),
         (forecaster, np.zeros((0, 2)), "values: expected at least one time step, got none"),
         (text_model, b"ab\xff", "text: expected the 117 bytes that occur in the training data, got b'\\\\xff'"),
+        (text_model, "ab\ud800", r"values: expected valid Unicode, got the unpaired surrogate '\\ud800'; remove it"),
         (text_model, [3, 117], "values: expected tokens of the vocabulary, 0 to 116, got 3 to 117"),
     ],
 )

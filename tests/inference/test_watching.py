@@ -339,10 +339,10 @@ def test_files_that_cannot_be_read_are_not_continued(log: Path, monkeypatch: pyt
     log.rename(f"{log}.1")
     log.write_bytes(b"new\n")
 
-    def refused(path: Path, *arguments: Any) -> Any:
+    def refused(path: Path, *arguments: Any, **options: Any) -> Any:
         if path != log:
             raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments)
+        return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refused)
     assert read_all(FileTail(log, state)) == b"new\n"

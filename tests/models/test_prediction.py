@@ -161,6 +161,7 @@ def test_half_precision_takes_raw_values(tmp_path: Path) -> None:
         ("forecast", np.zeros((4, 2)), {"steps": 0}, "steps: expected at least 1, got 0"),
         ("classification", np.zeros((2, 3)), {}, r"inputs\[0\]: expected a text, or tokens"),
         ("classification", "\ud800", {}, r"inputs\[0\]: expected valid Unicode"),
+        ("recall", b"a \xff", {}, r"inputs\[0\]: text: expected words out of a b 1 2 .* got '\\\\xff'"),
     ],
 )
 def test_wrong_inputs(kind: str, inputs: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:

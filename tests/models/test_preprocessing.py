@@ -103,6 +103,8 @@ def test_bytes_are_encoded_and_decoded(tmp_path: Path) -> None:
     assert model(model.encode(b"a")).logits.shape == (1, 1, 11)
     with pytest.raises(VocabularyError, match=r"^text: .*got b'Z'"):
         model.encode("aZ")
+    with pytest.raises(InputError, match=r"^text: expected valid Unicode, got the unpaired surrogate '\\ud800'"):
+        model.encode("a\ud800")
     with pytest.raises(VocabularyError, match=r"^tokens: expected 0 to 10"):
         model.decode(torch.tensor([11]))
     with pytest.raises(InputError, match=r"^tokens: expected one sequence"):
@@ -117,6 +119,8 @@ def test_words_are_encoded_and_decoded() -> None:
     assert model.decode(torch.tensor([0, 2, 3])) == b"[MAX 2 ]"
     with pytest.raises(VocabularyError, match=r"^text: expected words out of \[MAX 1 2 \] .*got '3'"):
         model.encode("[MAX 3 ]")
+    with pytest.raises(VocabularyError, match=r"^text: expected words out of .*got '\\\\xff'"):
+        model.encode(b"1 \xff")
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def write_every_set(folder: Path) -> None:
     def sequences(vocab_size: int) -> Ragged:
         # Of different lengths, and some longer than a chunk.
         lengths = draw.permutation(np.linspace(20, 200, EXAMPLES).astype(int))
-        return Ragged.from_arrays([draw.integers(0, vocab_size, length, np.uint8) for length in lengths])
+        return Ragged.from_bytes(draw.integers(0, vocab_size, length, np.uint8).tobytes() for length in lengths)
 
     def classes(count: int, splits: tuple[str, ...] = SPLITS, **columns: Any) -> dict[str, dict[str, Column]]:
         made = {split: {name: make() for name, make in columns.items()} for split in splits}

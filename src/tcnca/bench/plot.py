@@ -95,8 +95,8 @@ def _panels(width: float, rows: int, columns: int, **options: Any) -> tuple[Figu
 
 
 def _operators(report: Report) -> list[Result]:
-    """Return what is plotted over the length, which the attention of models is not."""
-    return [result for result in report.timed if "model" not in result.sizes]
+    """Return what is plotted over the length, which attention and SSMs are not."""
+    return [result for result in report.timed if result.name.removesuffix("-bi") in _CURVES]
 
 
 def _draw_operators(report: Report) -> Figure:

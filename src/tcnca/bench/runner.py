@@ -18,7 +18,7 @@ from tcnca.bench.operators import ops_cases
 from tcnca.bench.report import EAGER, GRAPH, GRAPHED_STEP, Report, Result
 from tcnca.bench.timing import Roofline, Timer, Timing, measure_roofline
 from tcnca.config import closest
-from tcnca.errors import ConfigError, TcncaError, is_out_of_memory
+from tcnca.errors import ConfigError, TcncaError, is_out_of_memory, shorten
 from tcnca.training.provenance import commit, hardware, versions
 
 SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
@@ -28,8 +28,6 @@ SUITES: Mapping[str, Callable[[Settings], list[BenchCase]]] = {
     "lra": lra_cases,
     "generate": generation_cases,
 }
-_MAX_REASON = 300
-"""Characters of an error that are kept: compiler errors can fill pages."""
 
 
 def bench_cases(suite: str, settings: Settings) -> list[BenchCase]:
@@ -105,11 +103,11 @@ def measure(case: BenchCase, timer: Timer, roofline: Roofline) -> Result:
     try:
         return _measure(case, timer, roofline, blank)
     except TcncaError as error:
-        return dataclasses.replace(blank, status="not available", reason=_shorten(error))
+        return dataclasses.replace(blank, status="not available", reason=_reason(error))
     except Exception as error:
         # Any failure of one candidate must not stop the others.
         status = "out of memory" if is_out_of_memory(error) else "failed"
-        return dataclasses.replace(blank, status=status, reason=_shorten(error))
+        return dataclasses.replace(blank, status=status, reason=_reason(error))
     finally:
         timer.free_memory()
 
@@ -141,7 +139,7 @@ def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -
                 times.setdefault(phase, {})[mode] = timing
         except Exception as error:
             # The eager times stay valid.
-            reason = f"not captured as a graph: {_shorten(error)}"
+            reason = f"not captured as a graph: {_reason(error)}"
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize()
     bounds = {phase: roofline.seconds(case.cost[phase]) for phase in times if phase in case.cost}
@@ -150,9 +148,9 @@ def _measure(case: BenchCase, timer: Timer, roofline: Roofline, blank: Result) -
     )
 
 
-def _shorten(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
+def _reason(error: BaseException) -> str:
+    # Compiler errors can fill pages.
+    return shorten(" ".join(str(error).split()) or type(error).__name__)
 
 
 def _settings_dict(settings: Settings) -> dict[str, Any]:

@@ -133,7 +133,8 @@ def generate(
             repetition_penalty=repetition_penalty,
             seed=seed,
             num_samples=num_samples,
-            stop=stop or (),
+            # Bytes of a command line that are not UTF-8 are kept.
+            stop=[each.encode("utf-8", "surrogateescape") for each in stop or ()],
             quantization="int8" if int8 else None,
             cache_dtype="float8" if float8_cache else None,
             on_piece=on_piece,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
+import hashlib
 import io
 import lzma
 import re
@@ -23,7 +24,7 @@ from tcnca.errors import DataError, shown
 
 Compression = Literal["gz", "xz", "bz2", "zip"]
 
-RETRY = "download it again, or accept it as it is with --unverified"
+DOWNLOAD_AGAIN = "download it again, or accept it as it is with --unverified"
 """Advice for a file that is not the published one."""
 
 _MAX_RATIO = 50
@@ -255,6 +256,12 @@ def parse_binary_label(label: bytes, where: str) -> int:
 def checksum_file(path: Path) -> Path:
     """Return the file next to a download that holds the checksum which the host stated for it, if it stated one."""
     return path.with_name(f"{path.name}.checksum")
+
+
+def file_sha256(path: Path) -> str:
+    """Return the checksum `sha256:...` of a file."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def read_checksum(path: Path) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import re
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import requests
 import urllib3
 
-from tcnca.data.archives import checksum_file, read_checksum
+from tcnca.data.archives import checksum_file, file_sha256, read_checksum
 from tcnca.data.datasets.spec import Download
 from tcnca.errors import DataError
 
@@ -41,14 +40,14 @@ def download_file(download: Download, folder: Path, progress: Progress = lambda 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         expected = download.checksum or read_checksum(target)
-        if target.is_file() and (expected is None or _checksum(target) == expected):
+        if target.is_file() and (expected is None or file_sha256(target) == expected):
             return target
         expected = download.checksum or _host_checksum(download.url)
         if expected is None:
             # Without a checksum, a part could be continued with the bytes of another version of the file.
             part.unlink(missing_ok=True)
         _receive_all(download, part, progress)
-        found = expected and _checksum(part)
+        found = expected and file_sha256(part)
         if found != expected:
             part.unlink()
             raise DataError(
@@ -69,11 +68,6 @@ def download_file(download: Download, folder: Path, progress: Progress = lambda 
                 f"kept in {part.name}"
             ) from error
         raise DataError(f"{folder}: cannot be written ({error}); choose another folder") from error
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _session() -> requests.Session:

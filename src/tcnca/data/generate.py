@@ -80,7 +80,7 @@ def assign_splits(hashes: NDArray[np.uint64], fractions: Mapping[str, float]) ->
     return np.searchsorted(bounds, hashes / 2.0**64, side="right")
 
 
-class Stream:
+class ExampleStream:
     """An endless stream of training examples, generated as they are needed.
 
     Example `i` is a pure function of the seed and `i`: examples are generated in blocks, each with its own key.

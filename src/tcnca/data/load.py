@@ -17,7 +17,7 @@ from tcnca.data.custom.options import draw_splits, input_digests, with_recipe_ke
 from tcnca.data.custom.streams import list_files, read_errors
 from tcnca.data.datasets import DatasetSpec, canonical_name, get_dataset, is_dataset
 from tcnca.data.generate import Plan, generate_in_memory
-from tcnca.data.manifest import AGAIN, MANIFEST
+from tcnca.data.manifest import MANIFEST, PREPARE_AGAIN
 from tcnca.data.npy import array_errors, check_memory
 from tcnca.data.prepare import data_folder
 from tcnca.data.schema import SPLITS, Columns, Content, Kind, concatenate, take
@@ -208,12 +208,12 @@ def _manifest(spec: DatasetSpec) -> dict[str, Any]:
 def _build_task(data: Dataset, options: Mapping[str, Any]) -> Task:
     name, kind = data.manifest.get("dataset"), data.manifest["kind"]
     if name is not None and not is_dataset(name):
-        raise DataError(f"{data.name}: expected a data set of `tcnca data list`, got {shown(name)}; {AGAIN}")
+        raise DataError(f"{data.name}: expected a data set of `tcnca data list`, got {shown(name)}; {PREPARE_AGAIN}")
     build = _TASKS[kind] if name is None else get_dataset(name).task
     # A partial has no kind, but its function has.
     needed = getattr(getattr(build, "func", build), "kind", kind)
     if needed != kind:
-        raise DataError(f"{data.name}: expected data of kind {needed}, as {name} is, got {kind}; {AGAIN}")
+        raise DataError(f"{data.name}: expected data of kind {needed}, as {name} is, got {kind}; {PREPARE_AGAIN}")
     expected = [parameter for parameter in inspect.signature(build).parameters if parameter != "data"]
     for option in options:
         check_choice(option, option, expected)

@@ -19,7 +19,7 @@ from tcnca.models.preprocessing import Role
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-AGAIN = "prepare the data set again with --force"
+PREPARE_AGAIN = "prepare the data set again with --force"
 """Advice for a data set that is damaged."""
 
 _COLUMNS: dict[Kind, tuple[tuple[str, ...], ...]] = {
@@ -81,9 +81,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(f"{folder}: no prepared data set here; create one with `tcnca data prepare`")
-    content: dict[str, Any] = read_json(path, dict[str, Any], remedy=AGAIN)
+    content: dict[str, Any] = read_json(path, dict[str, Any], remedy=PREPARE_AGAIN)
     if content.get("format") != FORMAT:
-        raise DataError(f"{path}: expected format {FORMAT}, got {shown(content.get('format'))}; {AGAIN}")
+        raise DataError(f"{path}: expected format {FORMAT}, got {shown(content.get('format'))}; {PREPARE_AGAIN}")
     return content
 
 

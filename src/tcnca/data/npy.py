@@ -16,7 +16,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.errors import DataError
+from tcnca.errors import DataError, shown
+
+SAVE_AGAIN = "save it again with np.save or np.savez, as arrays of numbers or strings, not of objects"
+"""Advice for an array that cannot be read."""
 
 _MAGIC = b"\x93NUMPY"
 # Width of the length of the header, by version.
@@ -122,19 +125,29 @@ class ArrayReader:
 
     Args:
         path: the file.
-        archive: the open .npz.
-        name: the array of the .npz.
+        archive: the open .npz; None for an .npy.
+        name: the array of the .npz, and for messages.
     """
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile | None = None, name: str = "") -> None:
+    def __init__(self, path: Path, archive: zipfile.ZipFile | None, name: str) -> None:
+        self.path, self.name = path, name
         self._array: NDArray[Any] | None = None
         self._file: IO[bytes] | None = None
         self._next = 0
+        with array_errors(self, SAVE_AGAIN):
+            self._open(archive)
+
+    def __str__(self) -> str:
+        return f"{self.path}: array {shown(self.name)}"
+
+    def _open(self, archive: zipfile.ZipFile | None) -> None:
+        self.dtype: np.dtype[Any]
+        self.shape: tuple[int, ...]
         if archive is None:
-            self._array = map_array(path)
+            self._array = map_array(self.path)
             self.dtype, self.shape = self._array.dtype, self._array.shape
             return
-        member = list_arrays(archive)[name]
+        member = list_arrays(archive)[self.name]
         _check_unpacked(member)
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(archive.open(member))
@@ -153,8 +166,9 @@ class ArrayReader:
         if self._array is not None:
             return self._array[begin : self._next]
         assert self._file is not None
-        rows = np.empty((count, *self.shape[1:]), self.dtype)
-        _fill(self._file, rows)
+        with array_errors(self, SAVE_AGAIN):
+            rows = np.empty((count, *self.shape[1:]), self.dtype)
+            _fill(self._file, rows)
         return rows
 
     def close(self) -> None:
@@ -171,6 +185,8 @@ def list_arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
         if name in found:
             raise DataError(f"expected different names of arrays, got {name[:100]!r} twice")
         found[name] = member
+    if not found:
+        raise DataError("expected arrays, got none")
     return found
 
 

@@ -32,12 +32,6 @@ class Ragged:
         return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
 
     @classmethod
-    def from_arrays(cls, sequences: Sequence[NDArray[Any]], dtype: Any = None) -> Ragged:
-        """Build from arrays that agree in all but their first dimension."""
-        lengths = np.fromiter((len(sequence) for sequence in sequences), np.int64, len(sequences))
-        return cls.from_lengths(np.concatenate(sequences, dtype=dtype) if sequences else np.zeros(0, dtype), lengths)
-
-    @classmethod
     def from_bytes(cls, texts: Iterable[bytes]) -> Ragged:
         """Build from byte strings, as uint8."""
         texts = list(texts)

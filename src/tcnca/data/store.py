@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.data.manifest import AGAIN, FORMAT, MANIFEST, Manifest, check_columns, check_manifest, read_manifest
+from tcnca.data.manifest import FORMAT, MANIFEST, PREPARE_AGAIN, Manifest, check_columns, check_manifest, read_manifest
 from tcnca.data.npy import array_errors, map_array
 from tcnca.data.schema import Column, Columns, Ragged, check_offsets, num_examples
 from tcnca.errors import ConfigError, DataError, shown
@@ -55,7 +55,7 @@ class Dataset:
             }
             check_columns(found, splits)
         except ConfigError as error:
-            raise DataError(f"{folder / MANIFEST}: {error}; {AGAIN}") from error
+            raise DataError(f"{folder / MANIFEST}: {error}; {PREPARE_AGAIN}") from error
         return cls(folder.name, manifest, splits, folder.absolute())
 
     @property
@@ -96,7 +96,7 @@ def _map_split(folder: Path, manifest: Manifest, split: str, names: Iterable[str
         columns[name] = values
         if offsets in manifest.files:
             mapped = _map(folder, manifest, offsets)
-            with array_errors(folder / offsets, AGAIN):
+            with array_errors(folder / offsets, PREPARE_AGAIN):
                 columns[name] = Ragged(values, check_offsets(mapped, values))
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
@@ -111,13 +111,13 @@ def _map(folder: Path, manifest: Manifest, name: str) -> NDArray[Any]:
     found = path.stat().st_size if path.is_file() else None
     if found != entry.bytes:
         state = "no file" if found is None else f"{found:,} bytes"
-        raise DataError(f"{path}: expected {entry.bytes:,} bytes, got {state}; {AGAIN}")
-    with array_errors(path, AGAIN):
+        raise DataError(f"{path}: expected {entry.bytes:,} bytes, got {state}; {PREPARE_AGAIN}")
+    with array_errors(path, PREPARE_AGAIN):
         values = map_array(path)
     if (str(values.dtype), list(values.shape)) != (entry.dtype, entry.shape) or not values.ndim:
         raise DataError(
             f"{path}: expected {shown(entry.dtype)} of shape {shown(entry.shape)}, got {values.dtype} of shape "
-            f"{list(values.shape)}; {AGAIN}"
+            f"{list(values.shape)}; {PREPARE_AGAIN}"
         )
     return values
 

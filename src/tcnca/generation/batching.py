@@ -19,6 +19,7 @@ from tcnca.generation.prefix import Prefix, PrefixCache
 from tcnca.generation.sampling import Sampler, SamplingOptions, check_whole, excluded_tokens
 from tcnca.generation.step import CacheDtype, Quantization, Step, generating
 from tcnca.models import ModelState, SequenceModel
+from tcnca.models.preprocessing import to_bytes
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
 Tokens = Tensor | Sequence[int] | str | bytes
@@ -346,7 +347,7 @@ class Batcher:
     def _encode(self, name: str, value: int | Tokens) -> Tensor:
         """Return tokens `[time]` on the CPU."""
         if isinstance(value, str | bytes):
-            return self.model.encode(value)[0].cpu()
+            return self.model.encode(to_bytes(value, name))[0].cpu()
         tokens = torch.atleast_1d(torch.as_tensor(value)).cpu()
         if tokens.dim() == 2 and len(tokens) == 1:
             tokens = tokens[0]

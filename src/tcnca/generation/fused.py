@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from tcnca.generation import step
 from tcnca.generation.sampling import Sampler
+from tcnca.generation.step import norm_parameters
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.attention import QK_EPS
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
-from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm, weight_norm
+from tcnca.layers.norm import EPS, weight_norm
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
@@ -267,6 +268,7 @@ class FusedStep(step.Step):
     ) -> None:
         config, width, channels = mixer.config, mixer.d_model, 16 if self.batch < 16 else 32
         weight = mixer.weight if mixer.scale is None else weight_norm(mixer.weight, mixer.scale)
+        norm_kind, *factors = norm_parameters(norm, width, self.device)
         # Absent parameters are never read.
         optional = [weight if each is None else each for each in (mixer.bias, mixer.gain, mixer.omega)]
         self._add(
@@ -274,7 +276,7 @@ class FusedStep(step.Step):
             (self.batch, -(-width // channels)),
             [
                 self.x,
-                *self._norm(norm),
+                *factors,
                 ring,
                 weight[:, 0].transpose(1, 2).contiguous(),
                 *(each.detach().contiguous() for each in optional),
@@ -291,7 +293,7 @@ class FusedStep(step.Step):
             KERNEL=config.kernel_size,
             PAST=_power(max(config.kernel_size - 1, 1)),
             FACTOR=config.dilation_factor,
-            NORM=_norm_kind(norm),
+            NORM=norm_kind,
             BIAS=mixer.bias is not None,
             BLOCK=config.block,
             OUTPUT=config.output,
@@ -304,12 +306,13 @@ class FusedStep(step.Step):
     ) -> None:
         width, states, channels = mixer.d_model, mixer.config.d_state, 16 if self.batch < 16 else 32
         coefficients = ema_coefficients(mixer.delta, mixer.alpha, mixer.beta, mixer.gamma)
+        norm_kind, *factors = norm_parameters(norm, width, self.device)
         self._add(
             kernels.mix_ema,
             (self.batch, -(-width // channels)),
             [
                 self.x,
-                *self._norm(norm),
+                *factors,
                 hidden,
                 *(part[0].float().contiguous() for part in coefficients),
                 mixer.omega.detach(),
@@ -323,7 +326,7 @@ class FusedStep(step.Step):
             CHANNELS=channels,
             STATES=states,
             STATE_COLUMNS=_power(states),
-            NORM=_norm_kind(norm),
+            NORM=norm_kind,
             ACTIVATION="silu" if mixer.config.output == "activation" else "none",
             ADD=add,
         )
@@ -457,6 +460,7 @@ class FusedStep(step.Step):
         weight = scale = weight.detach().contiguous()
         if self.quantization is not None:
             weight, scale = quantize_rows(weight)
+        norm_kind, *factors = norm_parameters(norm, self.model.config.d_model, self.device)
         self._add(
             kernels.linear,
             (-(-outputs // columns), -(-self.batch // rows) if dot else 1),
@@ -466,7 +470,7 @@ class FusedStep(step.Step):
                 weight,
                 scale,
                 scale if bias is None else bias.detach().contiguous(),
-                *self._norm(norm),
+                *factors,
                 out,
                 out if gates is None else gates,
                 out if cache is None else cache,
@@ -479,7 +483,7 @@ class FusedStep(step.Step):
             ROWS=rows,
             STEP=step,
             DOT=dot,
-            NORM=_norm_kind(norm),
+            NORM=norm_kind,
             BIAS=bias is not None,
             QUANTIZED=self.quantization is not None,
             VALUES=VALUES,
@@ -504,20 +508,6 @@ class FusedStep(step.Step):
     def _empty(self, width: int) -> Tensor:
         return torch.zeros(self.batch, width, device=self.device, dtype=self.dtype)
 
-    def _norm(self, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
-        """Return the factors and offsets of a norm, for each channel."""
-        width = self.model.config.d_model
-        one = torch.ones(width, device=self.device)
-        if norm is None:
-            return one, one
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        scale = one if weight is None else weight.float().expand(width)
-        shift = torch.zeros_like(one) if bias is None else bias.float()
-        if isinstance(norm, BatchNorm):
-            scale = scale * torch.rsqrt(norm.running_var + EPS)
-            shift = shift - norm.running_mean * scale
-        return scale.contiguous(), shift.contiguous()
-
     def _slot_sizes(self, state: ModelState) -> Tensor:
         """Return after how many tokens each kind of slot repeats: of the attention, and of the blocks of the TCN."""
         attention, mixer = state.layers[0].attention, state.layers[0].mixer
@@ -531,14 +521,6 @@ def _pad_rows(rows: Tensor, first: int, multiple: int) -> Tensor:
     """Insert zeros after the `first` rows, up to a multiple of a number."""
     zeros = rows.new_zeros(-first % multiple, *rows.shape[1:])
     return torch.cat([rows[:first], zeros, rows[first:]])
-
-
-def _norm_kind(norm: nn.Module | None) -> str:
-    if isinstance(norm, LayerNorm):
-        return "layer"
-    if isinstance(norm, RMSNorm):
-        return "rms"
-    return "none" if norm is None else "batch"
 
 
 def _power(number: int) -> int:

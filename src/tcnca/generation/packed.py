@@ -21,7 +21,7 @@ from tcnca.generation.step import Quantization, Step, pack, positions, unpack
 from tcnca.layers import EMA, TCN, ChunkedAttention
 from tcnca.layers.attention import QK_EPS
 from tcnca.layers.block import GatedBlock, Layer, ResidualBlock
-from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, weight_norm
+from tcnca.layers.norm import EPS, weight_norm
 from tcnca.models import ModelState, SequenceModel
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
@@ -261,17 +261,10 @@ class PackedStep(Step):
 
     def _add_norm(self, norm: nn.Module | None, x: Array) -> Array:
         """Add a norm; return where its output is."""
-        width = x.shape[1]
-        weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-        weight = torch.ones(width) if weight is None else weight.float().expand(width)
-        bias = torch.zeros(width) if bias is None else bias.float()
-        kind = "layer" if isinstance(norm, LayerNorm) else "rms"
-        if isinstance(norm, BatchNorm):
-            kind, weight = "batch", weight * torch.rsqrt(norm.running_var + EPS)
-            bias = bias - norm.running_mean * weight
-        y = self._empty(width)
+        kind, scale, shift = steps.norm_parameters(norm, x.shape[1])
+        y = self._empty(x.shape[1])
         self._add(
-            self._kernels.normalize, x, self._kernels.NORMS[kind], _array(weight), _array(bias), np.float32(EPS), y
+            self._kernels.normalize, x, self._kernels.NORMS[kind], _array(scale), _array(shift), np.float32(EPS), y
         )
         return y
 

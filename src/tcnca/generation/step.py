@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, Layer
+from tcnca.layers.norm import EPS, BatchNorm, LayerNorm
 from tcnca.models import ModelState, SequenceModel, evaluating
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
@@ -127,6 +128,23 @@ def pack(model: SequenceModel, layers: list[Parts], position: Tensor) -> ModelSt
             attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone(), last_key)
         packed.append(type(layer)(mixer, attention))
     return ModelState(tuple(packed), None, empty.signature)
+
+
+def norm_parameters(
+    norm: nn.Module | None, width: int, device: torch.device | None = None
+) -> tuple[str, Tensor, Tensor]:
+    """Return the kind of a norm, and its factors and offsets `[width]`; those of a batch norm have its statistics."""
+    scale, shift = torch.ones(width, device=device), torch.zeros(width, device=device)
+    if norm is None:
+        return "none", scale, shift
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    scale = scale if weight is None else weight.float().expand(width)
+    shift = shift if bias is None else bias.float()
+    kind = "layer" if isinstance(norm, LayerNorm) else "rms"
+    if isinstance(norm, BatchNorm):
+        kind, scale = "batch", scale * torch.rsqrt(norm.running_var + EPS)
+        shift = shift - norm.running_mean * scale
+    return kind, scale.contiguous(), shift.contiguous()
 
 
 def positions(state: ModelState) -> Tensor:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tcnca.errors import InputError
+from tcnca.errors import InputError, shown
 from tcnca.generation.api import stream
 from tcnca.models import SequenceModel
-from tcnca.models.preprocessing import ADD_BYTE_MAP
+from tcnca.models.preprocessing import ADD_BYTE_MAP, to_bytes
 
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
 
 
 def stream_text(
-    model: SequenceModel, prompt: str | bytes, max_new_tokens: int, *, stop: str | Sequence[str] = (), **options: Any
+    model: SequenceModel,
+    prompt: str | bytes,
+    max_new_tokens: int,
+    *,
+    stop: str | bytes | Sequence[str | bytes] = (),
+    **options: Any,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt as text, as soon as whole characters are known.
 
@@ -29,11 +34,11 @@ def stream_text(
         model: a language model of bytes or words.
         prompt: a text that is not empty; a `str` is encoded as UTF-8.
         max_new_tokens: number of tokens to generate at most.
-        stop: text, or texts, that end the continuation, and are not part of it.
+        stop: text, or texts, that end the continuation, and are not part of it; like `prompt`.
         options: of `tcnca.stream`, for example `temperature` and `seed`.
     """
-    if options.get("num_samples", 1) != 1:
-        raise InputError("num_samples: expected 1, got more; use stream_texts")
+    if (count := options.get("num_samples", 1)) != 1:
+        raise InputError(f"num_samples: expected 1, got {shown(count)}; use stream_texts for several")
     texts = stream_texts(model, prompt, max_new_tokens, stop=stop, **options)
     return (text for (text,) in texts if text)
 
@@ -43,7 +48,7 @@ def stream_texts(
     prompt: str | bytes,
     max_new_tokens: int,
     *,
-    stop: str | Sequence[str] = (),
+    stop: str | bytes | Sequence[str | bytes] = (),
     on_end: Callable[[int, Literal["stop", "length"]], None] | None = None,
     **options: Any,
 ) -> Iterator[list[str | None]]:
@@ -53,9 +58,10 @@ def stream_texts(
     end of a continuation. The arguments are those of `stream_text`, and `num_samples`. `on_end` is called with the
     number of a continuation that has ended, and with `stop` if it was by a stop string, else `length`.
     """
-    data = prompt.encode() if isinstance(prompt, str) else prompt
-    # Bytes of a command line that are not UTF-8 are kept.
-    stops = [text.encode("utf-8", "surrogateescape") for text in ([stop] if isinstance(stop, str) else stop)]
+    data = to_bytes(prompt, "prompt")
+    if not isinstance(stop, Iterable):
+        raise InputError(f"stop: expected a text or several, got {shown(stop)}")
+    stops = [to_bytes(text, "stop") for text in ([stop] if isinstance(stop, str | bytes) else stop)]
     if not data:
         raise InputError("prompt: expected a text, got an empty one; a newline is the shortest beginning")
     if not all(stops):

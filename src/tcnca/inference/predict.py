@@ -345,7 +345,9 @@ class _Score:
             if example.target is None:
                 continue
             if predictions.values is not None:
-                errors = predictions.values[number].astype(np.float64) - np.asarray(example.target, np.float64)
+                truth = np.asarray(example.target, np.float64)
+                # As in evaluation, NaN is a missing value.
+                errors = (predictions.values[number] - truth)[~np.isnan(truth)]
                 self.total, self.count = self.total + float((errors**2).sum()), self.count + errors.size
             elif predictions.labels is not None:
                 self.total, self.count = self.total + (predictions.labels[number] == example.target), self.count + 1

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import Config
-from tcnca.data.custom.arrays import SAVE_AGAIN, VALUE_NAMES, NamedArray, label_names
+from tcnca.data.custom.arrays import VALUE_NAMES, NamedArray, label_names
 from tcnca.data.custom.options import list_names, unknown_name
 from tcnca.data.custom.tables import (
     PAIR_NAMES,
@@ -34,7 +34,7 @@ from tcnca.data.custom.tables import (
     label_field,
     text_field,
 )
-from tcnca.data.npy import ArrayReader, array_errors, check_memory, list_arrays
+from tcnca.data.npy import SAVE_AGAIN, ArrayReader, array_errors, check_memory, list_arrays
 from tcnca.errors import ConfigError, DataError, plural, shown
 from tcnca.files import parse_json
 from tcnca.models import SequenceModel, ValueInputConfig
@@ -55,6 +55,8 @@ Column = Literal["text", "second", "values"]
 _BLOCK = 2**24
 """Bytes of an array that are read at once."""
 _INDEX = "index"
+_SEPARATOR = re.compile(r"\s*[,;]\s*|\s+")
+"""What is between the numbers of a text."""
 
 
 class ColumnOptions(Config):
@@ -290,7 +292,7 @@ class RowReader(Reader):
             return None
         values, outputs = parse_numbers(row[column], cell).reshape(-1), getattr(self.model.config.head, "outputs", 1)
         if len(values) != outputs:
-            raise DataError(f"{cell}: expected {outputs} numbers, as in training, got {len(values)}")
+            raise DataError(f"{cell}: expected {plural(outputs, 'number')}, as in training, got {len(values)}")
         return values
 
 
@@ -309,15 +311,28 @@ class TextsReader(RowReader):
 
 
 def parse_numbers(value: Any, place: str) -> NDArray[np.float64]:
-    """Return the numbers of a JSON list, or of a text with commas or spaces between them."""
+    """Return the numbers of a JSON list, or of a text with commas, semicolons or spaces between them."""
+    parts = value
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        parts = _split_numbers(value.strip(), place)
     try:
-        if isinstance(value, str):
-            value = parse_json(value) if value.lstrip().startswith("[") else re.findall(r"[^\s,;]+", value)
-        return np.asarray(value, np.float64)
+        return np.asarray(parse_json(parts) if isinstance(parts, str) else parts, np.float64)
     except (ValueError, TypeError, ConfigError) as error:
         raise DataError(
-            f"{place}: expected numbers with commas or spaces between them, or a JSON list, got {shown(value)}"
+            f"{place}: expected numbers with commas or spaces between them, or a JSON list, got {shown(value)}; leave "
+            "no gaps, and write decimals with a point"
         ) from error
+
+
+def _split_numbers(text: str, place: str) -> list[str]:
+    separators = {each.strip() or " " for each in _SEPARATOR.findall(text)}
+    # With several of them, commas may be decimal points.
+    if len(separators) > 1:
+        raise DataError(
+            f"{place}: expected one separator between the numbers, got {list_names(sorted(separators))} in "
+            f"{shown(text)}; write decimals with a point"
+        )
+    return _SEPARATOR.split(text) if text else []
 
 
 class ArraysReader(Reader):
@@ -344,8 +359,8 @@ class ArraysReader(Reader):
                     names = list(list_arrays(archive))
             arrays = {}
             for role, name in self._roles(names, archive is None).items():
-                arrays[role] = self._open(archive, name)
-                stack.callback(arrays[role].reader.close)
+                arrays[role] = ArrayReader(self._path, archive, name)
+                stack.callback(arrays[role].close)
             values = arrays["values"]
             if 0 in values.shape:
                 return
@@ -365,10 +380,6 @@ class ArraysReader(Reader):
             for begin in range(0, self.total, max(_BLOCK // size, 1)):
                 count = min(max(_BLOCK // size, 1), self.total - begin)
                 yield from self._examples(begin, {role: array.read(count) for role, array in arrays.items()}, arrays)
-
-    def _open(self, archive: zipfile.ZipFile | None, name: str) -> _Opened:
-        with array_errors(f"{self._path}: array {shown(name)}", SAVE_AGAIN):
-            return _Opened(self._path, name, ArrayReader(self._path, archive, name))
 
     def _roles(self, names: Sequence[str], alone: bool) -> dict[str, str]:
         """Return the name of the array of each role."""
@@ -404,7 +415,7 @@ class ArraysReader(Reader):
         return roles
 
     def _lengths_warning(
-        self, archive: zipfile.ZipFile | None, names: Sequence[str], arrays: Mapping[str, _Opened]
+        self, archive: zipfile.ZipFile | None, names: Sequence[str], arrays: Mapping[str, ArrayReader]
     ) -> str:
         """Return a warning if the sequences seem to have lengths that are not used, else an empty text."""
         columns = self.facts.columns
@@ -415,8 +426,8 @@ class ArraysReader(Reader):
         for name in names:
             with contextlib.suppress(DataError):  # of an array that is not needed
                 if name not in used:
-                    array = self._open(archive, name)
-                    array.reader.close()
+                    array = ArrayReader(self._path, archive, name)
+                    array.close()
                     if array.dtype.kind in "iu" and array.shape == arrays["values"].shape[:1]:
                         found.append(name)
         if not found and "lengths" not in columns:
@@ -430,13 +441,13 @@ class ArraysReader(Reader):
             f"data; {advice}, or give --lengths '' if there is no padding"
         )
 
-    def _check(self, arrays: Mapping[str, _Opened]) -> None:
+    def _check(self, arrays: Mapping[str, ArrayReader]) -> None:
         """Raise a DataError unless the shapes of the arrays fit the model and each other."""
         values, input = arrays["values"], self.model.config.input
         fits: tuple[int, ...] = (2,)
         expected = "[examples, time] with whole numbers, the tokens"
         if isinstance(input, ValueInputConfig):
-            expected = f"[examples, time, {input.features}], {input.features} features as in training"
+            expected = f"[examples, time, {input.features}], {plural(input.features, 'feature')} as in training"
             fits = (2, 3) if input.features == 1 else (3,)
         wrong = isinstance(input, ValueInputConfig) and len(values.shape) == 3 and values.shape[2] != input.features
         if len(values.shape) not in fits or (wrong and self.facts.image_size is None):
@@ -452,19 +463,20 @@ class ArraysReader(Reader):
             outputs = getattr(self.model.config.head, "outputs", 1)
             if target.dtype.kind not in "fiub" or math.prod(target.shape[1:]) != outputs:
                 raise DataError(
-                    f"{target}: expected {outputs} real numbers for each example, as in training, got {target.dtype} "
-                    f"of shape {target.shape}; name another array with --label"
+                    f"{target}: expected {plural(outputs, 'real number')} for each example, as in training, got "
+                    f"{target.dtype} of shape {target.shape}; name another array with --label"
                 )
 
     def _labels(self, labels: NamedArray) -> list[str]:
         """Return labels as text; integers are the indices of classes whose names are not numbers."""
-        names, classes = label_names(labels), class_names(self.model) or ()
+        advice = "name another array with --label, or give --label '' to predict without comparing"
+        names, classes = label_names(labels, advice), class_names(self.model) or ()
         if labels.array.dtype.kind not in "iu" or any(name.lstrip("-").isdigit() for name in classes):
             return names
         return [classes[int(name)] if name.isdigit() and int(name) < len(classes) else name for name in names]
 
     def _examples(
-        self, begin: int, parts: Mapping[str, NDArray[Any]], arrays: Mapping[str, _Opened]
+        self, begin: int, parts: Mapping[str, NDArray[Any]], arrays: Mapping[str, ArrayReader]
     ) -> Iterator[Example]:
         values, lengths, targets = parts["values"], parts.get("lengths"), None
         if "target" in parts:
@@ -484,27 +496,3 @@ class ArraysReader(Reader):
             if isinstance(target, str):
                 self.check_class(target, f"{self._path}: {arrays['target'].name}[{index}]")
             yield Example(f"{self._path}: {arrays['values'].name}[{index}]", {_INDEX: index}, (sequence,), target)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-    """An array that is being read."""
-
-    path: Path
-    name: str
-    reader: ArrayReader
-
-    def __str__(self) -> str:
-        return f"{self.path}: array {shown(self.name)}"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.reader.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.reader.dtype
-
-    def read(self, count: int) -> NDArray[Any]:
-        with array_errors(self, SAVE_AGAIN):
-            return self.reader.read(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.errors import InputError, escape_control
-from tcnca.files import atomic_path
+from tcnca.errors import InputError, plot_text
 from tcnca.inference.streaming import Bits, Stream
 from tcnca.models import SequenceModel
 from tcnca.models.prediction import check_language_model
@@ -22,6 +22,7 @@ from tcnca.models.preprocessing import ADD_BYTE_MAP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _NEWLINE = 10
 MAX_POINTS = 4096
@@ -270,47 +271,50 @@ def draw_profiles(path: Path, texts: Mapping[str, Mapping[str, TextProfile]]) ->
         texts: the profiles, by the name of the text and that of the model.
     """
     # Slow to import, and needed only here.
-    import matplotlib.style
+    from tcnca.training.report import save_figure
+
+    save_figure(functools.partial(_draw_panels, texts), path)
+
+
+def _draw_panels(texts: Mapping[str, Mapping[str, TextProfile]]) -> Figure:
     from matplotlib.figure import Figure
 
-    from tcnca.training.report import GRAY, STYLE, format_ticks
+    from tcnca.training.report import GRAY, format_ticks
 
     models = list(dict.fromkeys(model for profiles in texts.values() for model in profiles))
     title = next(iter(texts)) if len(texts) == 1 else f"{len(texts)} texts"
     title = f"Bits per byte of {title}" + (f" by {models[0]}" if len(models) == 1 else " (moving mean over 2%)")
-    with matplotlib.style.context(["default", STYLE]):
-        figure = Figure(figsize=(7.2, min(1.4 + 1.8 * len(texts), 100)), dpi=200, layout="constrained")
-        panels = figure.subplots(len(texts), squeeze=False, sharey=True)[:, 0]
-        for axis, (text, profiles) in zip(panels, texts.items(), strict=True):
-            if len(models) == 1:
-                _draw_profile(axis, profiles[models[0]], alone=len(texts) == 1)
-            else:
-                _draw_models(axis, profiles, models, alone=len(texts) == 1)
-            if len(texts) > 1:
-                axis.set_title(_plain(text), loc="left", fontsize=9)
-                means = [
-                    f"{f'{model} ' if len(models) > 1 else ''}{profile.bits_per_byte:.4f}"
-                    for model, profile in profiles.items()
-                ]
-                axis.set_title(_plain(f"mean: {', '.join(means)}"), loc="right", fontsize=8, color=GRAY)
-            axis.set_ylabel("bits per byte", color=GRAY)
-            format_ticks(axis)
-        panels[0].set_ylim(bottom=0)  # of all panels, after all curves are drawn
-        panels[-1].set_xlabel("offset in the text (bytes)", color=GRAY)
-        lines = {str(line.get_label()): line for axis in panels for line in axis.lines}
-        legend = figure.legend(
-            handles=list(lines.values()),
-            loc="outside upper left",
-            ncols=2,
-            frameon=False,
-            fontsize=8,
-            title=_plain(title),
-        )
-        # It is the title of the figure: `suptitle` and a legend above the panels would overlap.
-        legend.set_alignment("left")
-        legend.get_title().set(fontsize=11, fontweight="bold")
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:].lower())
+    figure = Figure(figsize=(7.2, min(1.4 + 1.8 * len(texts), 100)), layout="constrained")
+    panels = figure.subplots(len(texts), squeeze=False, sharey=True)[:, 0]
+    for axis, (text, profiles) in zip(panels, texts.items(), strict=True):
+        if len(models) == 1:
+            _draw_profile(axis, profiles[models[0]], alone=len(texts) == 1)
+        else:
+            _draw_models(axis, profiles, models, alone=len(texts) == 1)
+        if len(texts) > 1:
+            axis.set_title(plot_text(text), loc="left", fontsize=9)
+            means = [
+                f"{f'{model} ' if len(models) > 1 else ''}{profile.bits_per_byte:.4f}"
+                for model, profile in profiles.items()
+            ]
+            axis.set_title(plot_text(f"mean: {', '.join(means)}"), loc="right", fontsize=8, color=GRAY)
+        axis.set_ylabel("bits per byte", color=GRAY)
+        format_ticks(axis)
+    panels[0].set_ylim(bottom=0)  # of all panels, after all curves are drawn
+    panels[-1].set_xlabel("offset in the text (bytes)", color=GRAY)
+    lines = {str(line.get_label()): line for axis in panels for line in axis.lines}
+    legend = figure.legend(
+        handles=list(lines.values()),
+        loc="outside upper left",
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+        title=plot_text(title),
+    )
+    # It is the title of the figure: `suptitle` and a legend above the panels would overlap.
+    legend.set_alignment("left")
+    legend.get_title().set(fontsize=11, fontweight="bold")
+    return figure
 
 
 def _draw_profile(axis: Axes, profile: TextProfile, alone: bool) -> None:
@@ -337,7 +341,7 @@ def _draw_models(axis: Axes, profiles: Mapping[str, TextProfile], models: Sequen
     for model, profile in profiles.items():
         offsets, _, means = _points(profile)
         color = _COLORS[models.index(model) % len(_COLORS)]
-        label = _plain(f"{model}: {profile.bits_per_byte:.4f} bits per byte" if alone else model)
+        label = plot_text(f"{model}: {profile.bits_per_byte:.4f} bits per byte" if alone else model)
         axis.plot(offsets, means, color=color, linewidth=1.3, label=label)
 
 
@@ -348,8 +352,3 @@ def _points(profile: TextProfile) -> tuple[Bits, Bits, Bits]:
     values = profile.curve.values()
     offsets = (np.arange(len(values), dtype=np.float64) + 0.5) * profile.curve.width
     return offsets, values, smooth(values, max(len(values) // 100, 1))
-
-
-def _plain(text: str) -> str:
-    """Return a text that matplotlib does not read as a formula."""
-    return escape_control(text, "").replace("$", r"\$")

@@ -22,6 +22,7 @@ from tcnca.generation.prompts import piece_length
 from tcnca.models import ModelState, Predictions, SequenceModel, evaluating
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
 from tcnca.models.prediction import PaddedRows, check_language_model, class_names, to_numpy, to_sequence
+from tcnca.models.preprocessing import to_bytes
 from tcnca.ops import State
 
 Bits = NDArray[np.float64]
@@ -190,13 +191,11 @@ class Stream:
 
     def _to_sequence(self, values: Any) -> NDArray[Any]:
         input = self.model.config.input
-        if isinstance(values, bytearray | memoryview):
-            values = bytes(values)
-        if isinstance(values, str | bytes):
+        if isinstance(values, str | bytes | bytearray | memoryview):
+            data = to_bytes(values, "values")
             if isinstance(input, TokenInputConfig) and self.model.preprocessing.symbols is None:
-                data = values.encode() if isinstance(values, str) else values
                 return self.model.preprocessing.encode_bytes(data, self.position).numpy()
-            return to_sequence(self.model, values, "values")
+            return to_sequence(self.model, data, "values")
         array = to_numpy(values)
         several = isinstance(input, ValueInputConfig) and input.features > 1
         return to_sequence(

@@ -119,7 +119,7 @@ class FileTail:
         if self._file is None:
             return None
         replaced = self._replaced()  # before the last bytes are read
-        data = os.pread(self._file.fileno(), _PIECE, self._offset)
+        data = _read_at(self._file, self._offset, _PIECE)
         if _ends(self._file, self._offset) != (self._head, self._last):
             self._continue(self.state())  # the rest may be in a copy
             return self.read()
@@ -153,7 +153,7 @@ class FileTail:
         assert self._file is not None
         state, changed = self.state(), os.fstat(self._file.fileno()).st_mtime_ns
         newer: list[tuple[int, Path]] = []
-        for other, added in _beside(self.path).items():
+        for other, added in _siblings(self.path).items():
             with contextlib.suppress(OSError):
                 found = other.stat()
                 if _ROTATED.fullmatch(added) and found.st_size and found.st_mtime_ns > changed:
@@ -188,6 +188,11 @@ class PipeTail:
     """Reads the lines of a pipe as they are completed; see `FileTail`."""
 
     def __init__(self, file: BinaryIO) -> None:
+        if os.name == "nt":
+            raise InputError(
+                "log: expected a file, since pipes cannot be watched on Windows, got a pipe; write it to a file, and "
+                "watch that"
+            )
         self._file, self._rest, self._offset, self._line, self.ended = file, b"", 0, 1, False
 
     def read(self) -> Piece | None:
@@ -213,7 +218,7 @@ def _open(path: Path) -> BinaryIO | None:
     """Return the open file; None if there is none."""
     try:
         check_regular(path)
-        return path.open("rb")
+        return path.open("rb", buffering=0)  # what is appended to the file is seen
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -227,7 +232,7 @@ def _try_open(path: Path) -> BinaryIO | None:
     return None
 
 
-def _beside(path: Path) -> dict[Path, str]:
+def _siblings(path: Path) -> dict[Path, str]:
     """Return the files whose names begin with that of a file, or of the file that it links to, and what follows it."""
     found: dict[Path, str] = {}
     for base in (path, path.resolve()) if path.is_symlink() else (path,):
@@ -241,7 +246,7 @@ def _beside(path: Path) -> dict[Path, str]:
 def _find(path: Path, state: TailState) -> BinaryIO | None:
     """Return the file that a state is of, open; None if there is none."""
     found: BinaryIO | None = None
-    for candidate in (path, *_beside(path)):
+    for candidate in (path, *_siblings(path)):
         file = _try_open(candidate)
         if file is None:
             continue
@@ -265,7 +270,13 @@ def _is_of(file: BinaryIO, state: TailState) -> bool:
 def _ends(file: BinaryIO, offset: int) -> tuple[bytes, bytes]:
     """Return the first and the last bytes before an offset; fewer, if the file is shorter."""
     count = min(offset, _END)
-    return os.pread(file.fileno(), count, 0), os.pread(file.fileno(), count, offset - count)
+    return _read_at(file, 0, count), _read_at(file, offset - count, count)
+
+
+def _read_at(file: BinaryIO, offset: int, count: int) -> bytes:
+    # Not `os.pread`, which Windows does not have.
+    file.seek(offset)
+    return file.read(count)
 
 
 def _inode(file: BinaryIO) -> str:

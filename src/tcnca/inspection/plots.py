@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcnca.errors import plural
+from tcnca.errors import plot_text, plural
 from tcnca.files import disk_errors
 from tcnca.inspection.costs import Dilated
 from tcnca.inspection.probes import Array, Influence, Response, mean_weights
@@ -50,13 +50,8 @@ def _figure(width: float, height: float, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(_plain(title), fontsize=10, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(plot_text(title), fontsize=10, fontweight="bold", x=0.01, ha="left")
     return figure
-
-
-def _plain(text: str) -> str:
-    """Return a text that matplotlib does not read as a formula."""
-    return text.replace("$", r"\$")
 
 
 # Connectivity
@@ -279,7 +274,7 @@ def draw_influence(found: Influence, title: str, marks: Mapping[str, int | None]
             left.text(mark * 0.96, 0.98, f"{name}, {mark:,}", fontsize=7.5, color=GRAY, **place)
     what = "features of the last layer" if found.pooled else "outputs"
     left.set_ylabel("norm of the derivative, RMS")
-    left.set_title(f"{what} by input embeddings; {_plain(about)}", loc="left", fontsize=9)
+    left.set_title(f"{what} by input embeddings; {plot_text(about)}", loc="left", fontsize=9)
     right.set_ylim(0, 1.02)
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.set_title("share of the sum of norms", loc="left", fontsize=9)

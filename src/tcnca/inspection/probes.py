@@ -48,8 +48,9 @@ def default_tokens(model: SequenceModel, length: int) -> int:
     attention = model.config.attention
     if attention is not None and attention.chunk_size is None and attention.position == "simple":
         length = min(length, attention.reach)
+    length = min(length, MAX_TOKENS)
     affordable = int(_MAX_MACS / ((POSITIONS + 2) * max(model.macs_per_token(length), 1)))
-    return min(length, MAX_TOKENS, max(_MIN_TOKENS, 1 << (affordable.bit_length() - 1)))
+    return min(length, max(_MIN_TOKENS, 1 << (max(affordable, 1).bit_length() - 1)))
 
 
 @contextlib.contextmanager
@@ -206,7 +207,7 @@ def impulse_response(mixer: Mixer, max_length: int = MAX_RESPONSE) -> Response:
     field = min(mixer.receptive_field or _OPEN_RESPONSE, max_length)
     # Of a bidirectional mixer, as much of the past as of the future.
     length, place = (field, 0) if mixer.causal else (2 * (field // 2) + 1, field // 2)
-    with _evaluating(mixer):
+    with evaluating(mixer):
         silence = cast(Tensor, mixer(some.new_zeros(1, length, width)))
         half = some.new_zeros(1, length, width)
         half[:, place, ::2] = 1.0
@@ -234,16 +235,6 @@ def tcn_kernels(mixer: Mixer) -> Array | None:
         return None
     weight = mixer.weight if mixer.scale is None else weight_norm(mixer.weight, mixer.scale)
     return weight.detach().flatten(0, 1).double().cpu().numpy()
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
 
 
 @torch.no_grad()

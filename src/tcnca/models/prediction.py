@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcnca.errors import InputError, VocabularyError
 from tcnca.models.heads import ClassifierHeadConfig, PairHeadConfig, RegressionHeadConfig
 from tcnca.models.inputs import TokenInputConfig, ValueInputConfig
+from tcnca.models.preprocessing import to_bytes
 from tcnca.ops import take_time
 
 if TYPE_CHECKING:
@@ -52,16 +53,16 @@ class Predictions:
 
 
 @contextlib.contextmanager
-def evaluating(model: SequenceModel) -> Iterator[None]:
-    """Put the model in evaluation mode, and those of its modules that were in training mode back."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a model or a part of one in evaluation mode, and those of its modules that were in training mode back."""
+    training = [each for each in module.modules() if each.training]
     try:
-        for module in training:
-            module.training = False
+        for each in training:
+            each.training = False
         yield
     finally:
-        for module in training:
-            module.training = True
+        for each in training:
+            each.training = True
 
 
 def check_language_model(model: SequenceModel, name: str = "model") -> None:
@@ -176,11 +177,9 @@ def to_sequence(model: SequenceModel, example: Any, where: str) -> NDArray[Any]:
         if not isinstance(input, TokenInputConfig):
             raise InputError(f"{where}: expected numbers, since the model was trained on values, got a text")
         try:
-            tokens = facts.encode(example).numpy()
+            tokens = facts.encode(to_bytes(example, where)).numpy()
         except VocabularyError as error:
             raise VocabularyError(f"{where}: {error}") from None
-        except UnicodeError as error:
-            raise InputError(f"{where}: expected valid Unicode, got a text that is not ({error})") from error
         return tokens.astype(np.uint8 if input.vocab_size <= 256 else np.int32)
     try:
         array = to_numpy(example)

@@ -69,11 +69,11 @@ class Preprocessing(Config):
 
     def encode(self, text: str | bytes) -> Tensor:
         """Return the tokens `[time]` of a text; a `str` is encoded as UTF-8."""
-        data, known = text.encode() if isinstance(text, str) else text, self._vocabulary()
+        data, known = to_bytes(text, "text"), self._vocabulary()
         if self.symbols is None:
             return self.encode_bytes(data).long()
         words = {word: token for token, word in enumerate(known)}
-        for word in (pieces := data.decode().split()):
+        for word in (pieces := data.decode(errors="backslashreplace").split()):
             if word not in words:
                 raise VocabularyError(f"text: expected words out of {' '.join(known)} between spaces, got {word!r}")
         return torch.tensor([words[word] for word in pieces], dtype=torch.long)
@@ -114,6 +114,20 @@ class Preprocessing(Config):
                 f"text: expected a model of text, got one that was saved without a byte map; {ADD_BYTE_MAP}"
             )
         return known
+
+
+def to_bytes(text: Any, name: str) -> bytes:
+    """Return a text as UTF-8, and bytes as they are; raise an InputError that names `name` for anything else."""
+    if isinstance(text, bytes | bytearray | memoryview):
+        return bytes(text)
+    if not isinstance(text, str):
+        raise InputError(f"{name}: expected a text, got {shown(text)}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name}: expected valid Unicode, got the unpaired surrogate {text[error.start]!a}; remove it"
+        ) from error
 
 
 class Standardization(nn.Module):

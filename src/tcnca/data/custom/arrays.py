@@ -25,7 +25,7 @@ from tcnca.data.custom.options import (
     refuse_options,
     unknown_name,
 )
-from tcnca.data.npy import array_errors, list_arrays, read_array, read_member
+from tcnca.data.npy import SAVE_AGAIN, array_errors, list_arrays, read_array, read_member
 from tcnca.data.schema import Column, Columns, Content, Kind, Ragged
 from tcnca.errors import DataError, shown
 from tcnca.models.preprocessing import Role
@@ -36,8 +36,6 @@ ARRAY_SUFFIXES = (".npy", ".npz")
 VALUE_NAMES = ("values", "x", "X", "data", "sequences", "inputs")
 """Names of an array that is obviously the sequences."""
 _REAL = "fiub"
-SAVE_AGAIN = "save it again with np.save or np.savez, as arrays of numbers or strings, not of objects"
-"""Advice for an array that cannot be read."""
 # Values, their splits, and the deviations from their mean in double precision are in memory at the same time.
 _COPIES = 4
 
@@ -157,7 +155,10 @@ def _list_arrays(path: Path) -> Arrays:
 
 
 def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
-    """Group arrays by split if they have names such as `train_values` or `values_test`; else all are training."""
+    """Group arrays by split if they have names such as `train_values` or `values_test`; else all are training.
+
+    Beside `values_test`, `values` without a split are those of training.
+    """
     groups: dict[str, dict[str, str]] = {}
     for stored in arrays.names:
         split, name = _parse_name(stored)
@@ -165,8 +166,10 @@ def _split_names(arrays: Arrays, options: CustomOptions) -> dict[str, Arrays]:
         if split and name in group:
             raise DataError(f"{arrays.path}: arrays {group[name]!r} and {stored!r} mean the same; remove one of them")
         group[name] = stored
-    known = VALUE_NAMES if options.values is None else (options.values,)
-    if not any(name in groups.get("train", {}) for name in known):
+    known = set(VALUE_NAMES if options.values is None else (options.values,))
+    if "" in groups and "train" not in groups and all(known & group.keys() for group in groups.values()):
+        groups["train"] = groups.pop("")
+    if not known & groups.get("train", {}).keys():
         return {"train": arrays}
     return {split: Arrays(arrays.path, names) for split, names in groups.items() if split}
 
@@ -270,7 +273,8 @@ def _add_targets(
             parts[split]["targets"] = _targets(target)
     if selected["train"].kind != "classification":
         return {}
-    labels = {split: label_names(target) for split, target in targets.items()}
+    advice = "name real numbers with --targets"
+    labels = {split: label_names(target, advice) for split, target in targets.items()}
     classes = find_classes(labels["train"], origin)
     for split, target in targets.items():
         parts[split]["labels"] = encode_labels(labels[split], classes, target.place)
@@ -333,14 +337,15 @@ def _check_count(named: NamedArray, values: NamedArray) -> None:
         raise DataError(f"{named}: expected {len(values.array):,} examples, as in {values.name!r}, got {found:,}")
 
 
-def label_names(labels: NamedArray) -> list[str]:
-    """Return labels as text."""
+def label_names(labels: NamedArray, advice: str) -> list[str]:
+    """Return labels `[examples]` or `[examples, 1]` as text; `advice` says what to do with other arrays."""
     array = labels.array
-    if array.ndim != 1 or array.dtype.kind not in "iubUS":
+    if array.shape not in (array.shape[:1], (*array.shape[:1], 1)) or array.dtype.kind not in "iubUS":
         raise DataError(
-            f"{labels}: expected integers, booleans or strings of shape [examples] as labels, got {labels.form}; name "
-            "real numbers with --targets"
+            f"{labels}: expected integers, booleans or strings of shape [examples] as labels, got {labels.form}; "
+            f"{advice}"
         )
+    array = array.reshape(-1)
     if array.dtype.kind == "S":
         return [label.decode("utf-8", "backslashreplace") for label in array.tolist()]
     with array_errors(labels, "save it again"):  # strings may have impossible characters

@@ -119,7 +119,7 @@ def numbers_advice(kind: Kind | None) -> str:
 
 def list_names(names: Sequence[str]) -> str:
     """Return names in quotes, separated by commas; long ones, of a table without a header, and long lists are cut."""
-    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names[:_MAX_NAMES])
+    listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names[:_MAX_NAMES]) or "none"
     return listed if len(names) <= _MAX_NAMES else f"{listed} and {len(names) - _MAX_NAMES:,} more"
 
 

@@ -70,13 +70,13 @@ def unassigned_file(entry: Path, advice: str) -> DataError:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stream:
+class _FileRanges:
     """Concatenated ranges of files (path, begin, end), read lazily in parts."""
 
     pieces: Sequence[tuple[Path, int, int]]
 
     @classmethod
-    def from_files(cls, files: Sequence[Path]) -> _Stream:
+    def from_files(cls, files: Sequence[Path]) -> _FileRanges:
         return cls([(file, 0, size) for file in files if (size := file.stat().st_size)])
 
     def __iter__(self) -> Iterator[Columns]:
@@ -89,7 +89,7 @@ class _Stream:
                     raise DataError(f"{path}: became shorter while it was read; run the command again")
                 yield {"bytes": part}
 
-    def between(self, begin: int, end: int) -> _Stream:
+    def between(self, begin: int, end: int) -> _FileRanges:
         """Return the bytes from `begin` (inclusive) to `end` (exclusive)."""
         pieces, start = [], 0
         for path, first, last in self.pieces:
@@ -97,7 +97,7 @@ class _Stream:
             if low < high:
                 pieces.append((path, first + low, first + high))
             start += last - first
-        return _Stream(pieces)
+        return _FileRanges(pieces)
 
     @property
     def size(self) -> int:
@@ -116,11 +116,11 @@ def read_bytes(origin: Path, options: CustomOptions) -> Content:
     if others and "train" in given and len(given) > 1:
         raise unassigned_file(others[0], "or give --kind if the files are tables or arrays")
     if others or not given:
-        files = [path for path, _, _ in _Stream.from_files(list_files(origin)).pieces]
+        files = [path for path, _, _ in _FileRanges.from_files(list_files(origin)).pieces]
         if len(files) >= _MIN_FILES:
             return _content(origin, _draw_files(origin, files, options))
         given = {"train": files}
-    streams = {split: _Stream.from_files(files) for split, files in given.items()}
+    streams = {split: _FileRanges.from_files(files) for split, files in given.items()}
     for split, stream in streams.items():
         if not stream.size:
             where = f" for {split}" if len(streams) > 1 else ""
@@ -131,7 +131,7 @@ def read_bytes(origin: Path, options: CustomOptions) -> Content:
     return _content(origin, {**streams, **{split: train.between(*ends) for split, ends in ranges.items()}})
 
 
-def _draw_files(folder: Path, files: Sequence[Path], options: CustomOptions) -> dict[str, _Stream]:
+def _draw_files(folder: Path, files: Sequence[Path], options: CustomOptions) -> dict[str, _FileRanges]:
     """Draw whole files for each split."""
 
     def order(path: Path) -> tuple[int, str]:
@@ -143,10 +143,10 @@ def _draw_files(folder: Path, files: Sequence[Path], options: CustomOptions) -> 
     splits = assign_items([path.stat().st_size for path in files], fractions)
     assert splits is not None  # there are at least ten
     return {
-        split: _Stream.from_files(sorted(path for path, found in zip(files, splits, strict=True) if found == split))
+        split: _FileRanges.from_files(sorted(path for path, found in zip(files, splits, strict=True) if found == split))
         for split in SPLITS
     }
 
 
-def _content(origin: Path, streams: Mapping[str, _Stream]) -> Content:
+def _content(origin: Path, streams: Mapping[str, _FileRanges]) -> Content:
     return Content(kind="language", splits=in_order(streams), origin=origin.resolve().name, verified=False)

@@ -55,8 +55,10 @@ PAIR_NAMES = (
 _COPIES = 3
 _PEEKED_ROWS = 100
 """Rows that tell whether a table consists of numbers."""
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # What bytes that are not UTF-8 are read as.
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_UTF16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _QUOTED = re.compile(r'"[^"]*("|$)')
 
 
@@ -148,9 +150,10 @@ def read_lines(file: TextIO, name: Path | str, advice: str = "") -> Iterator[str
             if len(line) == MAX_LINE:
                 raise DataError(f"{place}: expected fewer than {MAX_LINE:,} characters, got more; cut the text{advice}")
             if wrong := _NOT_UTF8.search(line):
+                encoding = "utf-16" if number == 1 and line.startswith(_UTF16_MARKS) else "latin-1"
                 raise DataError(
                     f"{place}: expected UTF-8, got byte 0x{ord(wrong[0]) - 0xDC00:02x}; convert the file, for example "
-                    f"with `iconv -f latin-1 -t utf-8`{advice}"
+                    f"with `iconv -f {encoding} -t utf-8`{advice}"
                 )
             yield line
 
@@ -188,6 +191,11 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int)
                         f"{path}, line {line}: expected {len(header)} fields, got {len(fields)}; add missing ones, or "
                         "put a field that contains the delimiter in quotes"
                     )
+                if delimiter == "\t" and _merges_rows(fields):
+                    raise DataError(
+                        f"{path}, line {line}: expected a row on one line, got a quote that opens a field of several "
+                        "rows; put the field in quotes and double those in it, or remove them"
+                    )
                 yield line, dict(zip(header, fields, strict=True))
             line = blank + reader.line_num + 1
     except csv.Error as error:
@@ -196,6 +204,12 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int)
         ) from error
     finally:
         csv.field_size_limit(limit)
+
+
+def _merges_rows(fields: Sequence[str]) -> bool:
+    """Whether several lines have become a row, each of which would be a row of as many fields without its quotes."""
+    tabs, lines = len(fields) - 1, _LINE_END.split("\t".join(fields))
+    return tabs > 0 and len(lines) > 1 and all(line.count("\t") == tabs for line in lines)
 
 
 def json_rows(path: Path | str, lines: Iterator[str]) -> Iterator[Row]:

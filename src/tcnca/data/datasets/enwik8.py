@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tcnca.data.archives import RETRY, find_file, open_decompressed, read_all
+from tcnca.data.archives import DOWNLOAD_AGAIN, find_file, open_decompressed, read_all
 from tcnca.data.datasets.spec import DatasetSpec, Download
 from tcnca.data.schema import SPLITS, Content
 from tcnca.data.tasks import LanguageTask
@@ -33,9 +33,9 @@ def read(origin: Path, *, unverified: bool = False) -> Content:
         data = read_all(reader, path, _MAX_SIZE)
     found = hashlib.sha256(data).hexdigest()
     if not unverified and len(data) != SIZE:
-        raise DataError(f"{path}: expected {SIZE:,} bytes, got {len(data):,}; {RETRY}")
+        raise DataError(f"{path}: expected {SIZE:,} bytes, got {len(data):,}; {DOWNLOAD_AGAIN}")
     if not unverified and found != SHA256:
-        raise DataError(f"{path}: expected the sha256 checksum {SHA256}, got {found}; {RETRY}")
+        raise DataError(f"{path}: expected the sha256 checksum {SHA256}, got {found}; {DOWNLOAD_AGAIN}")
     if len(data) < _MIN_SIZE:
         raise DataError(f"{path}: expected at least {_MIN_SIZE} bytes for three splits, got {len(data)}; add more text")
     stream = np.frombuffer(data, np.uint8)

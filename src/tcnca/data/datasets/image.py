@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.data.archives import (
-    RETRY,
+    DOWNLOAD_AGAIN,
     archive_errors,
     compression,
     iter_members,
@@ -148,7 +148,9 @@ def _labels(labels: Any, where: str) -> NDArray[np.uint8]:
     array = np.asarray(labels, np.int64)
     wrong = np.flatnonzero((array < 0) | (array >= len(CLASS_NAMES)))
     if len(wrong):
-        raise DataError(f"{where}: expected labels 0 to 9, got {array[wrong[0]]} for image {wrong[0]:,}; {RETRY}")
+        raise DataError(
+            f"{where}: expected labels 0 to 9, got {array[wrong[0]]} for image {wrong[0]:,}; {DOWNLOAD_AGAIN}"
+        )
     return array.astype(np.uint8)
 
 
@@ -208,16 +210,20 @@ def _check(path: Path, arrays: Arrays, unverified: bool) -> bool:
     for split, count in COUNTS.items():
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         if len(images) != len(labels):
-            raise DataError(f"{path}: expected {len(images):,} labels in {split}, got {len(labels):,}; {RETRY}")
+            raise DataError(
+                f"{path}: expected {len(images):,} labels in {split}, got {len(labels):,}; {DOWNLOAD_AGAIN}"
+            )
         if len(images) != count and not unverified:
-            raise DataError(f"{path}: expected {count:,} images in {split}, got {len(images):,}; {RETRY}")
+            raise DataError(f"{path}: expected {count:,} images in {split}, got {len(images):,}; {DOWNLOAD_AGAIN}")
         if len(images) < 2:
             raise DataError(f"{path}: expected at least 2 images in {split}, got {len(images)}; add images")
     for name, expected in DIGESTS.items():
         found = hashlib.sha256(arrays[name].tobytes()).hexdigest()
         if found != expected:
             if not unverified:
-                raise DataError(f"{path}: expected the checksum {expected} of {name} in gray, got {found}; {RETRY}")
+                raise DataError(
+                    f"{path}: expected the checksum {expected} of {name} in gray, got {found}; {DOWNLOAD_AGAIN}"
+                )
             return False
     return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,8 @@ from typing import BinaryIO
 import numpy as np
 
 from tcnca.data.archives import (
-    RETRY,
+    DOWNLOAD_AGAIN,
+    file_sha256,
     find_file,
     iter_members,
     open_decompressed,
@@ -86,10 +86,8 @@ def _matches_host(path: Path) -> bool:
     stated = read_checksum(path)
     if stated is None:
         return False
-    with path.open("rb") as file:
-        found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-    if found != stated:
-        raise DataError(f"{path}: expected the checksum {stated}, as stated by its host, got {found}; {RETRY}")
+    if (found := file_sha256(path)) != stated:
+        raise DataError(f"{path}: expected the checksum {stated}, as stated by its host, got {found}; {DOWNLOAD_AGAIN}")
     return True
 
 
@@ -110,7 +108,7 @@ def _read_pairs(path: Path, split: str, expected: int | None) -> Iterator[Column
                 "labels": np.array([label for label, _, _ in part], np.int64),
             }
     if expected is not None and found != expected:
-        raise DataError(f"{name}: expected {expected:,} pairs, got {found:,}; {RETRY}")
+        raise DataError(f"{name}: expected {expected:,} pairs, got {found:,}; {DOWNLOAD_AGAIN}")
 
 
 @contextlib.contextmanager

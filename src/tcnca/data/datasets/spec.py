@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tcnca.config import check_at_least
-from tcnca.data.generate import Generator, Plan, Stream, split_fractions
+from tcnca.data.generate import ExampleStream, Generator, Plan, split_fractions
 from tcnca.data.schema import Content
 from tcnca.data.tasks import Task
 from tcnca.errors import ConfigError
@@ -80,9 +80,9 @@ class DatasetSpec:
             shard_size=self.shard_size,
         )
 
-    def stream(self) -> Stream:
+    def stream(self) -> ExampleStream:
         """Return an endless stream of training examples."""
-        return Stream(self._require_generator(), split_fractions(self.sizes))
+        return ExampleStream(self._require_generator(), split_fractions(self.sizes))
 
     def _require_generator(self) -> Generator:
         if self.generator is None:

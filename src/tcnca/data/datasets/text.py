@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tcnca.data.archives import (
-    RETRY,
+    DOWNLOAD_AGAIN,
     find_file,
     iter_members,
     open_decompressed,
@@ -112,8 +112,8 @@ def _check(origin: Path, split: str, keys: list[bytes], unverified: bool) -> boo
         return True
     if not unverified:
         if len(keys) != COUNT:
-            raise DataError(f"{origin}: expected {COUNT:,} reviews in {split}, got {len(keys):,}; {RETRY}")
-        raise DataError(f"{origin}: expected the checksum {DIGESTS[split]} of {split}, got {found}; {RETRY}")
+            raise DataError(f"{origin}: expected {COUNT:,} reviews in {split}, got {len(keys):,}; {DOWNLOAD_AGAIN}")
+        raise DataError(f"{origin}: expected the checksum {DIGESTS[split]} of {split}, got {found}; {DOWNLOAD_AGAIN}")
     return False
 
 

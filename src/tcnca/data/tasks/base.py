@@ -89,10 +89,6 @@ class Task(abc.ABC):
         warning = shape_warning(self.data.columns("train"))
         return [warning] if warning else []
 
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of steps that see as much as the training split holds; 0 for an endless stream."""
-        return -(-self.sizes["train"] // batch_size)
-
     @abc.abstractmethod
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
         """Return the training batch of a step: `batch_size` sequences, or tokens for a language model."""

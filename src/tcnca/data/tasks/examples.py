@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tcnca.config import check_at_least
 from tcnca.data.batch import IGNORE, Batch, optional_tensor, pad_sequences
-from tcnca.data.generate import Stream
-from tcnca.data.manifest import AGAIN
+from tcnca.data.generate import ExampleStream
+from tcnca.data.manifest import PREPARE_AGAIN
 from tcnca.data.rng import CounterRNG
 from tcnca.data.sampler import batch_starts, bucketed_indices, rank_range, shuffled_indices, training_rank_range
 from tcnca.data.schema import Columns, Kind, Ragged, num_examples
@@ -32,7 +32,12 @@ class ExampleTask(Task):
     """A task whose training batches are drawn from examples without replacement, or from an endless stream."""
 
     def __init__(
-        self, data: Dataset, *, max_length: int | None = None, by_length: bool = False, stream: Stream | None = None
+        self,
+        data: Dataset,
+        *,
+        max_length: int | None = None,
+        by_length: bool = False,
+        stream: ExampleStream | None = None,
     ) -> None:
         super().__init__(data)
         if max_length is not None:
@@ -177,10 +182,10 @@ class RecallTask(ExampleTask):
     metric = "accuracy"
     causal = True
 
-    def __init__(self, data: Dataset, *, stream: Stream | None = None) -> None:
+    def __init__(self, data: Dataset, *, stream: ExampleStream | None = None) -> None:
         super().__init__(data, stream=stream)
         if self._column != "tokens":
-            raise DataError(f"{data.name}: expected tokens, got {self._column}; {AGAIN}")
+            raise DataError(f"{data.name}: expected tokens, got {self._column}; {PREPARE_AGAIN}")
 
     @property
     def head(self) -> LanguageModelHeadConfig:

@@ -87,14 +87,6 @@ class LanguageTask(Task):
         """Return the byte of each token."""
         return Preprocessing(task=self.kind, byte_map=tuple(self.symbols.tolist()))
 
-    def encode(self, text: bytes) -> Tensor:
-        """Return the tokens `[1, time]` of a text."""
-        return self.preprocessing().encode(text)[None]
-
-    def decode(self, tokens: Tensor) -> bytes:
-        """Return the text of tokens `[time]`."""
-        return self.preprocessing().decode(tokens)
-
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
         """Return rows of at most `batch_size` tokens in total."""
         longest = max(self.chunks_per_row) * self.chunk_size
