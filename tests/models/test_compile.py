@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tcnca import ClassifierHeadConfig, ModelState, SequenceModel
 from tests.comparison import assert_close
@@ -122,6 +125,30 @@ def test_lengths_of_sequences_may_be_dynamic(family: str) -> None:
         assert_close(compiled(x, return_state=False).logits, model(x).logits, f"output of {time} tokens")
     # Whole chunks need no mask, so they may have a separate graph.
     assert len(graphs) <= (1 if family != "mega" else 2)
+
+
+@torch.no_grad()
+def test_lengths_of_continued_sequences_may_be_dynamic() -> None:
+    model = _model("tcnca")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled, state = torch.compile(model, fullgraph=True, backend=counter, dynamic=True), model(_tokens(9)).state
+    for time in (9, 50, 64, 130):
+        x = _tokens(time)
+        assert_close(compiled(x, state=state).logits, model(x, state=state).logits)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("family", MODELS)
+@torch.no_grad()
+def test_traces_of_tensors_without_values(family: str) -> None:
+    """Neither fake tensors nor those of `make_fx` have values that a call can read."""
+    with FakeTensorMode():
+        model, state = SequenceModel(MODELS[family]), None
+        for time in (9, 6, 1):
+            logits, state = model(_tokens(time), state=state)
+            assert logits.shape == (2, time, VOCABULARY)
+    model, x = _model(family), _tokens()
+    assert_close(make_fx(lambda x: model(x).logits)(x)(x), model(x).logits)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tcnca import (
     TokenInputConfig,
     ValueInputConfig,
 )
+from tcnca.models import packing
 from tests.comparison import assert_close
 from tests.examples import BIDIRECTIONAL, FAMILY, VARIANTS, VOCABULARY, pairwise, small_config, small_model
 from tests.models.gradients import assert_gradients_close, gradients
@@ -230,6 +232,58 @@ def test_documents_of_a_pair_are_padded_separately(padding: str, combination: st
         if mask[row].any() and mask2[row].any():
             alone = model(x[row, mask[row]].unsqueeze(0), second[row, mask2[row]].unsqueeze(0)).logits[0]
             assert_close(logits[row], alone, f"row {row}")
+
+
+@pytest.mark.parametrize("name", [*FAMILY, "transformer-full", "transformer-xl", "shift-keys-rope", "sgconv", "s4d"])
+@pytest.mark.parametrize("described", ["attention_mask", "lengths"])
+def test_masks_and_lengths_without_padding_are_recognized(
+    name: str, described: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = small_model(VARIANTS[name]), _tokens(2, TIME + 6)
+
+    def results(with_description: bool) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        outputs, state = [], None
+        for piece in x.split([TIME, 5, 1], 1):
+            valid = torch.ones_like(piece) if described == "attention_mask" else [piece.shape[1]] * 2
+            logits, state = model(piece, state=state, **({described: valid} if with_description else {}))
+            outputs.append(logits)
+        assert state is not None
+        logits = torch.cat(outputs, 1)
+        return logits, state.tensors(), gradients(logits.square().sum(), model)
+
+    found, plain = results(True), results(False)
+    assert torch.equal(found[0], plain[0])
+    assert all(torch.equal(tensor, plain[1][path]) for path, tensor in found[1].items())
+    assert_gradients_close(found[2], plain[2])
+    # What is recognized changes nothing but the time that it takes.
+    monkeypatch.setattr(packing, "is_host_readable", lambda tensor: False)
+    padded = results(True)
+    assert_close(found[0].detach(), padded[0].detach())
+    assert_gradients_close(found[2], padded[2])
+    positions = [
+        {path: part for path, part in tensors.items() if "position" in path} for _, tensors, _ in (found, padded)
+    ]
+    assert all(torch.equal(part, positions[1][path]) for path, part in positions[0].items())
+
+
+@torch.no_grad()
+def test_a_trace_of_a_mask_without_padding_takes_padding() -> None:
+    model, x, mask = small_model("mega"), _tokens(2, 9), torch.ones(2, 9, dtype=torch.bool)
+
+    class Masked(torch.nn.Module):  # traces have no keyword arguments
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            logits: Tensor = self.model(x, attention_mask=mask, return_state=False).logits
+            return logits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sizes become constants
+        traced = torch.jit.trace(Masked(), (x, mask), check_trace=False)
+    mask[1, :4] = False
+    assert_close(traced(x, mask), model(x, attention_mask=mask).logits)
 
 
 @torch.no_grad()

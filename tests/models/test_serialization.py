@@ -28,7 +28,7 @@ from tcnca import (
     load,
     save,
 )
-from tcnca.models.serialization import SavedDtype
+from tcnca.models.serialization import SavedDtype, copy_weights
 from tests.comparison import assert_close
 from tests.examples import FAMILY, VOCABULARY, pairwise, small_config, small_model
 
@@ -86,6 +86,52 @@ def test_changed_chunk_size_is_restored(tmp_path: Path, position: str, chunk_siz
     assert_same(loaded, model, x)
     # The bias keeps its length, so the chunk size can be set back.
     assert torch.equal(loaded.set_chunk_size(4)(x).logits, before)
+
+
+WEIGHTS_THAT_MEAN_SOMETHING_ELSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixer.dilation_factor": ("tcn-mlp", {"dilation_factor": 4}),
+    "mixer.activation": ("tcn-mlp", {"mixer.activation": "gelu"}),
+    "activation": ("tcnca", {"activation": "gelu"}),
+    "attention.position": ("tcnca-simple", {"position": "rope"}),
+    "input.scale_embeddings": ("tcnca", {"scale_embeddings": True}),
+    "causal": ("tcn-mlp", {"causal": False}),
+}
+
+
+@pytest.mark.parametrize("field", WEIGHTS_THAT_MEAN_SOMETHING_ELSE)
+def test_weights_are_not_copied_into_another_structure(field: str) -> None:
+    family, change = WEIGHTS_THAT_MEAN_SOMETHING_ELSE[field]
+    base = small_config(family, head=ClassifierHeadConfig(num_classes=3))
+    base = base.override(position="none") if "position" in change else base
+    source, model = small_model(base), small_model(base.override(change))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"^source: {re.escape(field)}: expected .*, got"):
+        copy_weights(model, source, "source")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dropout": 0.3}, {"attention.dropout": 0.3}, {"chunk_size": 6}, {"chunk_size": None}, {"init": "decay"}],
+    ids=str,
+)
+def test_weights_are_copied_into_a_model_that_is_trained_otherwise(change: dict[str, Any]) -> None:
+    source, model = small_model("tcnca", position="rope"), small_model("tcnca", position="rope", **change)
+    assert copy_weights(model, source, "source")
+    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_head_that_standardizes_is_another_one() -> None:
+    config = small_config(head=RegressionHeadConfig(outputs=2), input=ValueInputConfig(features=1))
+    known = Preprocessing(task="regression", target_mean=(1.0, 2.0), target_std=(3.0, 4.0))
+    for one, other in ((known, None), (None, known)):
+        model, source = SequenceModel(config, one), SequenceModel(config, other)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert not copy_weights(model, source, "source")
+        after, copied = model.state_dict(), source.state_dict()
+        for name, tensor in after.items():
+            assert torch.equal(tensor, before[name] if name.startswith("head.") else copied[name])
+    assert copy_weights(SequenceModel(config, known), SequenceModel(config, known), "source")
 
 
 def test_batch_norm_statistics_are_restored(tmp_path: Path) -> None:

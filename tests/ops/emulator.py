@@ -226,7 +226,7 @@ def emulated() -> Iterator[list[str]]:
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
             (torch.cuda, "get_device_properties", lambda device: properties),
-            (api, "_CANDIDATES", (Candidate("cuda", None, lambda spec: None, lambda spec: True),)),
+            (api, "_CANDIDATES", (Candidate("cuda", None, lambda call: None),)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         counters = {None: torch.zeros(tensor_core.NUM_COUNTERS, 32, dtype=torch.int32)}

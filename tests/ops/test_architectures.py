@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs of other architectures, and fit the 99 KB of shared memory that a block has there.
+"""Kernels compile for GPUs of other architectures, and fit the 99 KB (163 KB on an A100) of shared memory of a block.
 
 Compiling needs no GPU. Devices of compute capability 9.0, for which sizes were measured, keep theirs.
 """
@@ -22,7 +22,7 @@ from tests.ops.interpreter import not_interpreted
 from tests.ops.test_tcn_cuda import _layout, _needs_nvrtc, _sources
 
 ARCHITECTURES = (86, 89, 120)
-SMALL, LARGE = 99 * 1024, 227 * 1024
+SMALL, MEDIUM, LARGE = 99 * 1024, 163 * 1024, 227 * 1024
 BRAIN, FULL = torch.bfloat16, torch.float32
 
 
@@ -79,6 +79,44 @@ def test_the_tcn_takes_kernels_that_fit(
     assert set(loaded) - {"sum_partials"} == {f"{forward}_forward", f"{backward}_backward"}
     assert max(loaded.values()) <= SMALL
     assert tensor_core.forward_memory(call._replace(omega=True).block) <= SMALL
+
+
+@pytest.mark.parametrize(
+    ("memory", "kernel_size", "residual", "kernel", "depth"),
+    [
+        (LARGE, 17, True, "short", 3),
+        (MEDIUM, 9, True, "long", 3),
+        (MEDIUM, 17, True, "long", 2),
+        (SMALL, 9, False, "long", 2),
+        (SMALL, 17, True, None, None),
+    ],
+)
+def test_gradients_load_less_ahead_where_there_is_less_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    memory: int,
+    kernel_size: int,
+    residual: bool,
+    kernel: str | None,
+    depth: int | None,
+) -> None:
+    loaded: list[tuple[str | None, int | None]] = []
+
+    def load(source: nvrtc.Source, name: str, shared_memory: int, device: int) -> str:
+        assert shared_memory <= memory
+        if name == "tensor_core_backward":
+            short = "tensor_core_backward_short.cu" in source.files
+            loaded.append(("short" if short else "long", dict(source.macros)["DEEP"]))
+        return name
+
+    monkeypatch.setattr(nvrtc, "load", load)
+    monkeypatch.setattr(nvrtc, "resident_blocks", lambda function, threads, device: 84)
+    monkeypatch.setattr(driver, "max_shared_memory", lambda device: memory)
+    monkeypatch.setattr(driver, "Launch", lambda *arguments, **options: arguments)
+    monkeypatch.setattr(smem, "has_clusters", lambda device: False)
+    x = _layout(8, 8192, 64)
+    settings = Settings(1, 8, "silu", residual, True, 0.0)
+    operator.backward_plan.__wrapped__(Call(x, (4, 1, 64, kernel_size), True, False, settings, omega=True), x)
+    assert loaded == ([] if kernel is None else [(kernel, depth)])
 
 
 def test_state_space_models_take_smaller_tiles_only_where_they_have_to() -> None:

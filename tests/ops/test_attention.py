@@ -24,8 +24,9 @@ from tcnca.ops import (
     rotary_bias,
     rotate,
 )
+from tcnca.ops.attention import naive
 from tests.comparison import assert_close
-from tests.ops.properties import THOROUGH, in_pieces, leaf
+from tests.ops.properties import THOROUGH, assert_bit_equal, in_pieces, leaf
 
 every_activation = pytest.mark.parametrize("activation", ATTENTION_ACTIVATIONS)
 CHUNKS = st.none() | st.integers(1, 7)
@@ -164,6 +165,29 @@ def test_rows_at_one_position_continue_as_rows_that_differ(
 
 
 @every_activation
+@pytest.mark.parametrize("num_heads", [1, 2], ids=["one head", "two heads"])
+def test_steps_of_rows_at_one_position_have_the_same_bits_without_a_mask(
+    activation: str, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(7, width=4)
+    run = partial(chunked_attention, chunk_size=5, activation=activation, num_heads=num_heads, backend="naive")
+    masks: list[bool] = []
+    attend_to_slots = naive.attend
+
+    def noted(*args: Any, mask: Tensor | None, **options: Any) -> Tensor:
+        masks.append(mask is not None)
+        return attend_to_slots(*args, mask=mask, **options)
+
+    monkeypatch.setattr(naive, "attend", noted)
+    out, _ = in_pieces(run, (q, k, v), [2, 1, 1, 1, 1, 1])
+    assert not any(masks[1:])
+    monkeypatch.setattr(naive, "common_position", lambda position: None)
+    expected, _ = in_pieces(run, (q, k, v), [2, 1, 1, 1, 1, 1])
+    assert all(masks[7:])
+    assert torch.equal(out, expected)
+
+
+@every_activation
 def test_a_query_that_sees_nothing_gets_zeros(activation: str) -> None:
     q, k, v = inputs(4)
     mask = torch.ones(4, 4, dtype=torch.bool)
@@ -296,6 +320,20 @@ def test_the_state_holds_one_chunk_and_full_attention_everything(chunk_size: int
     _, state = chunked_attention(q, k, v, chunk_size=None, return_state=True)
     assert state is not None
     assert torch.equal(state.values, v)
+
+
+@pytest.mark.parametrize("chunk_size", [4, None], ids=["chunks", "full"])
+@pytest.mark.parametrize("lengths", [None, [7, 3]], ids=["whole", "padded"])
+def test_the_state_has_memory_of_its_own(chunk_size: int | None, lengths: list[int] | None) -> None:
+    parts = torch.randn(2, 7, 9)  # one projection, as in a layer
+    options: dict[str, Any] = {"chunk_size": chunk_size, "lengths": None if lengths is None else torch.tensor(lengths)}
+    _, state = chunked_attention(*parts.split(3, -1), return_state=True, **options)
+    assert state is not None
+    before = state.clone()
+    parts.zero_()
+    assert_bit_equal(state, before)
+    sizes = [part.untyped_storage().nbytes() for part in state.tensors().values()]
+    assert sum(sizes) == state.nbytes
 
 
 def test_padding_does_not_make_the_cache_of_full_attention_grow() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from tcnca.ops import EMABackend, EMAState, ema, ema_kernel
+from tcnca.ops import EMABackend, EMAState, ema
 from tcnca.ops.ema.naive import add_skip
 from tests.comparison import assert_close
 from tests.ops import properties
@@ -84,16 +84,13 @@ def test_equals_the_convolution_written_out(
     time=st.integers(1, 30),
     directions=DIRECTIONS,
     truncation=st.none() | st.integers(2, 35),
-    cached=st.booleans(),
     skip=st.booleans(),
 )
-def test_backends_agree(time: int, directions: int, truncation: int | None, cached: bool, skip: bool) -> None:
+def test_backends_agree(time: int, directions: int, truncation: int | None, skip: bool) -> None:
     torch.manual_seed(0)
     x, values, omega = leaf(2, time, 3), parameters(directions, 3, 4), leaf(3)
     leaves = dict(zip(("x", "delta", "alpha", "beta", "gamma", "omega"), (x, *values, omega), strict=True))
-    # More lags than needed, as a kernel kept from a longer call has.
-    kernel = ema_kernel(*values, 40) if cached else None
-    options: dict[str, Any] = {"truncation": truncation, "kernel": kernel}
+    options: dict[str, Any] = {"truncation": truncation}
     options |= {"omega": omega, "activation": "silu"} if skip else {}
     y, _ = ema(x, *values, backend="fft", **options)
     expected = properties.gradients(y, leaves)

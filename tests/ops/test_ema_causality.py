@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.export import Dim
 
-from tcnca.ops import EMABackend, ema, ema_kernel
+from tcnca.ops import EMABackend, ema
 from tcnca.ops.ema.naive import EMACoefficients, ema_coefficients, ema_recurrent
 from tests.comparison import assert_close
 from tests.ops.properties import leaf
@@ -149,19 +149,6 @@ def test_vmap_over_inputs_and_parameters(directions: int) -> None:
     y = torch.vmap(lambda x, *values: ema(x, *values)[0])(x, *values)
     expected = torch.stack([ema(*arguments)[0] for arguments in zip(x, *values, strict=True)])
     assert_close(y, expected)
-
-
-def test_a_kernel_that_needs_a_gradient_gets_it() -> None:
-    x, values = draw(time=40)
-    delta, alpha, beta, gamma = values
-    kernel = ema_kernel(delta, alpha, beta, gamma, 40)
-    assert torch.equal(ema(x, *values, kernel=kernel)[0], ema(x, *values)[0])
-    kernel.requires_grad_()
-    (gradient,) = torch.autograd.grad(ema(x, *values, kernel=kernel)[0].sum(), kernel)
-    # Every lag is multiplied by all inputs but the last ones.
-    assert_close(gradient[0].mT, x.sum(0).cumsum(0).flip(0))
-    with torch.no_grad():
-        assert torch.equal(ema(x, *values, kernel=kernel)[0], ema(x, *values)[0])
 
 
 @pytest.mark.parametrize(("directions", "truncation"), [(1, None), (2, 100)], ids=str)

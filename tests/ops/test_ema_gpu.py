@@ -13,7 +13,7 @@ from torch import Tensor
 import tcnca
 from tcnca import AttentionConfig, EMAConfig, ModelConfig, ValueInputConfig
 from tcnca.errors import KernelError
-from tcnca.ops import ema, ema_kernel
+from tcnca.ops import ema
 from tcnca.ops.driver import capture_graph
 from tests.comparison import TOLERANCE, assert_close, relative_error
 from tests.ops.ema_cases import Case, assert_right, some
@@ -63,15 +63,13 @@ def test_auto_takes_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, fft = (ema(x, *parameters, backend=backend)[0] for backend in ("triton", "fft"))
     assert not torch.equal(triton, fft), "the FFT never has the scan's bits, so one of them did not run"
     assert torch.equal(ema(x, *parameters, backend="auto")[0], triton), "auto did not take the scan"
-    delta, alpha, beta, gamma = parameters
-    kernel = ema_kernel(delta, alpha, beta, gamma, 50)
-    assert_close(ema(x, *parameters, backend="auto", kernel=kernel)[0], fft, "with a kernel made beforehand")
     cut, expected = (ema(x, *parameters, backend=backend, truncation=7)[0] for backend in ("auto", "fft"))
     assert_close(cut, expected, "truncated")
     exact = [part.double() for part in (x, *parameters)]
     assert_close(ema(*exact, backend="auto")[0], ema(*exact, backend="fft")[0], "float64")
     with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*torch\.float64"):
         ema(*exact, backend="triton")
+    delta, alpha, beta, gamma = parameters
     with pytest.raises(KernelError, match=r"backend: 'triton' cannot run.*expected cuda:0 for all tensors.*got cpu"):
         ema(x, delta.cpu(), alpha, beta, gamma, backend="triton")
     monkeypatch.setenv("TCNCA_KERNELS", "off")

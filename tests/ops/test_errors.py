@@ -17,7 +17,6 @@ from tcnca.ops import (
     chunked_attention,
     diagonal_scan,
     ema,
-    ema_kernel,
     initial_attention_state,
     initial_ema_state,
     initial_long_conv_state,
@@ -94,16 +93,6 @@ EMA: list[Row] = [
     ("omega", lambda: run_ema(omega=zeros(4)), ["omega:", "[4]", "[3]"]),
     ("activation", lambda: run_ema(activation="relu"), ["activation:", "'relu'", "'silu' or 'none'"]),
     ("truncation", lambda: run_ema(truncation=0), ["truncation:", "got 0", "None or 1 or more"]),
-    (
-        "kernel-short",
-        lambda: run_ema(kernel=ema_kernel(*PARAMETERS, 4)),
-        ["kernel:", "[1, 3, 4]", "[1, 3, lags]", "5 or more"],
-    ),
-    (
-        "kernel-short-for-a-window",
-        lambda: run_ema(truncation=8, kernel=ema_kernel(*PARAMETERS, 5), return_state=True),
-        ["kernel:", "[1, 3, 5]", "8 or more"],
-    ),
     ("state-bidirectional", lambda: ema(X, *TWO_SIDED, state=initial_ema_state(2, 3, 4)), BIDIRECTIONAL),
     (
         "state-hidden",
@@ -232,9 +221,6 @@ def test_errors_name_the_field_and_what_was_expected(call: Callable[[], object],
 
 
 def test_what_is_just_allowed_passes() -> None:
-    kernel = ema_kernel(*PARAMETERS, 5)
-    run_ema(kernel=kernel)
-    run_ema(truncation=4, kernel=kernel[..., :4], return_state=True)
     # A bias need not cover more tokens than there are, unless more may follow.
     attention(chunk_size=6, bias=zeros(9))
     attention(chunk_size=5, bias=zeros(9), return_state=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tcnca.ops.ring import push_ring, read_ring, unroll_ring
+from tcnca.ops.ring import extend_ring, push_ring, read_ring, unroll_ring
 
 SIZE = 5
 
@@ -32,6 +32,9 @@ def test_a_ring_holds_the_last_inputs(position: list[int], times: list[int], inp
     buffer, seen = pushed(inputs, position, times, inplace)
     expected = torch.cat([torch.zeros(2, SIZE, 3), inputs], 1)[:, -SIZE:]
     assert torch.equal(unroll_ring(buffer, torch.tensor(seen)), expected)
+    following = torch.randn(2, 2, 3)
+    extended = extend_ring(buffer, torch.tensor(seen), following)
+    assert torch.equal(extended, torch.cat([expected, following], 1))
     assert torch.equal(read_ring(buffer, torch.tensor(seen), torch.tensor([1, 3])), expected[:, [-1, -3]])
 
 
@@ -43,3 +46,4 @@ def test_gradients_reach_inputs_and_buffer(position: list[int], time: int) -> No
     inputs = (buffer.requires_grad_(), x.requires_grad_())
     assert torch.autograd.gradcheck(lambda buffer, x: push_ring(buffer, seen, x, None), inputs)
     assert torch.autograd.gradcheck(lambda buffer: unroll_ring(buffer, seen), inputs[:1])
+    assert torch.autograd.gradcheck(lambda buffer, x: extend_ring(buffer, seen, x), inputs)

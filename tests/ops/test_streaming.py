@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tcnca.ops import (
     ATTENTION_ACTIVATIONS,
@@ -25,7 +26,6 @@ from tcnca.ops import (
     chunked_attention,
     diagonal_scan,
     ema,
-    ema_kernel,
     initial_attention_state,
     initial_ema_state,
     initial_ssm_state,
@@ -91,14 +91,13 @@ def tcn_case(time: int, limit: int | None = None, *, causal: bool = True, extra:
 def ema_case(
     time: int, limit: int | None = None, *, causal: bool = True, extra: bool = False, backend: EMABackend
 ) -> Case:
-    """`extra` uses a kernel that was computed beforehand, a skip connection and a SiLU."""
+    """`extra` adds a skip connection and a SiLU."""
     torch.manual_seed(0)
     delta, alpha, beta, gamma = (leaf(1 if causal else 2, CHANNELS, HIDDEN, scale=1.5) for _ in range(4))
-    kernel = ema_kernel(delta, alpha, beta, gamma, max(time, limit or 1)) if extra else None
     omega = leaf(CHANNELS) if extra else None
 
     def operator(x: Tensor, **options: Any) -> tuple[Tensor, EMAState | None]:
-        options |= {"backend": backend, "truncation": limit, "kernel": kernel}
+        options |= {"backend": backend, "truncation": limit}
         options |= {"omega": omega, "activation": "silu" if extra else "none"}
         # A few tokens would be one block.
         with mock.patch.multiple(CHUNKED, SHORT_BLOCK=3, CARRY_BLOCK=2):
@@ -231,6 +230,19 @@ def test_rows_and_chunks_without_tokens_give_no_nan(
     make: Make, causal: bool, limit: int | None, lengths: list[int]
 ) -> None:
     properties.assert_padding_gives_no_nan(make(6, limit, causal=causal), lengths, streaming=causal)
+
+
+@SOME_LIMITS
+@every_operator
+def test_tensors_without_values_stream(make: Make, limit: int | None) -> None:
+    with FakeTensorMode():
+        case = make(9, limit)
+        lengths, state = torch.full((BATCH,), 4), None
+        for tokens in (slice(4), slice(4, 8), slice(8, 9)):
+            piece = [part[:, tokens] for part in case.inputs]
+            y, state = case.operator(*piece, state=state, return_state=True)
+            assert y.shape[:2] == piece[0].shape[:2]
+        case.operator(*(part[:, :4] for part in case.inputs), lengths=lengths, state=state, return_state=True)
 
 
 @every_operator

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tcnca.errors import KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, initial_tcn_state, tcn
 from tcnca.ops.tcn import api, cpu
-from tcnca.ops.tcn.naive import TCNSpec
+from tcnca.ops.tcn.naive import TCNCall
 from tests.comparison import assert_close
 from tests.ops.tcn_cases import Case, exact
 
@@ -62,6 +62,8 @@ CASES = {
     "bidirectional": Case(causal=False, kernel_size=17, bias=True, lengths=(7, 100)),
     "even and bidirectional": Case(causal=False, kernel_size=4),
     "dilation beyond time": Case(shape=(2, 20, 8), factor=50),
+    "dilation beyond time, rows at two positions": Case(shape=(2, 20, 8), factor=25, bias=True, lengths=(20, 7)),
+    "ring that ends within a tap": Case(shape=(2, 20, 8), factor=25, bias=True),
     "bidirectional dilation beyond time": Case(shape=(2, 20, 8), factor=50, causal=False),
     "no skip": Case(residual=False, activation="none"),
     "kernel of one": Case(kernel_size=1, bias=True),
@@ -226,6 +228,25 @@ def test_compiles_into_one_graph_for_all_lengths() -> None:
     assert any("tcn_cpu" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
 
 
+@torch.no_grad()
+def test_continues_in_one_graph_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "FAST_HERE", True)
+    torch._dynamo.reset()
+    _, weight, bias = Case(bias=True).leaves()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def call(x: Tensor, state: TCNState) -> Tensor:
+        return tcn(x, weight, 3, bias=bias, state=state)[0]
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    _, state = tcn(torch.randn(2, 9, 16), weight, 3, bias=bias, return_state=True)
+    assert state is not None
+    for time in (50, 100, 128, 300):
+        x = torch.randn(2, time, 16)
+        assert_close(compiled(x, state), call(x, state))
+    assert counter.frame_count == 1
+
+
 _PEAK = """
 import resource, sys, torch
 from tcnca.ops import tcn
@@ -250,9 +271,9 @@ def test_memory_is_that_of_the_results_and_one_slab() -> None:
 def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def counted(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
-        calls.append(spec.x.numel())
-        return cpu.run(spec)
+    def counted(call: TCNCall) -> tuple[Tensor, TCNState | None]:
+        calls.append(call.x.numel())
+        return cpu.run(call)
 
     monkeypatch.setitem(api._RUN, "cpu", counted)
     monkeypatch.setattr(cpu, "FAST_HERE", True)
@@ -270,23 +291,23 @@ def test_auto_leaves_small_and_unsupported_calls_to_the_naive_version(monkeypatc
     assert len(calls) == 2
 
 
-def test_auto_reads_a_few_tokens_after_a_state_tap_by_tap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folding a state of many rows takes many times as long as the taps that one token needs."""
-    calls: list[int] = []
+@torch.no_grad()
+def test_folds_no_ring_of_which_few_inputs_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folding a ring of many rows takes many times as long as the taps that a few tokens need."""
+    folded: list[int] = []
+    fold = cpu._fold
 
-    def counted(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
-        calls.append(spec.x.shape[1])
-        return cpu.run(spec)
+    def noted(x: Tensor, *args: int) -> Tensor:
+        folded.append(x.shape[1])
+        return fold(x, *args)
 
-    monkeypatch.setitem(api._RUN, "cpu", counted)
-    monkeypatch.setattr(cpu, "FAST_HERE", True)
-    weight = torch.randn(2, 1, 64, 3)
-    _, state = tcn(torch.randn(1000, 1, 64), weight, 2, return_state=True, backend="naive")
-    tcn(torch.randn(1000, 1, 64), weight, 2, state=state)
-    assert not calls
-    _, state = tcn(torch.randn(8, 1, 64), weight, 2, return_state=True, backend="naive")
-    tcn(torch.randn(8, 128, 64), weight, 2, state=state)
-    assert calls == [128]
+    x, weight = torch.randn(2, 9, 64), torch.randn(3, 1, 64, 3)
+    _, state = tcn(x, weight, 4, return_state=True)
+    monkeypatch.setattr(cpu, "_fold", noted)
+    for time, sizes in ((1, []), (4, [2 + 4]), (9, [2 + 9, 8 + 9])):
+        folded.clear()
+        tcn(x[:, :time], weight, 4, state=state, backend="cpu")
+        assert folded == sizes
 
 
 def test_states_of_a_vectorized_map() -> None:

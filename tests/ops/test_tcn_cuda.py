@@ -22,7 +22,7 @@ from tcnca.errors import InputError, KernelError
 from tcnca.ops import ACTIVATIONS, TCNState, dispatch, driver, initial_tcn_state, tcn
 from tcnca.ops.tcn.cuda import nvrtc, operator, registers, smem, tensor_core, tensor_core_pair
 from tcnca.ops.tcn.cuda.call import DTYPES, MAX_KERNEL_SIZE, Block, Call, Layout, Settings, layout
-from tcnca.ops.tcn.naive import TCNSpec, naive_tcn
+from tcnca.ops.tcn.naive import TCNCall, naive_tcn
 from tests.comparison import assert_close
 
 
@@ -48,7 +48,7 @@ def _fake(*shape: int, dtype: torch.dtype = torch.bfloat16, leaf: bool = False) 
 
 def test_unsupported_reasons_are_named() -> None:
     def reason(x: Tensor, weight: Tensor, **options: Any) -> str:
-        return operator.unsupported_reason(TCNSpec(x=x, weight=weight, dilation_factor=2, **options)) or ""
+        return operator.unsupported_reason(TCNCall(x=x, weight=weight, dilation_factor=2, **options)) or ""
 
     with FakeTensorMode():
         x, weight, bias = _fake(2, 9, 8), _fake(3, 1, 8, 5), _fake(3, 1, 8)
@@ -84,11 +84,11 @@ def _blocks(
     dilation, factor, activation, residual, causal, dropout = settings
     options: dict[str, Any] = {"activation": activation, "residual": residual, "causal": causal, "dropout": dropout}
     for number in range(weight.shape[0]):
-        taps, offset, distance = TCNSpec(
+        taps, offset, distance = TCNCall(
             x=x, weight=weight, bias=bias, dilation=dilation, dilation_factor=factor
         ).convolution(number)
         x = tcnca.ops.zero_padding(x, lengths)
-        x, _ = naive_tcn(TCNSpec(x=x, weight=taps, bias=offset, dilation=distance, dilation_factor=1, **options))
+        x, _ = naive_tcn(TCNCall(x=x, weight=taps, bias=offset, dilation=distance, dilation_factor=1, **options))
     return x if omega is None else x + omega * given
 
 
@@ -128,11 +128,11 @@ def test_around_the_kernels_outputs_states_and_gradients_are_right(
     if norm:
         options |= {"norm_fn": lambda h, number: F.layer_norm(h, (4,)) * (number + 1), "dropout": 0.3}
     valid = None if lengths is None else torch.tensor(lengths)
-    spec = TCNSpec(x=x, weight=weight, dilation_factor=2, lengths=valid, **options)
+    call = TCNCall(x=x, weight=weight, dilation_factor=2, lengths=valid, **options)
     results = []
     for run in (operator.run, naive_tcn):
         torch.manual_seed(4)
-        y, state = run(spec)
+        y, state = run(call)
         out = [tcnca.ops.zero_padding(y, valid), *(state.buffers if state is not None else ())]
         gradients = torch.autograd.grad(torch.stack([part.square().sum() for part in out]).sum(), leaves)
         results.append([*out, *gradients])
@@ -150,7 +150,7 @@ def test_around_the_kernels_calls_continue_from_a_state(convolutions: int, inpla
     state: TCNState | None = None
     for part in x.split([4, 3, 2], 1):
         options: dict[str, Any] = {"state": state, "return_state": True, "inplace": inplace and state is not None}
-        y, state = operator.run(TCNSpec(x=part, weight=weight, dilation_factor=2, bias=bias, **options))
+        y, state = operator.run(TCNCall(x=part, weight=weight, dilation_factor=2, bias=bias, **options))
         pieces.append(y)
     assert state is not None
     assert state.position.tolist() == [9, 9]
@@ -166,7 +166,7 @@ def test_compiles_into_one_graph(convolutions: int, return_state: bool, norm: bo
     def call(x: Tensor, weight: Tensor, bias: Tensor, omega: Tensor) -> tuple[Tensor, TCNState | None]:
         options: dict[str, Any] = {"norm_fn": lambda h, number: h * number} if norm else {}
         options |= {"bias": bias, "omega": omega, "dropout": 0.1, "return_state": return_state}
-        return operator.run(TCNSpec(x=x, weight=weight, dilation_factor=2, **options))
+        return operator.run(TCNCall(x=x, weight=weight, dilation_factor=2, **options))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     leaves = [part.detach().to("meta").requires_grad_() for part in (*_arguments(convolutions), torch.randn(4))]

@@ -127,7 +127,7 @@ def test_the_gradients_of_long_kernels_suit_short_ones(
 ) -> None:
     _use("tensor", monkeypatch)
     monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
-    monkeypatch.setattr(tensor_core, "LONG_RESIDENT", 2)
+    monkeypatch.setattr(tensor_core, "long_depth", lambda block, memory: 2)
     assert_exact(Case(shape=(2, 231, 40), kernel_size=kernel_size, depth=2, omega=omega, residual=kernel_size == 9))
 
 

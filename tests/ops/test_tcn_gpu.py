@@ -69,13 +69,13 @@ def test_pairs_of_blocks_are_exact(name: str, omega: bool, monkeypatch: pytest.M
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega, depth=max(depth, 2)))
 
 
-@pytest.mark.parametrize(("resident", "omega"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("depth", "omega"), [(3, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if case.kernel_size <= 17])
 def test_the_gradients_of_long_kernels_suit_short_ones(
-    name: str, resident: int, omega: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, depth: int, omega: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_core, "MAX_SHORT_BACKWARD", 1)
-    monkeypatch.setattr(tensor_core, "LONG_RESIDENT", resident)
+    monkeypatch.setattr(tensor_core, "long_depth", lambda block, memory: depth)
     assert_exact(dataclasses.replace(KERNEL_CASES[name], device="cuda", omega=omega))
 
 

@@ -99,7 +99,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     with Image.open(figure) as image:
         assert image.width > 1000
     result = CliRunner().invoke(app, ["compare", *runs, "--plot", "figure.gif"])
-    assert "--plot: expected a file that ends in" in result.output
+    assert "--plot: expected a file name that ends in" in result.output
     assert not Path("figure.gif").exists()
 
 

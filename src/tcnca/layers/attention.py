@@ -203,9 +203,9 @@ class ChunkedAttention(nn.Module):
             positions = positions if self.chunk_size is None else positions % self.chunk_size
             q, k = (rotate_heads(x, positions, self.config.num_heads, self.config.rope_width) for x in (q, k))
         call = AttentionCall(
-            q,
-            k,
-            v,
+            q=q,
+            k=k,
+            v=v,
             chunk_size=self.chunk_size,
             causal=self.causal,
             activation=self.config.activation,

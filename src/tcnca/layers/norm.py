@@ -150,5 +150,5 @@ class BatchNorm(nn.Module):
 
 
 def weight_norm(weight: Tensor, scale: Tensor) -> Tensor:
-    """`weight` (`[…, channels, kernel_size]`) with the norm of each kernel set to `scale` (`[…, channels]`)."""
+    """Return `weight` (`[…, channels, kernel_size]`) with the norm of each kernel set to `scale` (`[…, channels]`)."""
     return F.normalize(weight, dim=-1) * scale.unsqueeze(-1)

@@ -141,9 +141,10 @@ def _check_classes(preprocessing: Preprocessing, num_classes: int) -> None:
 class PoolState(State):
     """The state of pooling.
 
-    summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, if the
-        device has it, since a sum in float32 stops growing after some ten million values.
-    position: `[batch]`, tokens seen so far.
+    Attributes:
+        summary: `[batch, d_model]`: the sum of the features so far, the last or the first of them; in float64, if the
+            device has it, since a sum in float32 stops growing after some ten million values.
+        position: `[batch]`, tokens seen so far.
     """
 
     _sums: ClassVar[frozenset[str]] = frozenset({"summary"})

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tcnca.errors import InputError
 from tcnca.ops import ContextParallel, check_lengths, check_values, current_context
+from tcnca.ops.ring import is_host_readable
 
 Lengths = Tensor | Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -86,7 +87,9 @@ def make_packing(
     parts = 1 if context is None else context.size
     if lengths is not None:
         whole = _lengths(x, lengths, f"lengths{suffix}", parts * x.shape[1])
-        return Packing(whole if context is None else context.local_lengths(whole, x.shape[1]))
+        if context is not None:
+            return Packing(context.local_lengths(whole, x.shape[1]))
+        return Packing() if is_host_readable(whole) and bool((whole == x.shape[1]).all()) else Packing(whole)
     if attention_mask is not None:
         packing = _masked(x, attention_mask, f"attention_mask{suffix}", context)
     elif cu_seqlens is not None:
@@ -114,7 +117,10 @@ def _masked(x: Tensor, mask: Tensor, name: str, context: ContextParallel | None)
     if mask.dtype != torch.bool:
         check_values((mask == 0) | (mask == 1), f"{name}: expected 1 for valid tokens and 0", mask)
     mask = mask.to(device=x.device, dtype=torch.bool)
-    mask = mask if context is None else context.unshard(mask)
+    if context is not None:
+        mask = context.unshard(mask)
+    elif is_host_readable(mask) and bool(mask.all()):
+        return Packing()  # layers are faster without lengths
     order = torch.argsort(~mask, dim=1, stable=True)
     return Packing(mask.sum(1), order=order)
 

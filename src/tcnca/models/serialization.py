@@ -31,6 +31,9 @@ WEIGHTS_FILE = "model.safetensors"
 SCALE = "_scale"
 """End of the name of the scales of an int8 matrix: `embedding.weight` has `embedding.weight_scale`."""
 
+_FREE_FIELDS = ("dropout", "init", "backend", "chunk_size", "max_length", "pad_token_id")
+"""Ends of the names of fields in which a model can differ from the one whose weights it takes over."""
+
 SavedDtype = Literal["float32", "bfloat16", "int8"]
 """Data type of weights in a file."""
 _QuantizedDtype = Literal["bfloat16", "int8"]
@@ -82,7 +85,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
     Of a run that is not finished, the last checkpoint is read. `tcnca.load` also applies how the run is evaluated.
     """
     folder = find_model(Path(folder))
-    config, preprocessing, dtype = _read_config(folder / CONFIG_FILE)
+    config, preprocessing, dtype = _read_config(folder)
     path = folder / WEIGHTS_FILE
     weights, _ = read_tensors(path, CheckpointError)
     scales = _take_scales(weights, str(path)) if dtype == "int8" else {}
@@ -99,16 +102,15 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> SequenceMode
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """Return the configuration of a saved model, or of that of a run directory."""
-    return _read_config(find_model(Path(folder)) / CONFIG_FILE)[0]
+    """Return the configuration of a saved model or of the model in a run directory."""
+    return _read_config(folder)[0]
 
 
 @torch.no_grad()
 def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool:
     """Copy the weights of `source` into a model of the same structure and vocabulary.
 
-    Statistics of the data, by which values are standardized, stay those of `model`. So does the head, if it is another
-    one: of another kind or other sizes, or for other classes.
+    Data statistics are kept, and so is the head if it differs in kind, size or class names.
 
     Args:
         model: the model, which is changed.
@@ -124,33 +126,49 @@ def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool
                 f"{name}: expected a model with the tokens of the data, got one with others (preprocessing.{each}); "
                 "data.task.all_bytes decides whether EnWik8 has a token for every byte"
             )
-    target, weights = _shared_weights(model), _shared_weights(source)
-    heads = [{path: tensor.shape for path, tensor in each.items() if _in_head(path)} for each in (target, weights)]
-    kinds = [(type(each.config.head), each.class_names) for each in (model, source)]
-    same_head = heads[0] == heads[1] and kinds[0] == kinds[1]
-    if not same_head:
-        target, weights = (
-            {path: tensor for path, tensor in each.items() if not _in_head(path)} for each in (target, weights)
-        )
-    _check_weights(target, weights, name)
-    for path, tensor in target.items():
-        tensor.copy_(weights[path])
+    same_head = _same_head(model, source)
+    weights, source_weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
+    _check_weights(weights, source_weights, name)
+    structure = _structure(model.config)
+    for field, expected in _structure(source.config).items():
+        if structure.get(field) != expected:
+            raise CheckpointError(f"{name}: {field}: expected {expected!r}, got {structure.get(field)!r}")
+    for path, tensor in weights.items():
+        tensor.copy_(source_weights[path])
     return same_head
 
 
-def _shared_weights(model: SequenceModel) -> dict[str, Tensor]:
-    """Return what models for different data can share: all but statistics of the data."""
-    statistics = {path for path, module in model.named_modules() if isinstance(module, Standardization)}
-    return {path: tensor for path, tensor in model.state_dict().items() if path.rpartition(".")[0] not in statistics}
+def _same_head(model: SequenceModel, source: SequenceModel) -> bool:
+    """Return whether two models have heads of one kind and size, for the same classes; both standardize or neither."""
+    if type(model.config.head) is not type(source.config.head) or model.class_names != source.class_names:
+        return False
+    shapes = [{path: tensor.shape for path, tensor in each.head.state_dict().items()} for each in (model, source)]
+    return shapes[0] == shapes[1]
 
 
-def _in_head(path: str) -> bool:
-    return path.startswith("head.")
+def _shared_weights(model: SequenceModel, with_head: bool) -> dict[str, Tensor]:
+    """Return what models for different data can share: all but data statistics and, on request, the head."""
+    skipped = {path for path, module in model.named_modules() if isinstance(module, Standardization)}
+    weights = model.state_dict()
+    if not with_head:
+        weights = {path: tensor for path, tensor in weights.items() if not path.startswith("head.")}
+    return {path: tensor for path, tensor in weights.items() if path.rpartition(".")[0] not in skipped}
+
+
+def _structure(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that decide what the weights compute, by name, except those of the head."""
+    fields: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if isinstance(value, dict):
+            fields |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            fields[name] = value
+    return {name: fields[name] for name in fields if not name.startswith("head.") and not name.endswith(_FREE_FIELDS)}
 
 
 def saved_dtype(folder: str | Path) -> SavedDtype | None:
-    """Return the `dtype` that a model was saved with, of a run that of its last checkpoint."""
-    return _read_config(find_model(Path(folder)) / CONFIG_FILE)[2]
+    """Return the `dtype` of a saved model, or of a run's last checkpoint."""
+    return _read_config(folder)[2]
 
 
 def _stored(weights: Mapping[str, Tensor], dtype: SavedDtype | None) -> dict[str, Tensor]:
@@ -262,8 +280,9 @@ def _check_names(expected: Set[str], names: Set[str], where: str) -> None:
         )
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, Preprocessing, _QuantizedDtype | None]:
+def _read_config(folder: str | Path) -> tuple[ModelConfig, Preprocessing, _QuantizedDtype | None]:
     """Read configuration and preprocessing, and how the weights are rounded; None if they are not."""
+    path = find_model(Path(folder)) / CONFIG_FILE
     content = read_json(path, dict[str, Any], error=CheckpointError, remedy="expected what tcnca.save wrote")
     try:
         if content.get("format") not in (FORMAT, QUANTIZED_FORMAT):

@@ -85,12 +85,20 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
+def is_traced(x: Tensor) -> bool:
+    """Return whether a graph is compiled or traced, in which a tensor may have no values."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    # Subclasses stand for tensors without memory, or with memory elsewhere; a dispatch mode has to see operators.
+    return type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+
+
 def check_values(valid: Tensor, message: str, values: Tensor, error: type[TcncaError] = InputError) -> None:
     """Raise `error` unless all of `valid` is true.
 
     On a GPU the check is asynchronous: it does not wait for the device, and a failure is a device-side assertion.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(valid):
         return
     if valid.device.type == "cpu":
         if not valid.all():

@@ -49,8 +49,8 @@ class Candidate(NamedTuple, Generic[Call]):
     """What compiles its kernels; None if it needs no GPU."""
     unsupported_reason: Callable[[Call], str | None]
     """Why no machine can run a call with this backend, as `FIELD: expected X, got Y`; None if one can."""
-    should_use: Callable[[Call], bool]
-    """Whether the backend is expected to be the fastest for a call; only `auto` asks."""
+    should_use: Callable[[Call], bool] | None = None
+    """Whether the backend is expected to be the fastest for a call; None if it always is. Only `auto` asks."""
 
 
 def select_backend(
@@ -74,7 +74,7 @@ def select_backend(
     if requested == "auto":
         for candidate in candidates if kernels_enabled() else ():
             if (
-                candidate.should_use(call)
+                (candidate.should_use is None or candidate.should_use(call))
                 and candidate.unsupported_reason(call) is None
                 and should_use(candidate.compiler, device, op)
             ):

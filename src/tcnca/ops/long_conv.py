@@ -12,7 +12,7 @@ from torch import Tensor
 from tcnca.errors import InputError, StateError
 from tcnca.ops.checks import check_lengths, check_sequence, check_state, without_autocast
 from tcnca.ops.padding import advance, zero_padding
-from tcnca.ops.ring import push_ring, unroll_ring
+from tcnca.ops.ring import extend_ring, push_ring
 from tcnca.ops.state import State
 
 _FEW_TOKENS = 8
@@ -84,8 +84,7 @@ def long_conv(
         if state is None:
             y = fft_convolve(x, kernel[..., : x.shape[1]])
         else:
-            past = unroll_ring(state.window, state.position)
-            inputs = torch.cat([past, x], 1)
+            inputs = extend_ring(state.window, state.position, x)
             y = _next_outputs(inputs, kernel, x.shape[1]).to(x.dtype)
     if not return_state:
         return y, None

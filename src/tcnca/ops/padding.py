@@ -11,6 +11,11 @@ def length_mask(lengths: Tensor, time: int) -> Tensor:
     return torch.arange(time, device=lengths.device) < lengths.unsqueeze(1)
 
 
+def kernel_lengths(lengths: Tensor | None) -> Tensor | None:
+    """Return lengths as Triton's kernels read them: contiguous, of 64 bits."""
+    return None if lengths is None else lengths.long().contiguous()
+
+
 def zero_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Return `x` (`[batch, time, channels]`) with zeros in the padding, even in place of NaN."""
     if lengths is None:

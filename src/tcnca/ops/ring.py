@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tcnca.ops.checks import is_traced
 from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.padding import length_mask, take_time
 
@@ -21,14 +22,27 @@ def read_ring(buffer: Tensor, position: Tensor, ages: Tensor) -> Tensor:
     return take_time(buffer, (position.unsqueeze(1) - ages) % buffer.shape[1])
 
 
+def ring_views(buffer: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the slots of `count` times from `start` on: two views of the buffer, where it ends and begins again."""
+    begin = start % buffer.shape[1]
+    return buffer[:, begin : begin + count], buffer[:, : max(begin + count - buffer.shape[1], 0)]
+
+
 def unroll_ring(buffer: Tensor, position: Tensor) -> Tensor:
     """Return the whole buffer from the oldest input to the newest, `[batch, size, channels]`."""
     size = buffer.shape[1]
     if size == 0:
         return buffer
     if (seen := common_position(position)) is not None:
-        return torch.cat([buffer[:, seen % size :], buffer[:, : seen % size]], 1)
+        return torch.cat(ring_views(buffer, seen, size), 1)
     return read_ring(buffer, position, torch.arange(size, 0, -1, device=buffer.device))
+
+
+def extend_ring(buffer: Tensor, position: Tensor, x: Tensor) -> Tensor:
+    """Return the whole buffer from the oldest input to the newest, and then `x`, `[batch, size + time, channels]`."""
+    seen = common_position(position) if buffer.shape[1] else None
+    past = (unroll_ring(buffer, position),) if seen is None else ring_views(buffer, seen, buffer.shape[1])
+    return torch.cat([*past, x], 1)
 
 
 def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | None, inplace: bool = False) -> Tensor:
@@ -54,15 +68,16 @@ def push_ring(buffer: Tensor, position: Tensor, x: Tensor, lengths: Tensor | Non
 
 
 def common_position(position: Tensor) -> int | None:
-    """Return the position of all rows; None if they differ or are not `readable`."""
-    if not readable(position) or not bool((position == position[:1]).all()):
+    """Return the position of all rows; None if they differ or the host cannot read them."""
+    if not is_host_readable(position):
         return None
-    return int(position[0])
+    positions = set(position.tolist())
+    return positions.pop() if len(positions) == 1 else None
 
 
-def readable(position: Tensor) -> bool:
+def is_host_readable(position: Tensor) -> bool:
     """Return whether there are positions that can be read without waiting for a GPU or breaking a graph."""
-    known = position.device.type == "cpu" and not torch.compiler.is_compiling() and transform_reason() is None
+    known = position.device.type == "cpu" and not is_traced(position) and transform_reason() is None
     return known and len(position) > 0
 
 

@@ -80,7 +80,18 @@ def chunked_attention(
         `[batch, time, d_value]`, arbitrary in the padding, and the new state or None.
     """
     call = AttentionCall(
-        *(q, k, v, chunk_size, causal, activation, bias, dropout, lengths, state, return_state, inplace),
+        q=q,
+        k=k,
+        v=v,
+        chunk_size=chunk_size,
+        causal=causal,
+        activation=activation,
+        bias=bias,
+        dropout=dropout,
+        lengths=lengths,
+        state=state,
+        return_state=return_state,
+        inplace=inplace,
         num_heads=num_heads,
         memory=memory,
         rope_width=rope_width,
@@ -140,10 +151,10 @@ def _triton_unsupported(call: AttentionCall) -> str | None:
 
 
 def _triton_should_use(call: AttentionCall) -> bool:
-    if call.state is not None and call.q.shape[1] < TRITON_MIN_CONTINUED:
-        return False
     # In float32 the kernels are right but slow: they multiply without tensor cores.
-    return call.q.is_cuda and (autocasts(call.q.device) or call.q.dtype != torch.float32)
+    if not call.q.is_cuda or (call.q.dtype == torch.float32 and not autocasts(call.q.device)):
+        return False
+    return call.state is None or call.q.shape[1] >= TRITON_MIN_CONTINUED
 
 
 CANDIDATES = (

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.ops.activations import laplace, relu2
+from tcnca.ops.checks import is_traced
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import advance, length_mask, take_time, zero_padding
-from tcnca.ops.ring import common_position, readable
+from tcnca.ops.ring import common_position, is_host_readable
 from tcnca.ops.state import State
 
 AttentionActivation = Literal["softmax", "relu2", "laplace"]
@@ -93,34 +94,47 @@ class AttentionCall:
     ) -> Tensor:
         """Call `attend` for each head, with this call's activation and dropout.
 
-        `valid` (`[…, 1, keys]`) is false for keys of the padding, which is at the right. With `causal` the last query
-        sees all keys, and each one before it a key less.
+        `valid` (`[…, 1, keys]`) is false for keys of the padding, which is at the right. With `causal`, query `i` of
+        `n` sees all but the last `n - 1 - i` keys.
         """
         on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-        if causal and on_cpu and not self.fused and q.shape[-2] > _QUERY_BLOCK:
-            # Blocks of queries, each with the keys that it can see: half of the work, in tensors that fit into caches.
-            parts, before = [], k.shape[-2] - q.shape[-2]
-            for first in range(0, q.shape[-2], _QUERY_BLOCK):
-                last = min(first + _QUERY_BLOCK, q.shape[-2])
-                block = (q[..., first:last, :], k[..., : before + last, :], v[..., : before + last, :])
-                bias_part = None if bias is None else bias[..., first:last, : before + last]
-                valid_part = None if valid is None else valid[..., : before + last]
-                parts.append(self.attend(*block, bias_part, valid=valid_part, causal=True))
-            return torch.cat(parts, -2)
         apart = self.num_heads > 1 or self.fused
         if apart:
             q, k, v = (split_heads(part, self.num_heads).transpose(-2, -3) for part in (q, k, v))
             mask, valid = (None if part is None else part.unsqueeze(-3) for part in (mask, valid))
         if self.fused and mask is None:
             out = fused_attend(q, k, v, valid=valid, causal=causal, dropout=self.dropout)
+        elif causal and on_cpu and q.shape[-2] > _QUERY_BLOCK:
+            out = self._attend_in_blocks(q, k, v, bias, valid)
         else:
-            if causal:
-                key = torch.arange(k.shape[-2], device=q.device)
-                mask = key <= key[k.shape[-2] - q.shape[-2] :].unsqueeze(1)
+            mask = _causal_mask(q, k) if causal else mask
             if valid is not None:
                 mask = valid if mask is None else valid & mask
             out = attend(q, k, v, activation=self.activation, bias=bias, mask=mask, dropout=self.dropout)
         return out.transpose(-2, -3).flatten(-2) if apart else out
+
+    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, valid: Tensor | None) -> Tensor:
+        """Attend causally in blocks of queries, each to the keys that it can see.
+
+        That is half of the work, in tensors that fit into caches.
+        """
+        k, v = _move_to_keys(k, v)
+        queries, outputs = q.shape[-2], []
+        for first in range(0, queries, _QUERY_BLOCK):
+            last = min(first + _QUERY_BLOCK, queries)
+            seen = k.shape[-2] - queries + last
+            block, keys, values = q[..., first:last, :], k[..., :seen, :], v[..., :seen, :]
+            mask = _causal_mask(block, keys)
+            mask = mask if valid is None else valid[..., :seen] & mask
+            block_bias = None if bias is None else bias[..., first:last, :seen]
+            outputs.append(_attend(block, keys, values, self.activation, block_bias, mask, self.dropout))
+        return torch.cat(outputs, -2)
+
+
+def _causal_mask(q: Tensor, k: Tensor) -> Tensor:
+    """Return which keys the last queries of a sequence see, `[queries, keys]`."""
+    key = torch.arange(k.shape[-2], device=q.device)
+    return key <= key[k.shape[-2] - q.shape[-2] :].unsqueeze(1)
 
 
 def initial_attention_state(
@@ -169,6 +183,13 @@ def attend(
     """
     if mask is not None:
         k, v = _move_to_keys(k, v)
+    return _attend(q, k, v, activation, bias, mask, dropout)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, activation: str, bias: Tensor | None, mask: Tensor | None, dropout: float
+) -> Tensor:
+    """Compute `attend`; with a mask, values are finite."""
     if activation == "softmax":
         weights = _softmax_weights(q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2), bias, mask)
     else:
@@ -319,9 +340,9 @@ def naive_attention(call: AttentionCall) -> tuple[Tensor, AttentionState | None]
     # Weights of zero do not stop a NaN in the padding.
     q, k, v = (zero_padding(part, call.lengths) for part in (call.q, call.k, call.v))
     if call.state is not None:
-        fill = _common_fill(call, call.state)
+        fill = _aligned_fill(call, call.state)
         if fill is not None:
-            out, new = _continue_together(call, call.state, fill, q, k, v)
+            out, new = _continue_aligned(call, call.state, fill, q, k, v)
             return out, new if call.return_state else None
         few = call.chunk_size is None or q.shape[1] <= call.chunk_size
         out, new = continue_attention(call, call.state, q, k, v, _over_all_slots if few else _chunk_by_chunk)
@@ -338,7 +359,9 @@ def first_state(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Attenti
     end = advance(position, k.shape[1], call.lengths)
     if call.chunk_size is None:
         slots = required_slots(0, end, k.shape[1], call.lengths)
-        return AttentionState(k[:, :slots], v[:, :slots], end)
+        # Copied: views would keep the memory of a whole projection, and change with it.
+        k, v = (part[:, :slots].clone(memory_format=torch.contiguous_format) for part in (k, v))
+        return AttentionState(k, v, end)
     if call.lengths is None and not torch.compiler.is_compiling():
         return AttentionState(_cache_of_end(k, call.chunk_size), _cache_of_end(v, call.chunk_size), end)
     return AttentionState(_last_chunk(k, end, call.chunk_size), _last_chunk(v, end, call.chunk_size), end)
@@ -352,7 +375,7 @@ def required_slots(cached: int, end: Tensor, time: int, lengths: Tensor | None, 
     """
     most = cached + time
     known = lengths is None and (max_length is None or most <= max_length)
-    return most if known or torch.compiler.is_compiling() else int(end.max())
+    return most if known or is_traced(end) else int(end.max())
 
 
 def _from_start(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -401,10 +424,12 @@ def continue_attention(
     if time == 1 and chunk_size is not None:
         slot = fill.unsqueeze(1)
         keys, values = _write(state.keys, slot, k, call.inplace), _write(state.values, slot, v, call.inplace)
-        filled = _filled_slots(fill, chunk_size)
+        common = common_position(fill)
+        filled = _filled_slots(fill, chunk_size) if common is None else common + 1
         places = torch.arange(filled, device=q.device)
         bias = None if call.bias is None else offset_bias(call.bias, slot, places)
-        mask = None if filled < chunk_size and len(fill) == 1 else (places <= slot).unsqueeze(1)
+        # Rows at one position see all slots that are filled.
+        mask = (places <= slot).unsqueeze(1) if common is None else None
         out = call.attend(q, keys[:, :filled], values[:, :filled], bias, mask)
     else:
         end = advance(fill, time, lengths)
@@ -412,7 +437,7 @@ def continue_attention(
             max_length = None if call.bias is None else bias_max_length(call.bias)
             slots = required_slots(state.keys.shape[1], end, time, lengths, max_length)
         else:
-            slots = (int(fill.max()) if readable(fill) else chunk_size - 1) + time
+            slots = (int(fill.max()) if is_host_readable(fill) else chunk_size - 1) + time
             slots += -slots % chunk_size if time > chunk_size else 0
         lined_k, lined_v = line_up(state.keys, k, fill, slots), line_up(state.values, v, fill, slots)
         out = run(call, q, lined_k, lined_v, fill, end)
@@ -420,14 +445,17 @@ def continue_attention(
     return out, AttentionState(keys, values, advance(state.position, time, lengths, call.inplace))
 
 
-def _common_fill(call: AttentionCall, state: AttentionState) -> int | None:
-    """Return the filled slots of all rows before a call of several tokens; None if they differ or are not known."""
-    if call.q.shape[1] == 1 or call.lengths is not None:
+def _aligned_fill(call: AttentionCall, state: AttentionState) -> int | None:
+    """Return the filled slots of all rows before a call; None if they differ or are not known.
+
+    Also None for a single token of a chunk, for which `continue_attention` writes one slot of the cache.
+    """
+    if call.lengths is not None or (call.q.shape[1] == 1 and call.chunk_size is not None):
         return None
     return common_position(state.position if call.chunk_size is None else state.position % call.chunk_size)
 
 
-def _continue_together(
+def _continue_aligned(
     call: AttentionCall, state: AttentionState, fill: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, AttentionState]:
     """Attend from the next tokens of rows that all have `fill` filled slots: no queries or keys but those needed."""
@@ -437,9 +465,10 @@ def _continue_together(
     keys = torch.cat([state.keys[:, :fill], k[:, :first]], 1)
     values = torch.cat([state.values[:, :fill], v[:, :first]], 1)
     bias = None if call.bias is None else _last_rows(call.bias, first, fill + first)
-    # The fused kernels would compute the outputs of all keys.
-    few = call if fill == 0 else dataclasses.replace(call, fused=False)
-    out = few.attend(q[:, :first], keys, values, bias, causal=True)
+    # The fused kernels also compute the outputs of all earlier keys. A single query sees all keys.
+    causal = first > 1
+    few = dataclasses.replace(call, fused=False) if causal and fill > 2 * first else call
+    out = few.attend(q[:, :first], keys, values, bias, causal=causal)
     if first < time:
         q, k, v = (part[:, first:] for part in (q, k, v))
         out = torch.cat([out, _from_start(call, q, k, v)], 1)
@@ -464,7 +493,7 @@ def _cache_of_end(x: Tensor, chunk_size: int) -> Tensor:
 
 def _filled_slots(fill: Tensor, chunk_size: int) -> int:
     """Return how many slots a step has to read: all of them, unless the number can be read."""
-    return int(fill.max()) + 1 if readable(fill) else chunk_size
+    return int(fill.max()) + 1 if is_host_readable(fill) else chunk_size
 
 
 def _write(cache: Tensor, slot: Tensor, new: Tensor, inplace: bool) -> Tensor:

@@ -67,7 +67,6 @@ class EMACall:
     omega: Tensor | None
     activation: str
     truncation: int | None
-    kernel: Tensor | None
     lengths: Tensor | None
     state: EMAState | None
     return_state: bool
@@ -102,7 +101,6 @@ def ema(
     activation: EMAActivation = "none",
     backend: EMABackend = "auto",
     truncation: int | None = None,
-    kernel: Tensor | None = None,
     lengths: Tensor | None = None,
     state: EMAState | None = None,
     return_state: bool = False,
@@ -129,11 +127,9 @@ def ema(
         activation: of that sum, `silu` or `none`.
         backend: `chunked` (matrix products over blocks of time), `recurrent` (token by token), `scan` (parallel scan),
             `fft` (convolution in the frequency domain), `triton` (a scan in fused kernels for NVIDIA GPUs: no
-            truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`; `fft`
-            for a `kernel` that needs a gradient). See `tcnca.ops.dispatch`.
+            truncation, no float64, first derivatives only) or `auto` (`triton` where it can run, else `chunked`). See
+            `tcnca.ops.dispatch`.
         truncation: number of lags after which the kernel is cut off.
-        kernel: what `ema_kernel` returns for these parameters with at least `time` lags (or `truncation`, if less),
-            so that `fft` need not compute it; the other backends do not use it.
         lengths: `[batch]`, valid tokens in each row; the rest is padding, taken as zeros except in `omega · x`.
         state: what an earlier call returned; None is the start of the sequence. Causal only.
         return_state: also return the state after these tokens.
@@ -148,7 +144,6 @@ def ema(
         omega=omega,
         activation=activation,
         truncation=truncation,
-        kernel=kernel,
         lengths=lengths,
         state=state,
         return_state=return_state,
@@ -160,8 +155,6 @@ def ema(
         y, new = _run_part(call, backend, context)
         return add_skip(y, x, omega, activation), new
     chosen = select_backend("the EMA", backend, x.device, call, CANDIDATES, PYTORCH_BACKENDS)
-    if backend == "auto" and _needs_kernel(call):
-        chosen = "fft"
     if chosen == "triton" and (state is None or x.shape[1] > 1):
         return _run_triton(call)
     # Autocast would compute the kernel in half precision.
@@ -186,19 +179,8 @@ def _triton_unsupported(call: EMACall) -> str | None:
     return transform_reason()
 
 
-def _triton_should_use(call: EMACall) -> bool:
-    return call.x.is_cuda
-
-
-def _needs_kernel(call: EMACall) -> bool:
-    """Return whether a kernel that was computed beforehand may need its gradient."""
-    if call.kernel is None:
-        return False
-    return (call.kernel.requires_grad and torch.is_grad_enabled()) or transform_reason() is not None
-
-
 PYTORCH_BACKENDS = ("chunked", "fft", "scan", "recurrent")
-CANDIDATES = (Candidate("triton", "triton", _triton_unsupported, _triton_should_use),)
+CANDIDATES = (Candidate("triton", "triton", _triton_unsupported),)
 
 
 def _run_triton(call: EMACall) -> tuple[Tensor, EMAState | None]:
@@ -235,10 +217,9 @@ def _run_direction(
 ) -> tuple[Tensor, EMAState]:
     """Return the outputs of one direction, and the state after the part."""
     delta, alpha, beta, gamma = (part[direction : direction + 1] for part in call.parameters)
-    kernel = None if call.kernel is None else call.kernel[direction : direction + 1]
     lengths, time = None if direction else call.lengths, x.shape[1]
     with context.suspended():
-        y, _ = ema(x, delta, alpha, beta, gamma, backend=backend, kernel=kernel, lengths=lengths)
+        y, _ = ema(x, delta, alpha, beta, gamma, backend=backend, lengths=lengths)
     with without_autocast(x.device):
         drive, decay, readout = (part[0] for part in ema_coefficients(delta, alpha, beta, gamma))
         log_decay = torch.log(decay.clamp(min=torch.finfo(decay.dtype).tiny))
@@ -282,8 +263,7 @@ def _from_start(call: EMACall, x: Tensor, backend: str) -> Tensor:
     """Compute the EMA of a sequence that starts here."""
     if backend == "fft":
         lags = x.shape[1] if call.truncation is None else min(call.truncation, x.shape[1])
-        kernel = ema_kernel(*call.parameters, lags) if call.kernel is None else call.kernel[..., :lags]
-        return fft_convolve(x, kernel)
+        return fft_convolve(x, ema_kernel(*call.parameters, lags))
     run = {"chunked": ema_chunked, "recurrent": ema_recurrent, "scan": ema_scan}[backend]
     return run(x, ema_coefficients(*call.parameters), call.truncation)
 
@@ -337,7 +317,7 @@ def _next_state(call: EMACall, x: Tensor, state: EMAState, hidden: Tensor | None
 
 def _check(call: EMACall) -> None:
     """Raise an error that names what is wrong with the arguments of `ema`."""
-    x, truncation, kernel, delta = call.x, call.truncation, call.kernel, call.parameters[0]
+    x, truncation, delta = call.x, call.truncation, call.parameters[0]
     if truncation is not None:
         check_float64("truncation", x.device)
     check_sequence("x", x)
@@ -356,16 +336,7 @@ def _check(call: EMACall) -> None:
     check_lengths(call.lengths, x.shape[0], x.shape[1])
     if truncation is not None and truncation < 1:
         raise InputError(f"truncation: expected None or 1 or more, got {truncation}")
-    streams = call.state is not None or call.return_state
-    lags = x.shape[1]
-    if truncation is not None:
-        lags = truncation if streams else min(truncation, lags)
-    if kernel is not None and (kernel.dim() != 3 or kernel.shape[:2] != delta.shape[:2] or kernel.shape[2] < lags):
-        raise InputError(
-            f"kernel: expected shape [{directions}, {channels}, lags] with {lags} or more lags, "
-            f"got {list(kernel.shape)}"
-        )
-    if streams and directions == 2:
+    if directions == 2 and (call.state is not None or call.return_state):
         raise StateError("state: expected None for a bidirectional EMA, only a causal one has a state")
     if call.state is not None:
         check_state("hidden", call.state.hidden, [x.shape[0], x.shape[2], d_state])

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from tcnca.errors import KernelError
+from tcnca.ops.checks import is_traced
 from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
 from tcnca.ops.library import register
+from tcnca.ops.padding import kernel_lengths
 
 
 def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
@@ -30,12 +32,7 @@ def scan(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     """
     return_final = rest[-1]
     keep = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in (x, *rest))
-    # Subclasses stand for tensors whose memory is elsewhere, or that have none; a dispatch mode has to see operators.
-    if (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    if is_traced(x):
         y, final, *_ = _FORWARD(x, *rest, keep)
         return y, final if return_final else None
     # The registered operator does the same, but its call takes longer than its kernels.
@@ -66,7 +63,7 @@ def _forward(stream: int, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None,
     buffers = _buffers(x, parameters[0], *rest[-3:])
     initial, omega = (None if part is None else aligned(part) for part in (initial, omega))
     packed = tuple([aligned(part) for part in parameters])
-    return *buffers, run_forward(stream, x, packed, initial, _int64(lengths), omega, silu, *buffers)
+    return *buffers, run_forward(stream, x, packed, initial, kernel_lengths(lengths), omega, silu, *buffers)
 
 
 @on_device
@@ -96,15 +93,11 @@ def _backward(
         None if slopes is None else slopes.contiguous(),
         tuple([aligned(part) for part in rest[:4]]),
         None if initial is None else aligned(initial),
-        _int64(lengths),
+        kernel_lengths(lengths),
         None if omega is None else aligned(omega),
         carries,
     )
     return to_x, *to_parameters, to_initial, to_omega
-
-
-def _int64(lengths: Tensor | None) -> Tensor | None:
-    return None if lengths is None else lengths.long().contiguous()
 
 
 class _Scan(torch.autograd.Function):

@@ -70,14 +70,10 @@ def _ssm_unsupported(call: SSMCall) -> str | None:
     return _scan_unsupported(call)
 
 
-def _triton_should_use(call: SSMCall) -> bool:
-    return call.x.is_cuda
-
-
 SSM_BACKENDS = ("chunked", "fft", "recurrent")
-SSM_CANDIDATES = (Candidate("triton", "triton", _ssm_unsupported, _triton_should_use),)
+SSM_CANDIDATES = (Candidate("triton", "triton", _ssm_unsupported),)
 SCAN_BACKENDS = ("scan", "recurrent")
-SCAN_CANDIDATES = (Candidate("triton", "triton", _scan_unsupported, _triton_should_use),)
+SCAN_CANDIDATES = (Candidate("triton", "triton", _scan_unsupported),)
 
 
 def initial_ssm_state(

@@ -14,6 +14,7 @@ from torch import Tensor
 from tcnca.ops.dispatch import INTERPRETED
 from tcnca.ops.driver import on_device
 from tcnca.ops.library import register
+from tcnca.ops.padding import kernel_lengths
 
 
 def fused_ssm(x: Tensor, log_decay: Tensor, weight: Tensor, initial: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -46,10 +47,6 @@ def _as_pairs(value: Tensor) -> Tensor:
     return torch.view_as_real(value.resolve_conj())
 
 
-def _int64(lengths: Tensor | None) -> Tensor | None:
-    return None if lengths is None else lengths.long().contiguous()
-
-
 def _aligned(value: Tensor | None) -> Tensor | None:
     from tcnca.ops.launcher import aligned
 
@@ -62,7 +59,7 @@ def _run_ssm(
 ) -> Tensor:
     from tcnca.ops.ssm.triton_launch import run_ssm
 
-    return run_ssm(stream, x, log_decay, weight, _aligned(initial), _int64(lengths))
+    return run_ssm(stream, x, log_decay, weight, _aligned(initial), kernel_lengths(lengths))
 
 
 @on_device
@@ -70,7 +67,7 @@ def _run_ssm_backward(stream: int, g: Tensor, x: Tensor, *rest: Any) -> tuple[Te
     from tcnca.ops.ssm.triton_launch import run_ssm_backward
 
     log_decay, weight, initial, lengths = rest
-    found = run_ssm_backward(stream, g, x, log_decay, weight, _aligned(initial), _int64(lengths))
+    found = run_ssm_backward(stream, g, x, log_decay, weight, _aligned(initial), kernel_lengths(lengths))
     return *found[:3], _or_empty(found[3], x)
 
 
@@ -82,7 +79,7 @@ def _run_scan(
 
     if v.numel() == 0:
         return torch.empty_like(v, memory_format=torch.contiguous_format)
-    return run_scan(stream, v, log_decay, _aligned(initial), _int64(lengths), reverse)[0]
+    return run_scan(stream, v, log_decay, _aligned(initial), kernel_lengths(lengths), reverse)[0]
 
 
 @on_device
@@ -101,7 +98,9 @@ def _run_scan_backward(
     if h.numel() == 0:
         return tuple(map(torch.zeros_like, _fake_scan_backward(g, h, log_decay, initial)))
     conjugate = torch.view_as_complex(log_decay.double().contiguous()).conj_physical()
-    to_v, total, found = run_scan(stream, g, torch.view_as_real(conjugate), None, _int64(lengths), not reverse, h)
+    to_v, total, found = run_scan(
+        stream, g, torch.view_as_real(conjugate), None, kernel_lengths(lengths), not reverse, h
+    )
     decay = torch.exp(conjugate)
     sums = torch.view_as_complex(found.sum((0, 1), dtype=torch.float64).mT.contiguous())
     if initial is None:

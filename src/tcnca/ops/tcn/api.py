@@ -13,15 +13,15 @@ from tcnca.ops.context import ContextParallel, current_context
 from tcnca.ops.dispatch import Candidate, select_backend
 from tcnca.ops.dropout import dropout as drop
 from tcnca.ops.padding import zero_padding
-from tcnca.ops.ring import push_ring, unroll_ring
+from tcnca.ops.ring import extend_ring, push_ring
 from tcnca.ops.tcn import cpu
 from tcnca.ops.tcn.cuda import operator as cuda
-from tcnca.ops.tcn.naive import NormFn, TCNSpec, TCNState, check_tcn, naive_tcn, run_convolutions
+from tcnca.ops.tcn.naive import NormFn, TCNCall, TCNState, check_tcn, naive_tcn, run_convolutions
 
 TCNBackend = Literal["auto", "naive", "cpu", "cuda"]
 
-_CANDIDATES: tuple[Candidate[TCNSpec], ...] = (
-    Candidate("cuda", "nvrtc", cuda.unsupported_reason, cuda.should_use),
+_CANDIDATES: tuple[Candidate[TCNCall], ...] = (
+    Candidate("cuda", "nvrtc", cuda.unsupported_reason),
     Candidate("cpu", None, cpu.unsupported_reason, cpu.should_use),
 )
 _RUN = {"naive": naive_tcn, "cpu": cpu.run, "cuda": cuda.run}
@@ -78,7 +78,7 @@ def tcn(
     Returns:
         `y` of `x`'s shape, and the new state or None.
     """
-    spec = TCNSpec(
+    call = TCNCall(
         x=x,
         weight=weight,
         dilation_factor=dilation_factor,
@@ -94,30 +94,30 @@ def tcn(
         return_state=return_state,
         inplace=inplace,
     )
-    check_tcn(spec)
+    check_tcn(call)
     context = current_context()
-    return _run(spec, backend) if context is None else _run_part(spec, backend, context)
+    return _run(call, backend) if context is None else _run_part(call, backend, context)
 
 
-def _run(spec: TCNSpec, backend: TCNBackend) -> tuple[Tensor, TCNState | None]:
-    return _RUN[select_backend("the TCN", backend, spec.x.device, spec, _CANDIDATES, ("naive",))](spec)
+def _run(call: TCNCall, backend: TCNBackend) -> tuple[Tensor, TCNState | None]:
+    return _RUN[select_backend("the TCN", backend, call.x.device, call, _CANDIDATES, ("naive",))](call)
 
 
-def _run_part(spec: TCNSpec, backend: TCNBackend, context: ContextParallel) -> tuple[Tensor, TCNState | None]:
+def _run_part(call: TCNCall, backend: TCNBackend, context: ContextParallel) -> tuple[Tensor, TCNState | None]:
     """Run a call on a part of a sequence: every convolution reads the inputs that it needs from the neighbors."""
-    state, time, kernel_size = spec.state, spec.x.shape[1], spec.weight.shape[3]
-    start, function = context.rank * time, activation_function(spec.activation)
+    state, time, kernel_size = call.state, call.x.shape[1], call.weight.shape[3]
+    start, function = context.rank * time, activation_function(call.activation)
     buffers: list[Tensor] = []
 
     def convolve(h: Tensor, number: int) -> Tensor:
-        weight, bias, dilation = spec.convolution(number)
-        future = 0 if spec.causal else (kernel_size - 1) // 2 * dilation
+        weight, bias, dilation = call.convolution(number)
+        future = 0 if call.causal else (kernel_size - 1) // 2 * dilation
         past = (kernel_size - 1) * dilation - future
-        x, left = context.extend(zero_padding(h, spec.lengths), past, future)
+        x, left = context.extend(zero_padding(h, call.lengths), past, future)
         if state is not None and start < past:
-            x, left = torch.cat([unroll_ring(state.buffers[number], state.position), x], 1), left + past
-        lengths = context.extended_lengths(spec.lengths, time, left, x.shape[1])
-        one = TCNSpec(
+            x, left = extend_ring(state.buffers[number], state.position, x), left + past
+        lengths = context.extended_lengths(call.lengths, time, left, x.shape[1])
+        one = TCNCall(
             x=x,
             weight=weight,
             dilation_factor=1,
@@ -125,24 +125,24 @@ def _run_part(spec: TCNSpec, backend: TCNBackend, context: ContextParallel) -> t
             bias=bias,
             activation="none",
             residual=False,
-            causal=spec.causal,
+            causal=call.causal,
             lengths=lengths,
         )
-        if spec.return_state:
-            position = _position(spec) + start - left
+        if call.return_state:
+            position = _position(call) + start - left
             buffers.append(push_ring(x.new_zeros(x.shape[0], past, x.shape[2]), position, x, lengths))
         y = _run(one, backend)[0][:, left : left + time]
-        y = function(y if spec.norm_fn is None else spec.norm_fn(y, number))
-        return drop(y, spec.dropout) if spec.dropout > 0.0 else y
+        y = function(y if call.norm_fn is None else call.norm_fn(y, number))
+        return drop(y, call.dropout) if call.dropout > 0.0 else y
 
-    y, _ = run_convolutions(dataclasses.replace(spec, return_state=False), spec.x, convolve)
-    if not spec.return_state:
+    y, _ = run_convolutions(dataclasses.replace(call, return_state=False), call.x, convolve)
+    if not call.return_state:
         return y, None
-    end = _position(spec) + start + (time if spec.lengths is None else spec.lengths)
-    return y, context.final_state(TCNState(tuple(buffers), end), spec.lengths, time)
+    end = _position(call) + start + (time if call.lengths is None else call.lengths)
+    return y, context.final_state(TCNState(tuple(buffers), end), call.lengths, time)
 
 
-def _position(spec: TCNSpec) -> Tensor:
-    if spec.state is not None:
-        return spec.state.position
-    return torch.zeros(spec.x.shape[0], dtype=torch.long, device=spec.x.device)
+def _position(call: TCNCall) -> Tensor:
+    if call.state is not None:
+        return call.state.position
+    return torch.zeros(call.x.shape[0], dtype=torch.long, device=call.x.device)

@@ -20,31 +20,30 @@ from tcnca.ops.checks import autocasts
 from tcnca.ops.dispatch import transform_reason
 from tcnca.ops.library import register
 from tcnca.ops.padding import zero_padding
-from tcnca.ops.ring import unroll_ring
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, naive_tcn, run_convolutions
+from tcnca.ops.ring import common_position, extend_ring, read_ring, ring_views
+from tcnca.ops.tcn.naive import TCNCall, TCNState, naive_tcn, run_convolutions
 
 MIN_NUMBERS = 1 << 15  # of x, below which this is not faster
 # Only measured on these processors, on which oneDNN has its fast convolutions.
 FAST_HERE = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
-MIN_CONTINUED = 128  # tokens after a state, below which the taps that they need are read one by one
 SLAB = 1 << 20  # numbers of x that go through all blocks together, which bounds the memory
 MIN_CHANNELS = 32  # of a slab; the weights' gradients of fewer channels take half as long again
 
 _aten: Any = torch.ops.aten
 
 
-def unsupported_reason(spec: TCNSpec) -> str | None:
+def unsupported_reason(call: TCNCall) -> str | None:
     """Return why this backend cannot run a call, or None if it can."""
-    x = spec.x
-    for tensor in (x, *spec.parameters(), spec.lengths):
+    x = call.x
+    for tensor in (x, *call.parameters(), call.lengths):
         if tensor is not None and tensor.device.type != "cpu":
             return f"device: expected the CPU for all tensors, got {tensor.device}"
-    if spec.norm_fn is not None:
+    if call.norm_fn is not None:
         return "norm_fn: expected None, got one"
-    if spec.dropout > 0.0:
-        return f"dropout: expected 0, got {spec.dropout}"
-    if spec.state is not None:
-        differentiated = (x, *spec.parameters(), *spec.state.buffers)
+    if call.dropout > 0.0:
+        return f"dropout: expected 0, got {call.dropout}"
+    if call.state is not None:
+        differentiated = (x, *call.parameters(), *call.state.buffers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiated):
             return "state: expected None where gradients are computed, got one"
         if torch.compiler.is_compiling():
@@ -56,48 +55,76 @@ def unsupported_reason(spec: TCNSpec) -> str | None:
     return transform_reason()
 
 
-def should_use(spec: TCNSpec) -> bool:
+def should_use(call: TCNCall) -> bool:
     """Return whether this backend is expected to be faster than PyTorch's own operators."""
-    x = spec.x
-    if spec.state is not None and x.shape[1] < MIN_CONTINUED:
-        return False
+    x = call.x
     if x.device.type != "cpu" or x.dtype != torch.float32 or not FAST_HERE:
         return False
     # A compiled graph should not depend on the length.
     return torch.compiler.is_compiling() or x.numel() >= MIN_NUMBERS
 
 
-def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+def run(call: TCNCall) -> tuple[Tensor, TCNState | None]:
     """Run a call for which there is no `unsupported_reason`."""
-    options = (spec.activation, spec.causal)
-    if not spec.return_state and spec.state is None:
-        factors = (spec.dilation, spec.dilation_factor)
-        inputs = (spec.x, spec.weight, spec.bias, spec.lengths, spec.omega)
-        return _FORWARD(*inputs, *factors, *options, spec.residual), None
-    adds_skip = spec.residual and spec.weight.shape[1] == 1
+    options = (call.activation, call.causal)
+    if not call.return_state and call.state is None:
+        factors = (call.dilation, call.dilation_factor)
+        inputs = (call.x, call.weight, call.bias, call.lengths, call.omega)
+        return _FORWARD(*inputs, *factors, *options, call.residual), None
+    adds_skip = call.residual and call.weight.shape[1] == 1
 
     def convolve(h: Tensor, number: int) -> Tensor:
-        if spec.state is not None:
-            return _continue(spec, spec.state, h, number, adds_skip)
-        weight, bias, dilation = spec.convolution(number)
-        return _FORWARD(h, weight, bias, spec.lengths, None, dilation, 1, *options, adds_skip)
+        if call.state is not None:
+            return _continue(call, call.state, h, number, adds_skip)
+        weight, bias, dilation = call.convolution(number)
+        return _FORWARD(h, weight, bias, call.lengths, None, dilation, 1, *options, adds_skip)
 
-    return run_convolutions(spec, spec.x, convolve, adds_skip)
+    return run_convolutions(call, call.x, convolve, adds_skip)
 
 
-def _continue(spec: TCNSpec, state: TCNState, h: Tensor, number: int, adds_skip: bool) -> Tensor:
+def _continue(call: TCNCall, state: TCNState, h: Tensor, number: int, adds_skip: bool) -> Tensor:
     """Run a convolution after the inputs in its ring buffer, and what follows it."""
-    weight, bias, dilation = spec.convolution(number)
-    x, buffer, y = zero_padding(h, spec.lengths), state.buffers[number], torch.empty_like(h)
+    weight, bias, dilation = call.convolution(number)
+    if weight.shape[3] > 1 and h.shape[1] <= dilation:
+        return _read_taps(call, state, h, number, adds_skip)
+    x, buffer, y = zero_padding(h, call.lengths), state.buffers[number], torch.empty_like(h)
     for part in _parts(x.shape[0], buffer.shape[1] + x.shape[1], x.shape[2]):
         rows, _, channels = part
-        past = unroll_ring(buffer[part], state.position[rows])
+        inputs = extend_ring(buffer[part], state.position[rows], x[part]).to(x.dtype)
         # Rows of times that are a multiple of the dilation apart; those of the state come first.
-        folded = _fold(torch.cat([past.to(x.dtype), x[part]], 1), dilation, 0, 0)
+        folded = _fold(inputs, dilation, 0, 0)
         folded = _correlate(folded, weight[0, 0, channels].flip(1), None if bias is None else bias[0, 0, channels])
-        _ACTIVATIONS[spec.activation].apply(folded)
+        _ACTIVATIONS[call.activation].apply(folded)
         _unfold(folded, h[part] if adds_skip else None, y[part])
     return y
+
+
+def _read_taps(call: TCNCall, state: TCNState, h: Tensor, number: int, adds_skip: bool) -> Tensor:
+    """Run a convolution of which no token is the input of another one: folding would read the whole ring buffer."""
+    weight, bias, dilation = call.convolution(number)
+    x, buffer, taps = zero_padding(h, call.lengths), state.buffers[number], weight[0, 0].t().contiguous()
+    y = x * taps[0] if bias is None else torch.addcmul(bias[0, 0], x, taps[0])
+    time, lags = x.shape[1], range(1, len(taps))
+    if (seen := common_position(state.position)) is not None:
+        for lag in lags:
+            _add_products(y, ring_views(buffer, seen - lag * dilation, time), taps[lag])
+    else:
+        ages = torch.tensor(lags).unsqueeze(1) * dilation - torch.arange(time)
+        for part in _parts(x.shape[0], ages.numel(), x.shape[2]):
+            rows, _, channels = part
+            past = read_ring(buffer[part], state.position[rows], ages.flatten()).to(x.dtype)
+            products = past.unflatten(1, ages.shape).mul_(taps[1:, channels].unsqueeze(1))
+            y[part] += products.sum(1)
+    _ACTIVATIONS[call.activation].apply(y)
+    return y.add_(h) if adds_skip else y
+
+
+def _add_products(y: Tensor, parts: tuple[Tensor, Tensor], tap: Tensor) -> None:
+    """Add to `y` the products of `tap` (`[channels]`) and two parts of a ring buffer, which follow each other."""
+    first, second = parts
+    y[:, : first.shape[1]].addcmul_(first.to(y.dtype), tap)
+    if second.shape[1]:
+        y[:, first.shape[1] :].addcmul_(second.to(y.dtype), tap)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None, *rest: Any) -> Tensor:
@@ -322,7 +349,7 @@ def _correlate(rows: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve rows `[…, tokens, channels]` to `[…, tokens - taps + 1, channels]`."""
     batch, phases, tokens, channels = rows.shape
     taps = kernel.shape[1]
-    if taps == 1:  # oneDNN does not take it on one thread
+    if taps == 1:  # PyTorch does not use oneDNN for one tap on a single thread
         return rows * kernel[:, 0] if bias is None else torch.addcmul(bias, rows, kernel[:, 0])
     image = rows.view(batch * phases, 1, tokens, channels).permute(0, 3, 1, 2)
     y = torch.conv2d(image, kernel.reshape(channels, 1, 1, taps), bias, groups=channels)
@@ -370,7 +397,7 @@ def _differentiable(
     omega, *settings = rest
     names = ("dilation", "dilation_factor", "activation", "causal", "residual")
     options = dict(zip(names, settings, strict=True))
-    y, _ = naive_tcn(TCNSpec(x=x, weight=weight, bias=bias, lengths=lengths, omega=omega, **options))
+    y, _ = naive_tcn(TCNCall(x=x, weight=weight, bias=bias, lengths=lengths, omega=omega, **options))
     inputs = (x, weight, bias, omega)
     leaves = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
     found = iter(torch.autograd.grad(y, leaves, dy, create_graph=True, allow_unused=True))

@@ -17,7 +17,7 @@ from tcnca.ops.activations import ACTIVATIONS, activation
 from tcnca.ops.checks import check_lengths, check_same_dtype, check_sequence
 from tcnca.ops.dropout import dropout
 from tcnca.ops.padding import advance, zero_padding
-from tcnca.ops.ring import push_ring, read_ring, readable, unroll_ring
+from tcnca.ops.ring import extend_ring, is_host_readable, push_ring, read_ring
 from tcnca.ops.state import State
 
 NormFn = Callable[[Tensor, int], Tensor]
@@ -40,7 +40,7 @@ class TCNState(State):
 
 # Without `eq`, because a hash of the fields would be that of tensors, and `torch.compile` asks for it.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class TCNSpec:
+class TCNCall:
     """One call of `tcnca.ops.tcn`, whose arguments these are; every backend takes it as a whole.
 
     Block `i` has the dilation `dilation · dilation_factor^i`.
@@ -135,49 +135,49 @@ def _buffer_shapes(
     return [(batch, (kernel_size - 1) * dilation_factor**block, channels) for block in blocks]
 
 
-def naive_tcn(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+def naive_tcn(call: TCNCall) -> tuple[Tensor, TCNState | None]:
     """Run a call on any device and in any floating dtype."""
-    function = activation(spec.activation)
+    function = activation(call.activation)
 
     def convolve(h: Tensor, number: int) -> Tensor:
-        h = _dilated_conv(spec, h, number)
-        h = function(h if spec.norm_fn is None else spec.norm_fn(h, number))
-        return dropout(h, spec.dropout) if spec.dropout > 0.0 else h
+        h = _dilated_conv(call, h, number)
+        h = function(h if call.norm_fn is None else call.norm_fn(h, number))
+        return dropout(h, call.dropout) if call.dropout > 0.0 else h
 
-    return run_convolutions(spec, spec.x, convolve)
+    return run_convolutions(call, call.x, convolve)
 
 
 def run_convolutions(
-    spec: TCNSpec, x: Tensor, convolve: Callable[[Tensor, int], Tensor], adds_skip: bool = False
+    call: TCNCall, x: Tensor, convolve: Callable[[Tensor, int], Tensor], adds_skip: bool = False
 ) -> tuple[Tensor, TCNState | None]:
     """Run one convolution after the other, from `x`.
 
     `convolve` takes the input of a convolution and its number, and returns what follows it up to the next convolution
     or skip connection, or with `adds_skip` including the skip connection.
     """
-    depth, convolutions = spec.weight.shape[:2]
+    depth, convolutions = call.weight.shape[:2]
     inputs: list[Tensor] = []  # of each convolution, for the state
     for block in range(depth):
         h = x
         for index in range(convolutions):
-            if spec.return_state:
-                inputs.append(h if inputs else spec.x)
+            if call.return_state:
+                inputs.append(h if inputs else call.x)
             h = convolve(h, block * convolutions + index)
-        x = x + h if spec.residual and not adds_skip else h
-    if spec.omega is not None:
+        x = x + h if call.residual and not adds_skip else h
+    if call.omega is not None:
         # Both are rounded to the dtype that the blocks compute in.
-        x = (x + spec.omega * spec.x.to(x.dtype)).to(x.dtype)
-    return x, _next_state(spec, inputs) if spec.return_state else None
+        x = (x + call.omega * call.x.to(x.dtype)).to(x.dtype)
+    return x, _next_state(call, inputs) if call.return_state else None
 
 
-def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
+def _dilated_conv(call: TCNCall, x: Tensor, number: int) -> Tensor:
     """Convolve every channel of `x` with its own kernel, from the state's ring buffer if there is a state."""
-    weight, bias, dilation = spec.convolution(number)
+    weight, bias, dilation = call.convolution(number)
     weight, bias = weight[0, 0], None if bias is None else bias[0, 0]
-    x = zero_padding(x, spec.lengths)
+    x = zero_padding(x, call.lengths)
     time, kernel_size = x.shape[1], weight.shape[1]
-    if spec.state is None:
-        future = 0 if spec.causal else (kernel_size - 1) // 2
+    if call.state is None:
+        future = 0 if call.causal else (kernel_size - 1) // 2
         past = kernel_size - 1 - future
         if not torch.compiler.is_compiling():
             # Leave out taps that reach beyond the sequence; a compiled graph should not depend on how many.
@@ -185,7 +185,7 @@ def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
             weight = weight[:, max(future - within, 0) : future + within + 1]
             future, past = min(future, within), min(past, within)
         return _correlate(F.pad(x, (0, 0, past * dilation, future * dilation)), weight, dilation, bias)
-    buffer, position = spec.state.buffers[number], spec.state.position
+    buffer, position = call.state.buffers[number], call.state.position
     if time <= dilation and kernel_size > 1:
         # No token is the input of another one of these: read only the taps from the buffer.
         steps = torch.arange(time, device=x.device)
@@ -194,7 +194,7 @@ def _dilated_conv(spec: TCNSpec, x: Tensor, number: int) -> Tensor:
         taps = taps.view(x.shape[0], kernel_size - 1, time, x.shape[2])
         y = x * weight[:, 0] + torch.einsum("bktd,dk->btd", taps, weight[:, 1:])
         return y if bias is None else y + bias
-    return _correlate(torch.cat([unroll_ring(buffer, position), x], 1), weight, dilation, bias)
+    return _correlate(extend_ring(buffer, position, x), weight, dilation, bias)
 
 
 def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | None) -> Tensor:
@@ -203,51 +203,51 @@ def _correlate(padded: Tensor, weight: Tensor, dilation: int, bias: Tensor | Non
     return F.conv1d(padded.transpose(1, 2), kernels, bias, dilation=dilation, groups=weight.shape[0]).transpose(1, 2)
 
 
-def _next_state(spec: TCNSpec, inputs: list[Tensor]) -> TCNState:
+def _next_state(call: TCNCall, inputs: list[Tensor]) -> TCNState:
     """Return the state after a call, given the inputs of each of its convolutions."""
-    first, state, inplace = inputs[0], spec.state, spec.inplace
+    first, state, inplace = inputs[0], call.state, call.inplace
     if state is None:
-        depth, convolutions, channels, kernel_size = spec.weight.shape
-        shape = (first.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
+        depth, convolutions, channels, kernel_size = call.weight.shape
+        shape = (first.shape[0], channels, kernel_size, call.dilation_factor, depth, convolutions)
         state = initial_tcn_state(*shape, first.device, first.dtype)
-        # Nothing else has the new buffers. On a GPU, writing to them has not been measured.
-        inplace = readable(state.position)
+        # The new buffers have no other user. Not measured on a GPU.
+        inplace = is_host_readable(state.position)
     buffers = tuple(
-        push_ring(buffer, state.position, conv_input, spec.lengths, inplace)
+        push_ring(buffer, state.position, conv_input, call.lengths, inplace)
         for buffer, conv_input in zip(state.buffers, inputs, strict=True)
     )
-    return TCNState(buffers, advance(state.position, first.shape[1], spec.lengths, inplace))
+    return TCNState(buffers, advance(state.position, first.shape[1], call.lengths, inplace))
 
 
-def check_tcn(spec: TCNSpec) -> None:
+def check_tcn(call: TCNCall) -> None:
     """Raise an error that names the argument if a call is invalid."""
-    x, weight, bias, state = spec.x, spec.weight, spec.bias, spec.state
+    x, weight, bias, state = call.x, call.weight, call.bias, call.state
     check_sequence("x", x)
     if weight.dim() != 4 or weight.shape[2] != x.shape[2] or min(weight.shape) < 1:
         raise InputError(
             f"weight: expected [depth, convolutions, channels, kernel_size], each 1 or more, with {x.shape[2]} "
             f"channels as in x, got shape {list(weight.shape)}"
         )
-    if spec.dilation_factor < 1:
-        raise InputError(f"dilation_factor: expected 1 or more, got {spec.dilation_factor}")
-    if spec.activation not in ACTIVATIONS:
-        raise InputError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {spec.activation!r}")
+    if call.dilation_factor < 1:
+        raise InputError(f"dilation_factor: expected 1 or more, got {call.dilation_factor}")
+    if call.activation not in ACTIVATIONS:
+        raise InputError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {call.activation!r}")
     if bias is not None and bias.shape != weight.shape[:3]:
         raise InputError(
             f"bias: expected [depth, convolutions, channels], {list(weight.shape[:3])}, got shape {list(bias.shape)}"
         )
-    if spec.omega is not None and spec.omega.shape != x.shape[2:]:
-        raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(spec.omega.shape)}")
-    if not 0.0 <= spec.dropout <= 1.0:
-        raise InputError(f"dropout: expected a probability from 0 to 1, got {spec.dropout}")
-    check_same_dtype(x, weight=weight, bias=bias, omega=spec.omega)
-    check_lengths(spec.lengths, x.shape[0], x.shape[1])
-    if not spec.causal and (state is not None or spec.return_state):
+    if call.omega is not None and call.omega.shape != x.shape[2:]:
+        raise InputError(f"omega: expected [channels], {list(x.shape[2:])}, got shape {list(call.omega.shape)}")
+    if not 0.0 <= call.dropout <= 1.0:
+        raise InputError(f"dropout: expected a probability from 0 to 1, got {call.dropout}")
+    check_same_dtype(x, weight=weight, bias=bias, omega=call.omega)
+    check_lengths(call.lengths, x.shape[0], x.shape[1])
+    if not call.causal and (state is not None or call.return_state):
         raise StateError("state: expected None for a bidirectional TCN, got one or return_state=True")
     if state is None:
         return
     depth, convolutions, channels, kernel_size = weight.shape
-    expected = _buffer_shapes(x.shape[0], channels, kernel_size, spec.dilation_factor, depth, convolutions)
+    expected = _buffer_shapes(x.shape[0], channels, kernel_size, call.dilation_factor, depth, convolutions)
     if [tuple(buffer.shape) for buffer in state.buffers] != expected:
         got = [list(buffer.shape) for buffer in state.buffers]
         raise StateError(f"state.buffers: expected shapes {[list(shape) for shape in expected]}, got {got}")

@@ -25,7 +25,7 @@ from tcnca.ops.tcn.cuda.call import (
     Settings,
     layout,
 )
-from tcnca.ops.tcn.naive import TCNSpec, TCNState, run_convolutions
+from tcnca.ops.tcn.naive import TCNCall, TCNState, run_convolutions
 
 MAX_BATCH = 65535  # of one launch
 NUM_PLANS = 1024  # that are kept
@@ -36,22 +36,22 @@ BackwardPlan = smem.Backward | tensor_core.Backward | registers.Backward
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
-def unsupported_reason(spec: TCNSpec) -> str | None:
+def unsupported_reason(call: TCNCall) -> str | None:
     """Return why the kernels cannot run a call on any machine, or None if they can."""
-    x, state = spec.x, spec.state
+    x, state = call.x, call.state
     if x.device.type != "cuda":
         return f"x: expected a CUDA tensor, got one on {x.device}"
-    tensors = [x, *spec.parameters(), *(() if state is None else state.buffers)]
-    reason = tensors_reason(tensors, spec.lengths)
+    tensors = [x, *call.parameters(), *(() if state is None else state.buffers)]
+    reason = tensors_reason(tensors, call.lengths)
     if reason is not None:
         return reason
-    if spec.weight.shape[-1] > MAX_KERNEL_SIZE:
-        return f"kernel_size: expected at most {MAX_KERNEL_SIZE}, got {spec.weight.shape[-1]}"
+    if call.weight.shape[-1] > MAX_KERNEL_SIZE:
+        return f"kernel_size: expected at most {MAX_KERNEL_SIZE}, got {call.weight.shape[-1]}"
     if x.shape[0] > MAX_BATCH:
         return f"batch: expected at most {MAX_BATCH} sequences, got {x.shape[0]}"
     if state is not None:
-        if spec.dropout > 0.0:
-            return f"dropout: expected 0 after a state, got {spec.dropout}"
+        if call.dropout > 0.0:
+            return f"dropout: expected 0 after a state, got {call.dropout}"
         if x.shape[1] == 1:
             return "time: expected more than one token after a state, got 1; a kernel would not be faster"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -59,44 +59,39 @@ def unsupported_reason(spec: TCNSpec) -> str | None:
     return transform_reason()
 
 
-def should_use(spec: TCNSpec) -> bool:
-    """Return whether the kernels are expected to be faster than PyTorch's own operators."""
-    return spec.x.device.type == "cuda"
-
-
-def run(spec: TCNSpec) -> tuple[Tensor, TCNState | None]:
+def run(call: TCNCall) -> tuple[Tensor, TCNState | None]:
     """Run a call for which there is no `unsupported_reason`.
 
     All blocks run at once, or one convolution after the other if a norm or the state needs what is between them.
     """
-    x, convolutions = spec.x, spec.weight.shape[1]
+    x, convolutions = call.x, call.weight.shape[1]
     if autocasts(x.device):
         # PyTorch's autocast would only round the convolutions. Here the skip connections are rounded too, so that all
         # blocks read and write half the memory; the linear map after a mixer would round its input anyway.
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    fused = spec.norm_fn is None and convolutions == 1
-    if fused and spec.state is None and not spec.return_state:
-        factors = (spec.dilation, spec.dilation_factor)
-        settings = Settings(*factors, spec.activation, spec.residual, spec.causal, spec.dropout)
-        return tcn_blocks(x, spec.weight, spec.bias, spec.lengths, settings, spec.omega), None
-    adds_skip = spec.residual and fused
-    return run_convolutions(spec, x, lambda h, number: _convolve(spec, h, number, adds_skip), adds_skip)
+    fused = call.norm_fn is None and convolutions == 1
+    if fused and call.state is None and not call.return_state:
+        factors = (call.dilation, call.dilation_factor)
+        settings = Settings(*factors, call.activation, call.residual, call.causal, call.dropout)
+        return tcn_blocks(x, call.weight, call.bias, call.lengths, settings, call.omega), None
+    adds_skip = call.residual and fused
+    return run_convolutions(call, x, lambda h, number: _convolve(call, h, number, adds_skip), adds_skip)
 
 
-def _convolve(spec: TCNSpec, h: Tensor, number: int, residual: bool) -> Tensor:
+def _convolve(call: TCNCall, h: Tensor, number: int, residual: bool) -> Tensor:
     """Run one convolution with its norm, activation and dropout."""
-    weight, bias, dilation = spec.convolution(number)
-    function, probability = (spec.activation, spec.dropout) if spec.norm_fn is None else ("none", 0.0)
-    if spec.state is None:
-        settings = Settings(dilation, 1, function, residual, spec.causal, probability)
-        h = tcn_blocks(h, weight, bias, spec.lengths, settings)
+    weight, bias, dilation = call.convolution(number)
+    function, probability = (call.activation, call.dropout) if call.norm_fn is None else ("none", 0.0)
+    if call.state is None:
+        settings = Settings(dilation, 1, function, residual, call.causal, probability)
+        h = tcn_blocks(h, weight, bias, call.lengths, settings)
     else:
-        past, position = spec.state.buffers[number], spec.state.position
-        h = tcn_block_from_state(h, weight, bias, spec.lengths, past, position, dilation, function, residual)
-    if spec.norm_fn is None:
+        past, position = call.state.buffers[number], call.state.position
+        h = tcn_block_from_state(h, weight, bias, call.lengths, past, position, dilation, function, residual)
+    if call.norm_fn is None:
         return h
-    h = activation(spec.activation)(spec.norm_fn(h, number).to(h.dtype))
-    return dropout(h, spec.dropout) if spec.dropout > 0.0 else h
+    h = activation(call.activation)(call.norm_fn(h, number).to(h.dtype))
+    return dropout(h, call.dropout) if call.dropout > 0.0 else h
 
 
 def tcn_blocks(

@@ -16,15 +16,13 @@ WARPS = 8  # per block of threads, each with eight channels
 THREADS = 32 * WARPS
 STEP_BYTES = 16 * 8 * 16 * WARPS  # of eight steps in shared memory
 STAGES = 3  # eight steps each in shared memory of the forward kernel: one in use, the others being loaded
-DEPTH_AHEAD = 3  # eight steps each that the backward kernel loads ahead
+DEPTH_AHEAD = 3  # groups of eight steps that the backward kernel loads ahead, if the shared memory has room for them
 MAX_LAYERS = 12  # blocks per launch
 LAYER_BYTES = 256  # of shared memory for what the backward kernel knows about a layer
 # The most groups of eight steps that an output may depend on, for the kernels to keep them in registers. The backward
 # kernel for longer ones keeps them in shared memory, and has half as many channels; it suits up to 9 groups.
 MAX_FORWARD, MAX_SHORT_BACKWARD, MAX_BACKWARD = 5, 3, 3
 LONG_PARTS = 4  # of eight channels
-LONG_MEMORY = (227 * 1024, 113 * 1024)  # bytes of shared memory for one block on a multiprocessor, and for each of two
-LONG_RESIDENT = 1  # blocks of this kernel on a multiprocessor, if that many fit
 LONG_STEP_BYTES = 16 * 8 * 16 * LONG_PARTS
 NUM_COUNTERS = 4096
 _counters: dict[int, Tensor] = {}
@@ -50,19 +48,15 @@ def is_long(call: Call) -> bool:
     groups = sum(_groups(call.block)) + 1
     # The long kernel has no form for a single tap, and without omega it has not been compared with `registers`.
     may_be_long = call.omega and groups > 1
-    too_large = may_be_long and backward_memory(call.block, long=False) > driver.max_shared_memory(call.device)
+    too_large = may_be_long and short_memory(call.block) > driver.max_shared_memory(call.device)
     return groups > MAX_SHORT_BACKWARD or too_large
 
 
-def backward_source(block: Block, *, long: bool) -> nvrtc.Source:
-    """Return the source of `tensor_core_backward`."""
-    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "LAYER_BYTES": LAYER_BYTES}
-    if long:
-        depth, resident = long_depth(block)
-        name, own = "long", {"PARTS": LONG_PARTS, "DEEP": depth, "RESIDENT": resident}
-    else:
-        name, own = "short", {"PARTS": WARPS, "DEEP": DEPTH_AHEAD, "RESIDENT": 1}
-    own |= {"RELOAD": int(long and block.residual), "RELOAD_OUTPUT": int(long and block.omega)}
+def backward_source(block: Block, *, long: bool, depth: int = DEPTH_AHEAD) -> nvrtc.Source:
+    """Return the source of `tensor_core_backward`, which loads `depth` groups of eight steps ahead."""
+    shared = {"LAYERS": MAX_LAYERS, "WARPS": WARPS, "LAYER_BYTES": LAYER_BYTES, "DEEP": depth}
+    name, parts = ("long", LONG_PARTS) if long else ("short", WARPS)
+    own = {"PARTS": parts, "RELOAD": int(long and block.residual), "RELOAD_OUTPUT": int(long and block.omega)}
     files = ("common.cuh", "tensor_core.cuh", "tensor_core_backward.cuh", f"tensor_core_backward_{name}.cu")
     return nvrtc.Source(files, block.macros(**shared, **own))
 
@@ -72,10 +66,8 @@ def forward_memory(block: Block) -> int:
     return (STAGES + (STAGES - 1) * block.omega) * STEP_BYTES + 32 * WARPS
 
 
-def backward_memory(block: Block, *, long: bool) -> int:
-    """Return the bytes of shared memory of the backward kernel."""
-    if long:
-        return long_memory(block, long_depth(block)[0])
+def short_memory(block: Block) -> int:
+    """Return the bytes of shared memory of the backward kernel for short kernels."""
     before, after = _groups(block)
     rings = (2 * DEPTH_AHEAD + before + 2) * STEP_BYTES
     tables = WARPS * 2 * (2 * (before + after + 1) + block.residual) * 32 * 16
@@ -84,18 +76,16 @@ def backward_memory(block: Block, *, long: bool) -> int:
 
 
 def long_memory(block: Block, depth: int) -> int:
-    """Return the bytes of shared memory of the backward kernel for long kernels, if it loads so many groups ahead."""
+    """Return the bytes of shared memory of the backward kernel for long kernels, with `depth` groups loaded ahead."""
     groups = sum(_groups(block)) + 1
     rings = ((2 + block.residual + block.omega) * (depth + 1) + 2 * (groups - 1)) * LONG_STEP_BYTES
     tables = WARPS * max(2 * (8 * groups + 6) * 16, (groups + block.bias + 1) // 2 * 512)
     return rings + tables + 16 * WARPS * (1 + block.omega) + LAYER_BYTES
 
 
-def long_depth(block: Block) -> tuple[int, int]:
-    """Return how many groups of eight steps the long backward kernel loads ahead, and its blocks per multiprocessor."""
-    if LONG_RESIDENT == 2 and long_memory(block, DEPTH_AHEAD - 1) <= LONG_MEMORY[1]:
-        return DEPTH_AHEAD - 1, 2
-    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= LONG_MEMORY[0] else DEPTH_AHEAD - 1, 1
+def long_depth(block: Block, memory: int) -> int:
+    """Return how many groups the backward kernel for long kernels loads ahead, with `memory` bytes for a block."""
+    return DEPTH_AHEAD if long_memory(block, DEPTH_AHEAD) <= memory else DEPTH_AHEAD - 1
 
 
 def forward_fits(call: Call) -> bool:
@@ -107,7 +97,15 @@ def forward_fits(call: Call) -> bool:
 def backward_fits(call: Call, dy: Layout) -> bool:
     """Return whether `Backward` can run the gradients of a call."""
     fits = _fits(call, MAX_BACKWARD, call.x, dy)
-    return fits and backward_memory(call.block, long=is_long(call)) <= driver.max_shared_memory(call.device)
+    return fits and _backward_size(call)[1] <= driver.max_shared_memory(call.device)
+
+
+def _backward_size(call: Call) -> tuple[int, int]:
+    """Return how many groups the backward kernel of a call loads ahead, and its bytes of shared memory."""
+    if not is_long(call):
+        return DEPTH_AHEAD, short_memory(call.block)
+    depth = long_depth(call.block, driver.max_shared_memory(call.device))
+    return depth, long_memory(call.block, depth)
 
 
 def _fits(call: Call, max_groups: int, *layouts: Layout) -> bool:
@@ -170,8 +168,9 @@ class Backward:
 
     def __init__(self, call: Call, dy: Layout) -> None:
         block, long = call.block, is_long(call)
-        memory = backward_memory(block, long=long)
-        kernel = nvrtc.load(backward_source(block, long=long), "tensor_core_backward", memory, call.device)
+        depth, memory = _backward_size(call)
+        source = backward_source(block, long=long, depth=depth)
+        kernel = nvrtc.load(source, "tensor_core_backward", memory, call.device)
         parts = LONG_PARTS if long else WARPS
         steps, tiles, grid = _cut_time(call, kernel, 2 * sum(_groups(block)), parts)
         numbers = _numbers(call, (*call.x.steps, *dy.steps), (), steps)

@@ -372,7 +372,7 @@ __device__ __forceinline__ void backward_layer(char* shared, const Args& args, c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_core_backward(const Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tensor_core_backward(const Args args) {
     extern __shared__ __align__(128) char shared[];
     // Rarely used values stay in shared memory, where they occupy no registers.
     Layer* layer = reinterpret_cast<Layer*>(shared + LAYER_AT);
