@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import torch
 import tcnca
 from tcnca import ConfigError, Preprocessing
 from tcnca.models import LanguageModelHeadConfig, ModelConfig
+from tcnca.search.halving import recipe_model
 from tcnca.training import Recipe, evaluate, evaluate_run, load_recipe
 from tcnca.training.comparison import read_runs
 from tcnca.training.evaluate import Score
+from tcnca.training.logger import Meter
 from tcnca.training.provenance import read_launches
+from tcnca.training.sweeps import plan
 from tests.training.test_recipes import own_file
 from tests.training.tiny import TinyTrainer, assert_same, latest, log, losses, weights
 
@@ -46,7 +51,7 @@ def initialized(recipe: Recipe) -> tuple[tcnca.SequenceModel, bool]:
     """Return the model that a run starts with, and whether it has the head of the source."""
     task = recipe.build_task()
     model = tcnca.SequenceModel(recipe.model_config(task), task.preprocessing())
-    return model, recipe.initialize(model)
+    return model, recipe.initialize(model, recipe.load_source())
 
 
 def validations(folder: Path) -> list[tuple[int, float]]:
@@ -105,18 +110,26 @@ def test_the_first_validation_does_not_use_up_the_budget(tmp_path: Path, source:
     assert trainer.lrs[0] < 1e-4
 
 
-def test_the_first_validation_is_not_in_the_speed(tmp_path: Path, source: Path) -> None:
+def test_the_first_validation_is_not_in_the_speed(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source))
-    evaluate = trainer._evaluate
+    evaluate, pause, paused = trainer._evaluate, Meter.pause, list[bool]()
 
-    def slowly(*arguments: Any) -> Score:
-        time.sleep(0.5 if trainer.state.step == 0 else 0.0)
+    @contextlib.contextmanager
+    def counted(meter: Meter) -> Iterator[None]:
+        paused.append(True)
+        with pause(meter):
+            yield
+        paused.pop()
+
+    def checked(*arguments: Any) -> Score:
+        assert paused or trainer.state.step == 8, "only the evaluation at the end is after the last log line"
         return evaluate(*arguments)
 
-    trainer._evaluate = slowly  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(Meter, "pause", counted)
+    trainer._evaluate = checked  # type: ignore[assignment, method-assign]
     trainer.fit()
-    first = next(line for line in log(tmp_path / "run") if "tokens_per_second" in line)
-    assert first["tokens"] / first["tokens_per_second"] < 0.5
 
 
 def test_a_source_without_weights_is_named(tmp_path: Path, source: Path) -> None:
@@ -131,6 +144,15 @@ def test_a_bidirectional_source_of_a_language_model_is_named(tmp_path: Path) -> 
     TinyTrainer(tmp_path / "first", load_recipe("classify").override([*data, *STEPS, *sizes])).fit()
     with pytest.raises(ConfigError, match=r"^init_from: expected a causal model for a language model, got a bidirect"):
         initialized(finetune(tmp_path, tmp_path / "first"))
+
+
+def test_a_sweep_checks_the_source(tmp_path: Path, source: Path) -> None:
+    text = [f"data={own_file(tmp_path, 'lm')}", "data.task.chunk_size=32", f"init_from={source}"]
+    assert len(plan("finetune", [*text, "lr=1e-4,1e-3"], tmp_path / "rates").points) == 2
+    with pytest.raises(ConfigError, match=r"^d_ff=8: init_from: .*: expected shape"):
+        plan("finetune", [*text, "d_ff=8,16"], tmp_path / "sizes")
+    with pytest.raises(ConfigError, match=r"^--train: expected a recipe without init_from"):
+        recipe_model("finetune", text, "cpu")
 
 
 def test_files_of_recipes_replace_the_model_of_those_they_extend(tmp_path: Path) -> None:

@@ -59,10 +59,14 @@ def test_a_resumption_without_a_checkpoint_is_a_new_run(tmp_path: Path) -> None:
     """Its recipe and budget may differ, and its provenance is that of the new run alone."""
     TinyTrainer(tmp_path, recipe("batch.seed=1"), budget=60.0, stop_after=3).fit()
     shutil.rmtree(tmp_path / "checkpoints")
-    TinyTrainer(tmp_path, recipe("batch.seed=2"), budget=1.0, resume=True).fit()
+    TinyTrainer(tmp_path, recipe("batch.seed=2"), budget=1.0, resume=True, stop_after=3).fit()
     (found,) = read_launches(tmp_path)
     assert (found.seed, found.step, found.budget) == (2, 0, 1.0)
-    assert "| seed | 2 |" in (tmp_path / "report.md").read_text()
+    shutil.rmtree(tmp_path / "checkpoints")
+    TinyTrainer(tmp_path, recipe("batch.seed=3"), resume=True).fit()
+    (found,) = read_launches(tmp_path)
+    assert (found.seed, found.budget) == (3, 1.0)  # the budget is kept unless another is given
+    assert "| seed | 3 |" in (tmp_path / "report.md").read_text()
 
 
 def test_the_report_names_the_threads(tmp_path: Path) -> None:

@@ -202,6 +202,8 @@ def test_members_of_an_arena_build(name: str, sets: Path, tmp_path: Path) -> Non
             assert config.attention is not None
             assert config.attention.memory == (config.attention.chunk_size is not None) == member.endswith("xl")
             assert config.mixer is None
+            if name != "image-arena" and config.attention.chunk_size is None:
+                assert point.recipe.data.task["carry_state"] is False
 
 
 def test_dry_run_prints_the_commands_of_variants(tmp_path: Path) -> None:

@@ -152,15 +152,16 @@ def test_a_failed_run_does_not_end_the_others(
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_is_passed_on(tmp_path: Path, stand_in: Callable[[str], None], again: bool) -> None:
     """A run that ignores it is ended by the second, if that is not forwarded with the first."""
-    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if again else ""
-    stand_in(f"{ignoring}(place / 'ready').touch()\ntime.sleep(60)")
+    # It takes a second to save.
+    handler = "signal.SIG_IGN" if again else "lambda *_: (time.sleep(1), stop())"
+    stand_in(f"signal.signal(signal.SIGTERM, {handler})\n(place / 'ready').touch()\ntime.sleep(60)")
     sweep = planned(tmp_path, device="cpu")
 
     def send() -> None:
         while not (sweep.points[0].folder / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.2 * DUPLICATE_SECONDS if again else 0.1)
+        time.sleep(1.2 * DUPLICATE_SECONDS if again else 0.3)
         os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=send)

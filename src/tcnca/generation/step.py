@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tcnca.generation.sampling import Sampler
 from tcnca.layers import EMA, TCN, Layer
-from tcnca.layers.norm import EPS, BatchNorm, LayerNorm
+from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm
 from tcnca.models import ModelState, SequenceModel, evaluating
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
@@ -140,9 +140,9 @@ def norm_parameters(
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     scale = scale if weight is None else weight.float().expand(width)
     shift = shift if bias is None else bias.float()
-    kind = "layer" if isinstance(norm, LayerNorm) else "rms"
+    kind = {LayerNorm: "layer", RMSNorm: "rms", BatchNorm: "batch"}[type(norm)]
     if isinstance(norm, BatchNorm):
-        kind, scale = "batch", scale * torch.rsqrt(norm.running_var + EPS)
+        scale = scale * torch.rsqrt(norm.running_var + EPS)
         shift = shift - norm.running_mean * scale
     return kind, scale.contiguous(), shift.contiguous()
 

@@ -89,7 +89,7 @@ def make_packing(
         whole = _lengths(x, lengths, f"lengths{suffix}", parts * x.shape[1])
         if context is not None:
             return Packing(context.local_lengths(whole, x.shape[1]))
-        return Packing() if is_host_readable(whole) and bool((whole == x.shape[1]).all()) else Packing(whole)
+        return Packing() if _all(whole == x.shape[1]) else Packing(whole)
     if attention_mask is not None:
         packing = _masked(x, attention_mask, f"attention_mask{suffix}", context)
     elif cu_seqlens is not None:
@@ -97,6 +97,11 @@ def make_packing(
     else:
         return Packing()
     return packing if context is None else _divided(packing, context, *x.shape[:2])
+
+
+def _all(valid: Tensor) -> bool:
+    """Return whether all tokens are known to be valid; layers are faster without lengths."""
+    return is_host_readable(valid) and bool(valid.all())
 
 
 def _lengths(x: Tensor, lengths: Lengths, name: str, time: int) -> Tensor:
@@ -119,8 +124,8 @@ def _masked(x: Tensor, mask: Tensor, name: str, context: ContextParallel | None)
     mask = mask.to(device=x.device, dtype=torch.bool)
     if context is not None:
         mask = context.unshard(mask)
-    elif is_host_readable(mask) and bool(mask.all()):
-        return Packing()  # layers are faster without lengths
+    elif _all(mask):
+        return Packing()
     order = torch.argsort(~mask, dim=1, stable=True)
     return Packing(mask.sum(1), order=order)
 

@@ -31,8 +31,8 @@ WEIGHTS_FILE = "model.safetensors"
 SCALE = "_scale"
 """End of the name of the scales of an int8 matrix: `embedding.weight` has `embedding.weight_scale`."""
 
-_FREE_FIELDS = ("dropout", "init", "backend", "chunk_size", "max_length", "pad_token_id")
-"""Ends of the names of fields in which a model can differ from the one whose weights it takes over."""
+_FREE_FIELDS = ("dropout", "ff_dropout", "value_dropout", "init", "backend", "chunk_size", "max_length", "pad_token_id")
+"""Names of fields in which a model can differ from the one whose weights it takes over."""
 
 SavedDtype = Literal["float32", "bfloat16", "int8"]
 """Data type of weights in a file."""
@@ -130,9 +130,11 @@ def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool
     weights, source_weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
     _check_weights(weights, source_weights, name)
     structure = _structure(model.config)
-    for field, expected in _structure(source.config).items():
-        if structure.get(field) != expected:
-            raise CheckpointError(f"{name}: {field}: expected {expected!r}, got {structure.get(field)!r}")
+    for field, value in _structure(source.config).items():
+        if structure.get(field) != value:
+            raise CheckpointError(
+                f"{name}: {field}: expected {structure.get(field)!r}, as the model has, got {value!r}"
+            )
     for path, tensor in weights.items():
         tensor.copy_(source_weights[path])
     return same_head
@@ -163,7 +165,11 @@ def _structure(config: ModelConfig) -> dict[str, Any]:
             fields |= {f"{name}.{key}": each for key, each in value.items()}
         else:
             fields[name] = value
-    return {name: fields[name] for name in fields if not name.startswith("head.") and not name.endswith(_FREE_FIELDS)}
+    return {
+        name: value
+        for name, value in fields.items()
+        if not name.startswith("head.") and name.rpartition(".")[2] not in _FREE_FIELDS
+    }
 
 
 def saved_dtype(folder: str | Path) -> SavedDtype | None:

@@ -196,7 +196,7 @@ class RuntimeConfig(Config):
     """`float32`, or `bf16`: weights in float32, most of the arithmetic in bfloat16."""
     compile: bool | Literal["gpu"] = False
     """Whether to compile the layers with `torch.compile`; `gpu` does so on a GPU only, as a CPU needs a C++ compiler.
-    That takes 13 to 20 seconds on one H200, and about ten when code of an earlier run is found. Language models are
+    That takes 13 to 19 seconds on one H200, and about ten when code of an earlier run is found. Language models are
     compiled once for rows of all lengths, others for each of a few lengths that rows are padded to."""
     cuda_graphs: bool = False
     """Whether to launch the forward and backward pass of a batch as one CUDA graph, for each batch shape that comes up

@@ -268,7 +268,9 @@ def evaluate_run(
                 "of data.task.all_bytes and data.source"
             )
         threads = recipe.runtime.threads
-        with use_threads(threads if isinstance(threads, int) else None), logger.evaluation(split) as progress:
+        # The run may come from a machine with more cores.
+        chosen = threads != trained.runtime.threads or threads in range(1, torch.get_num_threads() + 1)
+        with use_threads(threads if chosen and threads != "auto" else None), logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
         logger.print(f"{name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")

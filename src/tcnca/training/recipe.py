@@ -172,12 +172,15 @@ class Recipe(Config):
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""
         return self._model({} if task is None else {"input": task.input, "head": task.head, "causal": task.causal})
 
-    def initialize(self, model: SequenceModel) -> bool:
-        """Copy the weights of `init_from` into a model, and return whether those of the head were copied."""
+    def load_source(self) -> SequenceModel:
+        """Return the model of `init_from`."""
         try:
-            source = load(self.init_folder)
+            return load(self.init_folder)
         except CheckpointError as error:
             raise ConfigError(f"init_from: {error}") from error
+
+    def initialize(self, model: SequenceModel, source: SequenceModel) -> bool:
+        """Copy the weights of `init_from`, loaded as `source`. Returns whether those of the head were copied."""
         try:
             return copy_weights(model, source, f"init_from: {self.init_from}")
         except CheckpointError as error:

@@ -153,7 +153,7 @@ class Trainer:
         torch.manual_seed(recipe.batch.seed)
         self.model = SequenceModel(config, self.task.preprocessing())
         if recipe.init_from is not None and latest is None:
-            same_head = recipe.initialize(self.model)
+            same_head = recipe.initialize(self.model, recipe.load_source())
             self.init_weights = checksum(find_model(recipe.init_folder) / WEIGHTS_FILE)
             self.logger.print(f"starting from {recipe.init_from}{'' if same_head else ', with a new head'}")
         self.model.to(self.dist.device)
@@ -468,10 +468,12 @@ class Trainer:
     def _adopt_budget(self) -> None:
         """Take over the budget of the run that is resumed: the learning rate follows it."""
         launches = read_launches(self.out)
-        if not launches or CheckpointManager(self.out / CHECKPOINTS, 1, self.dist).latest() is None:
+        if not launches:
             return
         before = launches[0].budget
         if self.budget is not None and self.budget != before:
+            if CheckpointManager(self.out / CHECKPOINTS, 1, self.dist).latest() is None:
+                return  # a new run begins
             text = "no budget" if before is None else f"a budget of {before:g}s"
             raise ConfigError(
                 f"--budget: expected the budget that {self.out} was started with ({text}), which the learning rate "

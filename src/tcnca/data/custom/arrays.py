@@ -340,7 +340,7 @@ def _check_count(named: NamedArray, values: NamedArray) -> None:
 def label_names(labels: NamedArray, advice: str) -> list[str]:
     """Return labels `[examples]` or `[examples, 1]` as text; `advice` says what to do with other arrays."""
     array = labels.array
-    if array.shape not in (array.shape[:1], (*array.shape[:1], 1)) or array.dtype.kind not in "iubUS":
+    if array.ndim == 0 or array.shape[1:] not in ((), (1,)) or array.dtype.kind not in "iubUS":
         raise DataError(
             f"{labels}: expected integers, booleans or strings of shape [examples] as labels, got {labels.form}; "
             f"{advice}"

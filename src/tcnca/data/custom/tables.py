@@ -194,7 +194,8 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int)
                 if delimiter == "\t" and _merges_rows(fields):
                     raise DataError(
                         f"{path}, line {line}: expected a row on one line, got a quote that opens a field of several "
-                        "rows; put the field in quotes and double those in it, or remove them"
+                        "rows; double the quotes inside the fields or remove them, and if a field has tabs and line "
+                        "breaks, write .csv or .jsonl instead"
                     )
                 yield line, dict(zip(header, fields, strict=True))
             line = blank + reader.line_num + 1

@@ -275,6 +275,7 @@ def _build_tasks(points: Sequence[Point]) -> list[Task]:
     """Build the task of each point, each data set once, and check the models against them."""
     built: dict[str, Task] = {}
     seen: dict[str, str] = {}
+    sources: dict[str, SequenceModel] = {}
     tasks = []
     for point in points:
         # Here and not in each run: data is read once, and mistakes show before hours of training.
@@ -282,8 +283,10 @@ def _build_tasks(points: Sequence[Point]) -> list[Task]:
         task = built[key] = built[key] if key in built else recipe.build_task()
         model = prefixed(f"{name}: ", functools.partial(recipe.model_config, task))
         if recipe.init_from is not None:
+            source = sources[recipe.init_from] = sources.get(recipe.init_from) or recipe.load_source()
             with torch.device("meta"):
-                prefixed(f"{name}: ", functools.partial(recipe.initialize, SequenceModel(model, task.preprocessing())))
+                target = SequenceModel(model, task.preprocessing())
+            prefixed(f"{name}: ", functools.partial(recipe.initialize, target, source))
         # Different recipes may mean one model, for example if a value is that of the preset anyway.
         whole = repr((model, dataclasses.replace(recipe, model={}, about="")))
         if whole in seen:
