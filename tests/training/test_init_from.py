@@ -21,8 +21,9 @@ from tcnca.search.halving import recipe_model
 from tcnca.training import Recipe, evaluate, evaluate_run, load_recipe
 from tcnca.training.comparison import read_runs
 from tcnca.training.evaluate import Score
-from tcnca.training.logger import Meter
+from tcnca.training.logger import Meter, read_log
 from tcnca.training.provenance import read_launches
+from tcnca.training.report import comparable_validations
 from tcnca.training.sweeps import plan
 from tests.training.test_recipes import own_file
 from tests.training.tiny import TinyTrainer, assert_same, latest, log, losses, weights
@@ -93,6 +94,7 @@ def test_the_last_model_of_a_short_run_can_be_the_best(tmp_path: Path, source: P
     assert_same(weights(tcnca.load(tmp_path / "run", best=True)), weights(trainer.model))
     counts = [line["count"] for line in log(tmp_path / "run") if line.get("split") == "validation"]
     assert counts == [counts[0], counts[0], 3 * counts[0]]  # at the start, at the end, and of the score in the report
+    assert [line["count"] for line in comparable_validations(read_log(tmp_path / "run"))] == counts[:2]
 
 
 def test_the_first_validation_does_not_use_up_the_budget(tmp_path: Path, source: Path) -> None:

@@ -259,8 +259,9 @@ class PackedStep(Step):
         self._add(self._kernels.ema, x, parts["hidden"], drive, decay, readout, _array(mixer.omega), output, y)
         return y
 
-    def _add_norm(self, norm: nn.Module, x: Array) -> Array:
+    def _add_norm(self, norm: nn.Module | None, x: Array) -> Array:
         """Add a norm; return where its output is."""
+        assert norm is not None  # models whose norms follow their layers are not packed
         kind, scale, shift = steps.norm_parameters(norm, x.shape[1])
         y = self._empty(x.shape[1])
         self._add(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Array = NDArray[np.float64]
+_LINES = ("-", "--", ":")
+"""Styles of lines, of which each has ten colors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,8 @@ def draw_validations(
     for name, color, steps, times, scores in curves:
         if len(scores):
             for axes, x in ((over_steps, steps), (over_time, times)):
-                axes.plot(x, scores, color=f"C{color % 10}", marker="o", markersize=2, label=name)
+                dashes = _LINES[color // 10 % len(_LINES)]
+                axes.plot(x, scores, color=f"C{color % 10}", linestyle=dashes, marker="o", markersize=2, label=name)
             later.append(scores[len(scores) // 4 :])
     # The range of the first quarter would make all ends look the same.
     known = np.concatenate([*later, []])

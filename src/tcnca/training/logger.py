@@ -386,11 +386,12 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / LOG
     if not path.is_file():
         return []
-    kept: dict[tuple[int, Any], dict[str, Any]] = {}
+    kept: dict[tuple[int, Any, Any], dict[str, Any]] = {}
     for line in _read_lines(path):
         while kept and next(reversed(kept))[0] > line["step"]:
             kept.popitem()
-        kept[line["step"], line.get("split")] = line
+        # A model may be validated on a part of a split and on all of it.
+        kept[line["step"], line.get("split"), line.get("count")] = line
     return list(kept.values())
 
 
