@@ -240,7 +240,7 @@ def test_invalid_csv(tmp_path: Path, content: str, message: str) -> None:
 
 def test_stray_quotes_do_not_merge_the_rows_of_a_tsv(tmp_path: Path) -> None:
     rows = "".join(f"text {n}\t{n % 2}\n" for n in range(6))
-    message = "^, line 8: expected a row on one line, got a quote that opens a field of several rows; put the field in"
+    message = "^, line 8: expected a row on one line, got a quote that opens a field of several rows; double the quotes"
     _refused(tmp_path / "a.tsv", f'text\tlabel\n{rows}"good one\t1\nbad one"\t0\n', message)
     texts = ["several\nlines, and\ta tab", 'a "quoted"\ttext', *(f"{n}" for n in range(6))]
     path = _csv(tmp_path / "b.tsv", [{"id": n, "text": text, "label": n % 2} for n, text in enumerate(texts)], "\t")
