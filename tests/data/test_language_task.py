@@ -165,6 +165,13 @@ def test_windows_continue_within_a_segment() -> None:
     np.testing.assert_array_equal(inputs, np.append(10, DISTINCT[:-1]).reshape(5, 50))
 
 
+def test_segments_of_small_splits_are_no_shorter_than_a_window() -> None:
+    """Otherwise nearly all bytes of a small file would be predicted without a context."""
+    for eval_length, segments in ((100, 2), (300, 1)):
+        (first, *_) = language(eval_length=eval_length, segments=50).eval_batches("validation", 50)
+        assert first.inputs.shape[0] == segments
+
+
 def tiny_model(task: LanguageTask) -> SequenceModel:
     return small_model("tcnca", input=task.input, head=task.head, causal=task.causal)
 

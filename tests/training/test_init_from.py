@@ -88,7 +88,8 @@ def test_weights_that_only_get_worse_are_not_the_best(tmp_path: Path, source: Pa
 
 def test_the_last_model_of_a_short_run_can_be_the_best(tmp_path: Path, source: Path) -> None:
     """Validations during training read fewer batches than the last one, which is not comparable with them."""
-    changes = ["lr=0.01", "eval.every=100", "eval.batch_size=1", "eval.batches=1", "eval.max_batches=3"]
+    limits = ["eval.batch_size=1", "eval.batches=1", "eval.max_batches=3", "data.task.eval_length=35"]
+    changes = ["lr=0.01", "eval.every=100", *limits]
     trainer = TinyTrainer(tmp_path / "run", finetune(tmp_path, source, *changes))
     trainer.fit()
     assert_same(weights(tcnca.load(tmp_path / "run", best=True)), weights(trainer.model))

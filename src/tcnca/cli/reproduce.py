@@ -113,7 +113,10 @@ def report(
 ) -> None:
     """Show all results beside the paper's, with figures, as one page of HTML and as Markdown."""
     if not results.is_dir():
-        raise ConfigError(f"{results}: expected the folder that `tcnca reproduce` writes to")
+        got = "a file" if results.exists() else "no such folder"
+        raise ConfigError(f"{results}: expected the folder that `tcnca reproduce` writes to, got {got}; check the path")
+    if readme is not None and not readme.is_file():
+        raise ConfigError(f"--readme: expected a file, got {readme}; check the path")
 
     from tcnca.report.page import fill_summary, write_report
 

@@ -153,6 +153,8 @@ def find_source(source: str | Path, folder: Path | str | None = None) -> Path:
         return prepared
     if is_dataset(str(source)):
         raise DataError(f"{source}: is not prepared in {folder}; run `tcnca data prepare {source} --out {folder}`")
+    if not exists and path.suffix:
+        raise DataError(f"{source}: no such file; check the path")
     if not exists:
         raise DataError(
             f"{source}: expected a prepared data set in {folder}, a file, or a data set of `tcnca data list`; "

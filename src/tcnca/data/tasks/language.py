@@ -34,8 +34,8 @@ class LanguageTask(Task):
     the split overlap their neighbors.
 
     Evaluation: windows of `eval_length` bytes. Without `carry_state` each window starts from an empty state; with it,
-    the split is divided into `segments` equal segments, and the state is carried from window to window in a segment, so
-    that the score does not depend on `eval_length`.
+    the split is divided into `segments` equal segments, or fewer if they would be shorter than a window, and the state
+    is carried from window to window in a segment, so that the score of a large split does not depend on `eval_length`.
 
     Tokens are the byte values that occur in the data set if it lists them, as EnWik8 does, or with `all_bytes` all 256.
     """
@@ -116,7 +116,7 @@ class LanguageTask(Task):
         split = self.eval_split(split)
         total = self._bytes(split).size
         if self.carry_state:
-            segments = min(self.segments, total)
+            segments = max(1, min(self.segments, total // self.eval_length))
             bounds = np.arange(segments + 1, dtype=np.int64) * total // segments
             begins, ends = bounds[:-1], bounds[1:]
         else:
