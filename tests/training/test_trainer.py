@@ -524,7 +524,7 @@ def test_a_wrong_input_is_named_before_the_run_directory(tmp_path: Path) -> None
     os.mkfifo(pipe)
     stored = ("stream=false", f"data.folder={folder}")
     for changes, message in [
-        ((*stored, "data=no-such.csv"), "no-such.csv: expected a prepared data set in"),
+        ((*stored, "data=no-such.csv"), "no-such.csv: no such file; check the path"),
         ((*stored, f"data={pipe}"), "expected a file or a folder, got a pipe or a device"),
         (stored, "recall-16: is not prepared in"),
         (("data=no-such-set",), "'no-such-set'"),
