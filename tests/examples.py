@@ -108,6 +108,7 @@ VARIANTS: dict[str, ModelConfig] = {family: small_config(family) for family in F
     "s4d-gated": small_config("mega", mixer=S4DConfig(d_state=4, output="none")),
     "s5": small_config("ema-mlp", mixer=S5Config(d_state=8, blocks=2), d_ff=0),
     "lru-gated": small_config("mega", mixer=LRUConfig(d_state=3)),
+    "ngrams": small_config("tcnca", ngram_sizes=[2, 4], ngram_buckets=13),
     "no-feed-forward": small_config(
         "tcnca", d_ff=0, input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, norm=True)
     ),

@@ -125,6 +125,8 @@ def _cases() -> dict[str, Case]:
         "mean": pooled("mean"),
         "first": pooled("first"),
         "last": pooled("last"),
+        # N-grams that reach over two parts.
+        "ngrams": model(LINEAR, input=TokenInputConfig(vocab_size=9, ngram_sizes=(2, 9), ngram_buckets=20)),
     }.items():
         cases[name] = Case(config)
         cases[f"{name}, state"] = Case(config, state=True)

@@ -246,6 +246,14 @@ def test_kernels_are_those_that_are_applied() -> None:
     assert tcn_kernels(layer_mixer(small_model("mega"), 0)) is None
 
 
+def test_ngrams_cost_a_row_of_each_table_and_the_last_tokens() -> None:
+    config = small_config("tcnca", ngram_sizes=[2, 4], ngram_buckets=13)
+    cost = model_costs(SequenceModel(config), 16).parts["embedding"]
+    assert cost.parameters == 88 + 2 * 13 * 8
+    assert cost.weight_bytes == 3 * 4 * 8
+    assert (cost.state_bytes, cost.moved_state_bytes) == (3 * 8, 6 * 8)
+
+
 @pytest.mark.parametrize("kind", ["tcnca", "transformer-full", "s5", "no-norm"])
 def test_influence_is_the_derivative_of_the_whole_model(kind: str) -> None:
     model, x = small_model(VARIANTS[kind]), tokens(24)
@@ -253,10 +261,10 @@ def test_influence_is_the_derivative_of_the_whole_model(kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     embedded: Tensor | None = None
 
-    def replace(_: Any, __: Any, output: Tensor) -> Tensor:
+    def replace(_: Any, __: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
         nonlocal embedded
-        embedded = output.detach().requires_grad_()
-        return embedded
+        embedded = output[0].detach().requires_grad_()
+        return embedded, None
 
     squares = []
     with model.embedding.register_forward_hook(replace):
@@ -288,7 +296,7 @@ def test_influence_estimates_the_norm_of_the_jacobian() -> None:
     model, x = small_model("tcn-mlp", num_layers=1), tokens(16)
     place = 8  # of the only output, the first of the second half
     found = [influence(model, x, positions=1, seed=seed).norms[0] ** 2 for seed in range(200)]
-    h = model.embedding(x, None)[:, : place + 1].detach()
+    h = model.embedding(x, None)[0][:, : place + 1].detach()
 
     def last_logits(embedded: Tensor) -> Tensor:
         features: Any = model.layers[0](torch.cat([h[:, :-1], embedded.view(1, 1, -1)], 1))[0]

@@ -42,6 +42,10 @@ MODELS: dict[str, ModelConfig] = {name: small_config(name) for name in ("tcnca",
     "half-rope": small_config("tcnca", shift_keys=True, qk_norm=True, position="rope", rope_fraction=0.5),
     "shift-keys-simple": small_config("tcnca-simple", shift_keys=True),
     "relu-untied": small_config("mega", activation="relu", **{"head.tie_embeddings": False}),
+    "ngrams": small_config("tcnca", ngram_sizes=[2, 4, 5], ngram_buckets=13),
+    "bigrams-scaled": small_config(
+        "mega", input=TokenInputConfig(vocab_size=VOCABULARY, scale_embeddings=True, ngram_sizes=(2,))
+    ),
 }
 
 
@@ -72,7 +76,7 @@ def assert_steps(make: Step, model: SequenceModel, batch: int, tokens: int, ragg
 
 @interpreted
 @pytest.mark.parametrize("batch", [1, 6])
-@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "qk-norm-rope"])
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "qk-norm-rope", "ngrams"])
 def test_the_kernels_equal_the_model_in_the_interpreter(name: str, batch: int) -> None:
     assert_steps(FusedStep, small_model(MODELS[name], torch.float32), batch, 5, ragged=True)
 

@@ -22,6 +22,7 @@ from tcnca.ops import TCNState, rotary_bias
 from tcnca.ops.dispatch import INTERPRETED, KERNEL_DTYPES, kernels_enabled, should_use
 from tcnca.ops.driver import PROGRAMMATIC_CAPABILITY, capture_graph, current_stream, max_shared_memory
 from tcnca.ops.ema.naive import ema_coefficients
+from tcnca.ops.ngrams import HASH_PRIME, hash_factors
 from tcnca.ops.quantize import quantize_rows
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class FusedStep(step.Step):
         for parts in layers:
             if "values" in parts:
                 parts["values"] = parts["values"].to(self.dtype).transpose(1, 2).flatten(2)
-        return step.pack(self.model, layers, self._positions + self._steps)
+        return step.pack(self.model, layers, self._positions + self._steps, self._tokens)
 
     def load(self, row: int, state: ModelState) -> None:
         """Continue one row from another state, of batch size 1."""
@@ -144,6 +145,8 @@ class FusedStep(step.Step):
         position = step.positions(state)
         self.slots[row] = (position % self._sizes).to(torch.int32)
         self._positions[row] = position[0] - self._steps
+        if self._tokens is not None and state.input is not None:
+            self._tokens[row].copy_(state.input.tokens[0])
 
     def _replay(self, sampled: bool) -> None:
         if self.token.is_cuda:
@@ -214,14 +217,8 @@ class FusedStep(step.Step):
         chunk = 1 if config.attention is None else config.attention.chunk_size or 1
         self.scores = torch.empty(batch, chunk, device=self.device)
         table = model.embedding.weight
-        self._add(
-            kernels.embed,
-            (batch, 1),
-            [self.token, table, self.x],
-            (float(model.embedding.scale),),
-            WIDTH=width,
-            COLUMNS=_power(width),
-        )
+        self._tokens = None if state.input is None else state.input.tokens.clone()
+        self._add_embedding(kernels, model.embedding)
         self._parts = step.unpack(state)
         for layer, parts in zip(model.layers, self._parts, strict=True):
             assert isinstance(layer, Layer)
@@ -236,6 +233,28 @@ class FusedStep(step.Step):
             warps=1,
             COUNT=len(sizes),
             COLUMNS=_power(len(sizes)),
+        )
+
+    def _add_embedding(self, kernels: Any, embedding: TokenEmbedding) -> None:
+        sizes, buckets = embedding.ngram_sizes, embedding.ngram_buckets
+        # Without n-grams these are never read.
+        ngram_weight, tokens, factors, first = embedding.weight, self.token, self.token, self.token
+        if embedding.ngram_weight is not None and self._tokens is not None:
+            places = {size: index * buckets for index, size in enumerate(sizes)}
+            ngram_weight, tokens = embedding.ngram_weight, self._tokens
+            factors = torch.tensor(hash_factors(sizes), device=self.device)
+            first = torch.tensor([places.get(size, -1) for size in range(1, max(sizes) + 1)], device=self.device)
+        self._add(
+            kernels.embed,
+            (self.batch, 1),
+            [self.token, embedding.weight, ngram_weight, tokens, factors, first, self.x],
+            (float(embedding.scale),),
+            WIDTH=self.model.config.d_model,
+            COLUMNS=_power(self.model.config.d_model),
+            PAST=max(sizes, default=1) - 1,
+            PAST_COLUMNS=_power(max(sizes, default=1)),
+            BUCKETS=buckets,
+            PRIME=HASH_PRIME,
         )
 
     def _add_layer(self, kernels: Any, layer: Layer, parts: step.Parts) -> None:

@@ -28,6 +28,7 @@ from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import rotary_bias
 from tcnca.ops.attention.naive import bias_max_length, rotation_table
 from tcnca.ops.ema.naive import ema_coefficients
+from tcnca.ops.ngrams import HASH_PRIME, hash_factors
 from tcnca.ops.quantize import quantize_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -85,6 +86,9 @@ class PackedStep(Step):
 
         self._x = self._empty(model.config.d_model)
         self._table = _array(model.embedding.weight * model.embedding.scale)
+        self._ngrams: _NGrams | None = None
+        if state.input is not None:
+            self._ngrams = _NGrams(model.embedding, state.input.tokens)
         for layer, parts in zip(model.layers, self._parts, strict=True):
             assert isinstance(layer, Layer)
             self._add_layer(layer, parts)
@@ -95,6 +99,8 @@ class PackedStep(Step):
     def __call__(self, token: Tensor) -> Tensor:
         """Take a step."""
         np.take(self._table, token.numpy(), axis=0, out=self._x)
+        if self._ngrams is not None:
+            self._x += self._ngrams(token.numpy())
         if self.threads > 1:
             self._set_num_threads(self.threads)
         for run in self._ops:
@@ -113,7 +119,8 @@ class PackedStep(Step):
             }
             for parts in self._parts
         ]
-        return pack(self.model, layers, torch.from_numpy(self._positions))
+        tokens = None if self._ngrams is None else torch.from_numpy(self._ngrams.tokens)
+        return pack(self.model, layers, torch.from_numpy(self._positions), tokens)
 
     @torch.no_grad()
     def load(self, row: int, state: ModelState) -> None:
@@ -124,6 +131,8 @@ class PackedStep(Step):
             for name, part in new.items():
                 parts[name][row] = _array(part)[0]
         self._positions[row] = positions(state).item()
+        if self._ngrams is not None and state.input is not None:
+            self._ngrams.tokens[row] = state.input.tokens[0].numpy()
 
     # The kernels of a step, in order.
 
@@ -290,6 +299,25 @@ class PackedStep(Step):
         kind, active = self._kernels.ACTIVATIONS[function], active or (0, len(weight))
         args = matrix, _array(scale), _array(bias), y, start, accumulate, kind, *active
         self._add(self._linear, x, *args, self.threads)
+
+
+class _NGrams:
+    """The sum of the embeddings of the n-grams that end at a token; see `tcnca.ops.hash_ngrams`."""
+
+    def __init__(self, embedding: TokenEmbedding, tokens: Tensor) -> None:
+        assert embedding.ngram_weight is not None
+        self.tokens = tokens.numpy().copy()
+        self._weight = _array(embedding.ngram_weight * embedding.scale)
+        self._factors = np.array(hash_factors(embedding.ngram_sizes)[::-1])
+        self._lags = np.array(embedding.ngram_sizes) - 1
+        self._buckets = embedding.ngram_buckets
+        self._first = np.arange(len(self._lags)) * self._buckets
+
+    def __call__(self, token: Array) -> Array:
+        window = np.concatenate([self.tokens, token[:, None] + 1], 1)
+        self.tokens[:] = window[:, 1:]
+        sums = (window * self._factors % HASH_PRIME)[:, ::-1].cumsum(1)[:, self._lags]
+        return self._weight[sums % HASH_PRIME % self._buckets + self._first].sum(1)
 
 
 def _array(tensor: Tensor) -> Array:

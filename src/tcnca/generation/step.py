@@ -16,7 +16,7 @@ from tcnca.layers.norm import EPS, BatchNorm, LayerNorm, RMSNorm
 from tcnca.models import ModelState, SequenceModel, evaluating
 from tcnca.models.heads import LanguageModelHead
 from tcnca.models.inputs import TokenEmbedding
-from tcnca.ops import AttentionState, EMAState, TCNState
+from tcnca.ops import AttentionState, EMAState, NGramState, TCNState
 
 Quantization = Literal["int8"]
 CacheDtype = Literal["float8"]
@@ -111,8 +111,11 @@ def unpack(state: ModelState) -> list[Parts]:
     return layers
 
 
-def pack(model: SequenceModel, layers: list[Parts], position: Tensor) -> ModelState:
-    """Return the state of which `unpack` gives these tensors, as a copy; `position` is `[batch]`."""
+def pack(model: SequenceModel, layers: list[Parts], position: Tensor, tokens: Tensor | None = None) -> ModelState:
+    """Return the state of which `unpack` gives these tensors, as a copy.
+
+    `position` is `[batch]`, `tokens` those of the state of n-grams.
+    """
     empty = model.initial_state(len(position))
     packed = []
     for layer, parts in zip(empty.layers, layers, strict=True):
@@ -127,7 +130,7 @@ def pack(model: SequenceModel, layers: list[Parts], position: Tensor) -> ModelSt
             last_key = parts["last_key"].clone() if "last_key" in parts else None
             attention = AttentionState(parts["keys"].clone(), parts["values"].clone(), position.clone(), last_key)
         packed.append(type(layer)(mixer, attention))
-    return ModelState(tuple(packed), None, empty.signature)
+    return ModelState(tuple(packed), None, empty.signature, None if tokens is None else NGramState(tokens.clone()))
 
 
 def norm_parameters(

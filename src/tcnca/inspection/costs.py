@@ -13,8 +13,9 @@ from torch import nn
 
 from tcnca.layers import TCN, CDILConfig, Layer, Mixer, TCNConfig
 from tcnca.layers.structure import Structure
-from tcnca.models import ModelConfig, SequenceModel, TokenInputConfig
+from tcnca.models import ModelConfig, SequenceModel
 from tcnca.models.heads import LanguageModelHead
+from tcnca.models.inputs import TokenEmbedding
 from tcnca.ops import EMAState, LongConvState, lag_counts
 
 PARTS = ("embedding", "mixer", "attention", "projections", "feed-forward", "norms", "head")
@@ -88,15 +89,21 @@ def _outer_costs(model: SequenceModel) -> dict[str, Cost]:
         if name.startswith("layers."):
             continue
         part, size = _part(name), parameter.numel() * parameter.element_size()
-        if parameter is embedding and isinstance(model.config.input, TokenInputConfig):
-            size //= len(embedding)  # one row
+        if part == "embedding" and isinstance(model.embedding, TokenEmbedding) and parameter.ndim == 2:
+            rows = 1 if parameter is embedding else len(model.embedding.ngram_sizes)
+            size = size // len(parameter) * rows
         elif part == "head" and not macs:
             size = 0  # it runs once for each sequence
         costs[part] += Cost(parameters=parameter.numel(), weight_bytes=size if streams else 0)
     tied = isinstance(model.head, LanguageModelHead) and model.head.weight is None
     costs["head"] += Cost(macs=macs, weight_bytes=embedding.numel() * embedding.element_size() if tied else 0)
-    if streams and (pool := model.head.initial_state(1, embedding)) is not None:
-        costs["head"] += Cost(state_bytes=pool.nbytes, moved_state_bytes=2 * pool.nbytes)
+    if streams:
+        for part, state in (
+            ("embedding", model.embedding.initial_state(1)),
+            ("head", model.head.initial_state(1, embedding)),
+        ):
+            size = 0 if state is None else state.nbytes
+            costs[part] += Cost(state_bytes=size, moved_state_bytes=2 * size)
     return costs
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import abc
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, NonNegativeInt, Width
+from tcnca.config import Config, NonNegativeInt, Range, Width
 from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_features, make_norm
 from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
-from tcnca.ops import check_tensor, check_values
+from tcnca.ops import NGramState, check_tensor, check_values, hash_ngrams, initial_ngram_state
+
+_BUCKETS = 2**15
 
 
 class InputConfig(Config, abc.ABC):
@@ -36,9 +39,18 @@ class TokenInputConfig(InputConfig, kind="tokens"):
     """Whether embeddings are multiplied by √d_model."""
     pad_token_id: NonNegativeInt | None = None
     """Token that means padding: it is masked where neither lengths nor a mask are given."""
+    ngram_sizes: tuple[Annotated[int, Range(2, 32)], ...] = ()
+    """Numbers of tokens of n-grams that have embeddings, such as `[2, 3, 4]`: at each token, those of the n-grams that
+    end there are added to its own. They take memory, but little time."""
+    ngram_buckets: Width = _BUCKETS
+    """Rows of the table of embeddings of each size. A hash assigns n-grams to them; some share a row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if list(self.ngram_sizes) != sorted(set(self.ngram_sizes)):
+            raise ConfigError(f"ngram_sizes: expected increasing numbers, got {list(self.ngram_sizes)}")
+        if self.ngram_buckets != _BUCKETS and not self.ngram_sizes:
+            raise ConfigError("ngram_buckets: expected ngram_sizes, such as [2, 3, 4], got none")
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ConfigError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
 
@@ -70,6 +82,18 @@ class Embedding(nn.Module, abc.ABC):
 
     weight: nn.Parameter
     pad_token_id: int | None = None
+    signature: str = ""
+    """What two models must share for one to continue from a state of the other; empty if the input has no state."""
+
+    @abc.abstractmethod
+    def forward(
+        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
+    ) -> tuple[Tensor, NGramState | None]:
+        """Map `x` to `[batch, time, d_model]`; also return the new state if it is requested and there is one."""
+
+    def initial_state(self, batch: int) -> NGramState | None:
+        """Return the state before the first token; None if the input has none."""
+        return None
 
     @abc.abstractmethod
     def check_shape(self, name: str, x: Tensor) -> None:
@@ -88,11 +112,18 @@ class TokenEmbedding(Embedding):
         self.scale = math.sqrt(d_model) if config.scale_embeddings else 1.0
         self.norm = make_norm(norm, d_model) if config.norm else None
         self.pad_token_id = config.pad_token_id
+        self.ngram_sizes, self.ngram_buckets = config.ngram_sizes, config.ngram_buckets
+        self.ngram_weight: nn.Parameter | None = None
+        if self.ngram_sizes:
+            self.ngram_weight = nn.Parameter(torch.empty(len(self.ngram_sizes) * self.ngram_buckets, d_model))
+            self.signature = f"n-grams of {', '.join(map(str, self.ngram_sizes))} tokens"
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the embeddings, N(0, 1 / d_model); that of the padding is 0."""
+        """Initialize the embeddings, N(0, 1 / d_model); those of the padding and of n-grams are 0."""
         init_normal(self.weight, self.weight.shape[1] ** -0.5)
+        if self.ngram_weight is not None:
+            nn.init.zeros_(self.ngram_weight)
         if self.pad_token_id is not None:
             nn.init.zeros_(self.weight[self.pad_token_id])
 
@@ -114,10 +145,22 @@ class TokenEmbedding(Embedding):
             VocabularyError,
         )
 
-    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+    def initial_state(self, batch: int) -> NGramState | None:
+        """Return the state before the first token; None without n-grams."""
+        return initial_ngram_state(batch, self.ngram_sizes, self.weight.device) if self.ngram_sizes else None
+
+    def forward(
+        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
+    ) -> tuple[Tensor, NGramState | None]:
         """Map tokens `[batch, time]` (int64) to `[batch, time, d_model]`."""
-        embedded = nn.functional.embedding(x, self.weight) * self.scale
-        return embedded if self.norm is None else self.norm(embedded, lengths)
+        embedded, new = nn.functional.embedding(x, self.weight), None
+        if self.ngram_weight is not None:
+            rows, new = hash_ngrams(
+                x, self.ngram_sizes, self.ngram_buckets, lengths=lengths, state=state, return_state=return_state
+            )
+            embedded = embedded + nn.functional.embedding(rows, self.ngram_weight).sum(-2)
+        embedded = embedded * self.scale
+        return embedded if self.norm is None else self.norm(embedded, lengths), new
 
 
 class ValueEmbedding(Embedding):
@@ -149,9 +192,11 @@ class ValueEmbedding(Embedding):
         wide = x.unsqueeze(-1) if x.dim() == 2 and features == 1 else x
         check_features(name, wide, features, None if raw else self.weight)
 
-    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
+    ) -> tuple[Tensor, None]:
         """Map `[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`."""
         x = x if x.dim() == 3 else x.unsqueeze(-1)
         x = x if self.standardize is None else self.standardize(x)
         embedded = x.to(self.weight.dtype) @ self.weight + self.bias
-        return embedded if self.norm is None else self.norm(embedded, lengths)
+        return embedded if self.norm is None else self.norm(embedded, lengths), None

@@ -22,7 +22,7 @@ from tcnca.models.inputs import InputConfig, TokenInputConfig
 from tcnca.models.packing import Lengths, Packing, make_packing
 from tcnca.models.prediction import Predictions, predict
 from tcnca.models.preprocessing import Preprocessing
-from tcnca.ops import State, autocasts, check_values, current_context, length_mask, zero_padding
+from tcnca.ops import NGramState, State, autocasts, check_values, current_context, length_mask, zero_padding
 from tcnca.ops.state import MAX_POSITION
 
 _LARGE_STATE = 2**30
@@ -91,11 +91,13 @@ class ModelState(State):
         layers: one state for each layer.
         pool: the state of the head, if it pools over time.
         signature: the structure of the model that the state belongs to.
+        input: the state of the input, if it has embeddings of n-grams.
     """
 
     layers: tuple[LayerState, ...]
     pool: PoolState | None
     signature: str
+    input: NGramState | None = None
 
 
 class ModelOutput(NamedTuple):
@@ -213,7 +215,8 @@ class SequenceModel(nn.Module):
             raise StateError(f"batch: expected at least 1, got {batch}")
         self._check_state_size(batch)
         pool = self.head.initial_state(batch, self.embedding.weight)
-        return ModelState(tuple(layer.initial_state(batch) for layer in self._layers()), pool, self._signature)
+        layers = tuple(layer.initial_state(batch) for layer in self._layers())
+        return ModelState(layers, pool, self._signature, self.embedding.initial_state(batch))
 
     @suggest_arguments(
         {
@@ -277,19 +280,19 @@ class SequenceModel(nn.Module):
         self._check_documents(second, lengths2 is not None or attention_mask2 is not None)
         if return_state or state is not None:
             self._check_streams()
-        features, packing, states = self._encode(
+        features, packing, states, tokens = self._encode(
             "x", x, lengths, attention_mask, cu_seqlens, max_seqlen, state, return_state, inplace
         )
         pooled, pool = self.head.pool(features, packing.lengths, None if state is None else state.pool, return_state)
         if second is not None:
-            features, other, _ = self._encode(
+            features, other, *_ = self._encode(
                 "second", second, lengths2, attention_mask2, None, None, None, False, False
             )
             if features.shape[0] != pooled.shape[0]:
                 raise InputError(f"second: expected a batch of {pooled.shape[0]}, like x, got {features.shape[0]}")
             pooled = self.head.combine(pooled, self.head.pool(features, other.lengths, None, False)[0])
         logits = self.head(pooled, packing, x.shape[1], self.embedding.weight)
-        new = ModelState(states, pool, self._signature) if return_state else None
+        new = ModelState(states, pool, self._signature, tokens) if return_state else None
         if new is not None and not torch.compiler.is_compiling():
             # Its parts need no check when it comes back; a copy, or what is read from a file, has another identity.
             object.__setattr__(new, "_made_as", id(new))
@@ -306,8 +309,11 @@ class SequenceModel(nn.Module):
         state: ModelState | None,
         return_state: bool,
         inplace: bool,
-    ) -> tuple[Tensor, Packing, tuple[LayerState, ...]]:
-        """Return the features of right-padded rows, zero at padding, their packing and the layers' new states."""
+    ) -> tuple[Tensor, Packing, tuple[LayerState, ...], NGramState | None]:
+        """Return the features of right-padded rows, zero at padding, their packing and the new states.
+
+        Those of the layers are first, that of the input is last.
+        """
         self.embedding.check_shape(name, x)
         x = x if x.is_floating_point() else x.long()  # narrow types lack operations, and bounds may not fit them
         pad_token_id = self.embedding.pad_token_id
@@ -327,7 +333,8 @@ class SequenceModel(nn.Module):
             mask = length_mask(valid, rows.shape[1])
             rows = rows.masked_fill(~(mask if rows.dim() == 2 else mask.unsqueeze(-1)), 0)
         self.embedding.check_values(name, rows)
-        h = zero_padding(self.dropout(self.embedding(rows, valid)), valid)
+        h, tokens = self.embedding(rows, valid, None if state is None else state.input, return_state)
+        h = zero_padding(self.dropout(h), valid)
         if inplace and state is not None and not torch.compiler.is_compiling():
             state.consume()  # before the layers: a failing call leaves it partly overwritten
         states = []
@@ -336,7 +343,7 @@ class SequenceModel(nn.Module):
             h, new = layer(h, lengths=valid, state=before, return_state=return_state, inplace=inplace)
             states.append(new)
         h = h if self.norm is None else self.norm(h, valid)
-        return zero_padding(h, valid), packing, tuple(states)
+        return zero_padding(h, valid), packing, tuple(states), tokens
 
     def macs_per_token(self, length: int) -> int:
         """Return the multiply-accumulate operations for one token of a sequence of `length`, on average.
@@ -355,7 +362,8 @@ class SequenceModel(nn.Module):
         attention = "no attention" if block.attention is None else block.attention.signature
         kind = "gated" if config.gated else "residual"
         layers = f"{config.num_layers} {kind} layers of d_model {config.d_model}"
-        self._signature = f"{layers}, {mixer}, {attention}, {self.head.signature}"
+        parts = (layers, mixer, attention, self.head.signature, self.embedding.signature)
+        self._signature = ", ".join(part for part in parts if part)
         self._state_bytes = 0
         if self.streams:
             # On the `meta` device a state of any size takes no memory.
@@ -366,9 +374,11 @@ class SequenceModel(nn.Module):
             if block.attention is not None:
                 attention_state = block.attention.initial_state(1, meta, like.dtype)
             layer, pool = LayerState(mixer_state, attention_state), self.head.initial_state(1, like)
-            self._example = ModelState((layer,) * config.num_layers, pool, self._signature)
+            tokens = self.embedding.initial_state(1)
+            self._example = ModelState((layer,) * config.num_layers, pool, self._signature, tokens)
             self._example_tensors = self._example.tensors()
-            self._state_bytes = layer.nbytes * config.num_layers + (0 if pool is None else pool.nbytes)
+            others = sum(0 if part is None else part.nbytes for part in (pool, tokens))
+            self._state_bytes = layer.nbytes * config.num_layers + others
 
     def _check_documents(self, second: Tensor | None, described: bool) -> None:
         """Raise an InputError unless there is a second document for a model of pairs, and for no other."""
@@ -393,7 +403,7 @@ class SequenceModel(nn.Module):
             raise StateError(f"state: expected one of {self._signature}, got one of another model, {state.signature}")
         if not torch.compiler.is_compiling() and getattr(state, "_made_as", None) != id(state):
             self._check_parts(state)
-        parts = (state.layers[0], state.pool)
+        parts = (state.layers[0], state.pool, state.input)
         tensor = next((tensor for part in parts if part is not None for tensor in part.tensors().values()), None)
         if tensor is None:
             return  # a model of feed-forward nets only has an empty state

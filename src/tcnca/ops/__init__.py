@@ -24,6 +24,7 @@ from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMAActivation, EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
 from tcnca.ops.long_conv import LongConvState, fft_convolve, initial_long_conv_state, long_conv
+from tcnca.ops.ngrams import NGramState, hash_ngrams, initial_ngram_state
 from tcnca.ops.padding import advance, length_mask, roll_time, take_time, zero_padding
 from tcnca.ops.ssm.api import ScanBackend, SSMBackend, SSMState, diagonal_scan, initial_ssm_state, ssm
 from tcnca.ops.ssm.naive import ssm_kernel
@@ -42,6 +43,7 @@ __all__ = [
     "EMABackend",
     "EMAState",
     "LongConvState",
+    "NGramState",
     "SSMBackend",
     "SSMState",
     "ScanBackend",
@@ -62,9 +64,11 @@ __all__ = [
     "ema",
     "ema_kernel",
     "fft_convolve",
+    "hash_ngrams",
     "initial_attention_state",
     "initial_ema_state",
     "initial_long_conv_state",
+    "initial_ngram_state",
     "initial_ssm_state",
     "initial_tcn_state",
     "lag_counts",

@@ -21,6 +21,7 @@ from tcnca.models import (
     PairHeadConfig,
     RegressionHeadConfig,
     SequenceModel,
+    TokenInputConfig,
     ValueInputConfig,
     load,
     preset,
@@ -87,13 +88,19 @@ class Recipe(Config):
     """How to compute."""
     cpu: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
     """Changes to make where the run is on a CPU; see `for_device`."""
+    tokens: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
+    """Changes of `model` to make where it reads tokens, such as text, for recipes that take sequences of numbers as
+    well."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "cpu", canonical(Recipe, self.cpu))
+        for name in ("cpu", "tokens"):
+            object.__setattr__(self, name, canonical(Recipe, getattr(self, name)))
+        if others := [path for path in self.tokens if not _overlap(path, "model")]:
+            raise ConfigError(f"tokens.{others[0]}: expected a key of model, such as tokens.model.ngram_sizes")
 
     def override(self, changes: Mapping[str, Any] | Iterable[str] = (), /, **fields: Any) -> Self:
-        """Return a copy with some keys changed, also where `cpu` changes them.
+        """Return a copy with some keys changed, also where `cpu` and `tokens` change them.
 
         A key is named in full (`optimizer.lr=1e-3`), or by its last name if no other has it (`lr=1e-3`,
         `num_layers=4`). `data=my.txt` and `model=mega-text` set `data.source` and `model.preset`. A model to start
@@ -108,9 +115,12 @@ class Recipe(Config):
         paths = canonical(type(self), {**changes, **fields})
         before = self
         if self.init_from is None and paths.get("init_from") is not None:
-            before = dataclasses.replace(self, model={}, cpu=_without_model(self.cpu))
-        kept = {key: value for key, value in before.cpu.items() if not any(_overlap(key, path) for path in paths)}
-        return apply(dataclasses.replace(before, cpu=kept), paths)
+            before = dataclasses.replace(self, model={}, cpu=_without_model(self.cpu), tokens={})
+        cpu, tokens = (
+            {key: value for key, value in section.items() if not any(_overlap(key, path) for path in paths)}
+            for section in (before.cpu, before.tokens)
+        )
+        return apply(dataclasses.replace(before, cpu=cpu, tokens=tokens), paths)
 
     def for_device(self, device: str) -> Recipe:
         """Return the recipe of a run on a kind of device: except on `cuda`, with the changes of its key `cpu` made."""
@@ -198,11 +208,14 @@ class Recipe(Config):
     def _model(self, from_task: Mapping[str, Any]) -> ModelConfig:
         changes = dict(self.model)
         name = changes.pop("preset", None)
+        for_tokens = {path.removeprefix("model."): value for path, value in self.tokens.items()}
+
+        def changed(config: ModelConfig) -> ModelConfig:
+            config = config.override(changes)
+            return config.override(for_tokens) if isinstance(config.input, TokenInputConfig) else config
+
         if self.init_from is None:
-            return prefixed(
-                "model.",
-                lambda: (ModelConfig(**from_task) if name is None else preset(name).model).override(changes),
-            )
+            return prefixed("model.", lambda: changed(ModelConfig(**from_task) if name is None else preset(name).model))
         if name is not None:
             raise ConfigError(f"model.preset: expected none with init_from, whose structure the model has, got {name}")
         try:
@@ -214,7 +227,7 @@ class Recipe(Config):
         wanted: dict[str, Any] = {
             key: _resized(getattr(start, key), from_task[key]) for key in from_task if key != "causal"
         }
-        return prefixed("model.", lambda: dataclasses.replace(start, **wanted).override(changes))
+        return prefixed("model.", lambda: changed(dataclasses.replace(start, **wanted)))
 
 
 def _resized(start: Config, wanted: Config) -> Config:
@@ -227,8 +240,12 @@ def _resized(start: Config, wanted: Config) -> Config:
 
 
 def _without_model(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return canonical changes but those of the model, on a CPU as well."""
-    return {path: value for path, value in changes.items() if not _overlap(path.removeprefix("cpu."), "model")}
+    """Return canonical changes but those of the model, on a CPU and for tokens as well."""
+    return {
+        path: value
+        for path, value in changes.items()
+        if not _overlap(path.removeprefix("cpu.").removeprefix("tokens."), "model")
+    }
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -64,15 +64,46 @@ def normalize(x, valid, scale, shift, eps, WIDTH: tl.constexpr, NORM: tl.constex
 
 
 @triton.jit
-def embed(token, table, x, factor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Write the embedding of each row's token."""
+def embed(
+    token,
+    table,
+    ngram_table,
+    past,
+    factors,
+    first,
+    x,
+    factor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAST: tl.constexpr,
+    PAST_COLUMNS: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    PRIME: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the embedding of each row's token, plus those of the n-grams that end there, and keep the token.
+
+    With `PAST` 0 there are no n-grams. `first` has the first row of the table for each length, or -1.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    value = tl.load(table + tl.load(token + row) * WIDTH + column, mask=column < WIDTH, other=0.0)
-    tl.store(x + row * WIDTH + column, (value.to(tl.float32) * factor).to(x.dtype.element_ty), mask=column < WIDTH)
+    last = tl.load(token + row)
+    value = tl.load(table + last * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if PAST > 0:
+        total = (last + 1) * tl.load(factors) % PRIME
+        for lag in range(1, PAST + 1):
+            total = (total + tl.load(past + (row + 1) * PAST - lag) * tl.load(factors + lag)) % PRIME
+            begin = tl.load(first + lag)
+            place = (total % BUCKETS + begin) * WIDTH + column
+            value += tl.load(ngram_table + place, mask=(column < WIDTH) & (begin >= 0), other=0.0).to(tl.float32)
+        slot = tl.arange(0, PAST_COLUMNS)
+        kept = tl.load(past + row * PAST + slot + 1, mask=slot + 1 < PAST, other=0)
+        tl.debug_barrier()  # all threads have read what is overwritten
+        tl.store(past + row * PAST + slot, tl.where(slot + 1 < PAST, kept, last + 1), mask=slot < PAST)
+    tl.store(x + row * WIDTH + column, (value * factor).to(x.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit
