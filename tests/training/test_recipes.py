@@ -17,7 +17,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from tcnca import SequenceModel, presets
+from tcnca import ClassifierHeadConfig, SequenceModel, TokenInputConfig, ValueInputConfig, presets
 from tcnca.cli import app
 from tcnca.errors import ConfigError
 from tcnca.layers import Mixer
@@ -403,6 +403,28 @@ def test_changes_for_a_cpu() -> None:
     assert changed.for_device("cuda") == on_gpu.override(["num_layers=7"])
     with pytest.raises(ConfigError, match=r"d_modle: did you mean model\.d_model\?"):
         recipe.override(["cpu.d_modle=3"])
+
+
+def test_changes_for_tokens() -> None:
+    recipe, text = load_recipe("classify"), {"head": ClassifierHeadConfig(), "causal": False}
+    values = text | {"input": ValueInputConfig()}
+
+    def sizes(recipe: Recipe) -> tuple[int, ...]:
+        found = recipe._model(text).input
+        assert isinstance(found, TokenInputConfig)
+        return found.ngram_sizes
+
+    assert sizes(recipe) == (2, 3, 4, 5)
+    assert recipe._model(values).input == ValueInputConfig()
+    # What a user sets, and the model of `init_from`, take their place.
+    assert sizes(recipe.override(["ngram_sizes=[2]", "ngram_buckets=100"])) == (2,)
+    assert sizes(recipe.override(["ngram_sizes=[]"])) == ()
+    assert sizes(recipe.override(["tokens.ngram_sizes=[3, 4]"])) == (3, 4)
+    assert sizes(recipe.override(["init_from=pretrained"])) == ()
+    with pytest.raises(ConfigError, match=r"tokens\.optimizer\.lr: expected a key of model"):
+        recipe.override(["tokens.lr=1"])
+    with pytest.raises(ConfigError, match="ngram_sizes"):
+        recipe.override(["ngram_sizes=[2]"])._model(values)
 
 
 def test_warmup_that_is_longer_than_the_run_is_cut() -> None:

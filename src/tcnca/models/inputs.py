@@ -16,7 +16,7 @@ from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
 from tcnca.ops import NGramState, check_tensor, check_values, hash_ngrams, initial_ngram_state
 
-_BUCKETS = 2**15
+_BUCKETS = 2**14
 
 
 class InputConfig(Config, abc.ABC):

@@ -42,7 +42,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 def build_optimizers(model: SequenceModel, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a run, which together train every parameter once."""
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    # Several times as fast for large tables of embeddings.
+    fused = all(parameter.device.type in ("cuda", "cpu") for parameter in model.parameters())
     groups, optimizers = parameter_groups(model, config), list[torch.optim.Optimizer]()
     if config.name == "muon":
         linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
@@ -53,7 +54,7 @@ def build_optimizers(model: SequenceModel, config: OptimizerConfig) -> list[torc
         for each in groups:
             each["params"] = [parameter for parameter in each["params"] if parameter not in hidden]
     groups = [group for group in groups if group["params"]]
-    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu))
+    optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
     return optimizers
 
 
