@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 
 from tcnca.config import Config
 from tcnca.data.custom.arrays import VALUE_NAMES, NamedArray, label_names
-from tcnca.data.custom.numeric_tables import NumberParser, add_header, block_rows, field_text, split_names
+from tcnca.data.custom.numeric_tables import (
+    NumberParser,
+    add_header,
+    block_rows,
+    check_order,
+    field_text,
+    split_names,
+)
 from tcnca.data.custom.options import list_names, unknown_name
 from tcnca.data.custom.tables import (
     PAIR_NAMES,
@@ -210,6 +217,8 @@ class RowReader(Reader):
             yield Example(place, row, inputs, target, self.columns, size)
         if self.header and not self._rows:
             self.columns, targets = self._find_columns(self.header)
+            if self._parser is not None and self.kind == "forecast":
+                raise DataError(f"{self.name}: expected time steps of a series, got no rows; add some")
 
     def _parse(self, parser: NumberParser, rows: Sequence[Row]) -> NDArray[np.float32]:
         """Return the numbers of rows, `[rows, columns]`."""
@@ -222,6 +231,9 @@ class RowReader(Reader):
         """Return all rows as a series, `[time, features]`."""
         parts: list[NDArray[np.float32]] = []
         while block := list(itertools.islice(rows, block_rows(len(self.columns)))):
+            if not parts and self.options.values is None:
+                first = {name: [field_text(row.get(name)).strip() for _, row in block] for name in block[0][1]}
+                check_order(self.name, first, parser.decimal_commas)
             parts.append(self._parse(parser, block))
             self._rows += len(block)
             if len(parts) % _CHECKED_PARTS == 0:

@@ -84,7 +84,9 @@ class NumericTable:
         line, header = next(self._rows, (0, []))
         self.columns = [name.strip() for name in header]
         if twice := _first_twice(self.columns):
-            raise DataError(f"{path}, line {line}: expected different column names, got {shown(twice)} twice")
+            raise DataError(
+                f"{path}, line {line}: expected different column names, got {shown(twice)} twice; rename one of them"
+            )
 
     @functools.cached_property
     def head(self) -> list[Fields]:
@@ -266,7 +268,7 @@ def _find_roles(table: NumericTable, options: CustomOptions) -> _Roles:
                 "columns to read with --values"
             )
         if kind == "forecast":
-            _check_order(table, [name for name in table.columns if _TIME_NAME.fullmatch(name.lower())])
+            check_order(table.path, table.peeked, table.decimal_commas)
     used = [*values, *(name for name in (label, options.split) if name is not None), *targets]
     if twice := _first_twice(used):
         raise DataError(f"{path}: column {shown(twice)} has two roles; choose another column for one of them")
@@ -295,10 +297,10 @@ def _find_target(table: NumericTable, candidates: Sequence[str], known: Collecti
         return found[0]
     what = "the class" if option == "label" else "the value to predict"
     state = f"columns {list_names(found)} could each be" if found else "no column is obviously"
-    series = ", or give --kind forecast if each row is a time step" if kind == "classification" else ""
+    series = ", values to predict with --targets, or give --kind forecast if each row is a time step"
     raise DataError(
         f"{table.path}: {state} {what} of each row; choose one of {list_names(table.columns)}{table.origin} with "
-        f"--{option}{series}"
+        f"--{option}{series if kind == 'classification' else ''}"
     )
 
 
@@ -307,20 +309,21 @@ def _counts_rows(name: str) -> bool:
     return name.lower() in _INDEX_NAMES or _TIME_NAME.fullmatch(name.lower()) is not None
 
 
-def _check_order(table: NumericTable, columns: Sequence[str]) -> None:
-    """Raise a DataError if the times of the first rows decrease, as the newest are the first in some files."""
-    for name in columns:
-        fields = table.peeked[name]
+def check_order(path: Path | str, columns: Mapping[str, Sequence[str]], decimal_commas: bool) -> None:
+    """Raise a DataError if the times in the first fields of columns decrease: some files have the newest first."""
+    for name, fields in columns.items():
         times: Sequence[Any] = fields
-        if all(_is_number(field, table.decimal_commas) for field in fields):
+        if not _TIME_NAME.fullmatch(name.lower()):
+            continue
+        if all(_is_number(field, decimal_commas) for field in fields):
             times = [float(field.replace(",", ".")) for field in fields]
         elif not all(re.match(r"\d{4}-\d\d-\d\d", field) for field in fields):
             continue
         if len(times) > 2 and all(map(operator.gt, times, times[1:])):
             raise DataError(
-                f"{table.path}: expected rows from the first time to the last, got {fields[0]!r} before {fields[1]!r} "
-                f"in column {shown(name)}; reverse their order, or choose the columns to read with --values to read "
-                "them as they are"
+                f"{path}: expected rows from the first time to the last, got {shown(fields[0])} before "
+                f"{shown(fields[1])} in column {shown(name)}; reverse their order, or name the columns of numbers with "
+                "--values to read the rows as they are"
             )
 
 
@@ -328,7 +331,15 @@ def split_names(names: str, columns: Sequence[str], path: Path) -> list[str]:
     """Return the columns of an option, which are separated by commas; a name with a comma is in quotes."""
     if names in columns:
         return [names]
-    found = [name.strip() for name in next(csv.reader([names], skipinitialspace=True), [])]
+    try:
+        found = [name.strip() for name in next(csv.reader([names], skipinitialspace=True, strict=True), [])]
+    except csv.Error:
+        found = []
+    if not found:
+        raise DataError(
+            f"{path}: expected names of columns, separated by commas, got {shown(names)}; choose from "
+            f"{list_names(columns)}"
+        )
     known = set(columns)
     for name in found:
         if name not in known:
@@ -357,17 +368,19 @@ class NumberParser:
 
     Attributes:
         mark: of the decimals so far, a comma or a point; empty if there were none.
+        decimal_commas: whether numbers may have decimal commas.
     """
 
     def __init__(self, name: Path | str, columns: Sequence[str], decimal_commas: bool, advice: str = "") -> None:
         self.mark = ""
-        self._name, self._columns, self._decimal_commas, self._advice = name, columns, decimal_commas, advice
+        self.decimal_commas = decimal_commas
+        self._name, self._columns, self._advice = name, columns, advice
 
     def parse(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> NDArray[np.float32]:
         """Return the numbers of rows as `[rows, columns]`; `lines` are their places."""
         fields = list(itertools.chain.from_iterable(rows))
         text = "\n".join(fields)
-        if self._decimal_commas:
+        if self.decimal_commas:
             self._check_marks(fields, text, lines)
             if "," in text:
                 fields = [field.replace(",", ".") for field in fields]
@@ -416,12 +429,13 @@ class NumberParser:
             got, todo = got if bare else "an empty field", "fill it in, for example with the value before"
         elif "," in bare:
             todo = "write decimals with a point, without separators of thousands"
-            if re.fullmatch(r"[+-]?\d+,\d+", bare):
-                todo += ", or separate the columns by semicolons, where numbers may have decimal commas"
+            if not self.decimal_commas:
+                todo += ", or separate the columns by semicolons if it is a decimal comma"
         elif NUMBER.fullmatch(bare) or bare.lower().lstrip("+-") in ("inf", "infinity"):
             expected = "a finite float32 number"
         return DataError(
-            f"{self._place(place, lines)}: expected {expected}, got {got}; {todo}, or remove the row{self._advice}"
+            f"{self._place(place, lines)}: expected {expected}, got {got}; {todo}, or remove the row"
+            + (f", or {self._advice}" if self._advice else "")
         )
 
 
@@ -471,7 +485,8 @@ def _read(table: NumericTable, roles: _Roles) -> _Rows:
             )
     pick = pick_fields([indices[name] for name in columns])
     label, split = (None if name is None else indices[name] for name in (roles.label, roles.split))
-    parser = NumberParser(path, columns, table.decimal_commas, ", or choose other columns with --values")
+    advice = "choose other columns with --values" + (" or --targets" if roles.targets else "")
+    parser = NumberParser(path, columns, table.decimal_commas, advice)
     numbers: list[NDArray[np.float32]] = []
     all_lines: list[NDArray[np.int64]] = []
     labels: list[str] = []

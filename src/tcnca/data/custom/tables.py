@@ -58,7 +58,8 @@ _COPIES = 3
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _UTF16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_DECIMAL_COMMA = re.compile(r"\s*[+-]?[0-9]+(,[0-9]+)?\s*")
+# A line of numbers and times.
+_NUMERIC = re.compile(r"[-+0-9.,:;/TeE \r\n]*")
 _QUOTED = re.compile(r'"[^"]*("|$)')
 
 
@@ -171,7 +172,7 @@ def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, int, Iterator
     while (first := next(lines, "")) and not first.strip("\r\n"):
         blank += 1
     bare = _QUOTED.sub("", first)
-    semicolons = ";" in bare and ("," not in bare or all(map(_DECIMAL_COMMA.fullmatch, bare.strip().split(";"))))
+    semicolons = ";" in bare and ("," not in bare or _NUMERIC.fullmatch(bare) is not None)
     delimiter = "\t" if tabs else ";" if semicolons else ","
     return delimiter, blank, itertools.chain([first], lines)
 
@@ -197,7 +198,10 @@ def csv_fields(path: Path | str, lines: Iterator[str], delimiter: str, blank: in
                 header = fields
                 if len(set(header)) < len(header):
                     twice = Counter(header).most_common(1)[0][0]
-                    raise DataError(f"{path}, line {line}: expected different column names, got {shown(twice)} twice")
+                    raise DataError(
+                        f"{path}, line {line}: expected different column names, got {shown(twice)} twice; name the "
+                        "columns in the first line"
+                    )
                 yield line, header
             elif fields:
                 if len(fields) != len(header):
@@ -285,7 +289,9 @@ def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> t
 
 def _find_text(candidates: Sequence[str], options: CustomOptions, columns: Sequence[str], path: Path) -> str:
     others = [name for name in candidates if name not in (options.label, options.split)]
-    return _find_column(others, TEXT_NAMES, "text", columns, path, ", columns of numbers with --values")
+    return _find_column(
+        others, TEXT_NAMES, "text", columns, path, ", columns of numbers with --values and their class with --label"
+    )
 
 
 def _find_column(
