@@ -308,7 +308,7 @@ def test_errors_of_options(tmp_path: Path, options: dict[str, Any], message: str
         ("", "forecast", "^: expected rows, got none"),
         ("a,b\n", "forecast", "^: expected rows, got none"),
         ("a,b\nx,y\n", "forecast", "^: expected columns of numbers, got 'a', 'b' .*; choose the columns .* --values"),
-        ("a, a\n1,2\n", "forecast", "^, line 1: expected different column names, got 'a' twice"),
+        ("a, a\n1,2\n", "forecast", "^: expected different column names, got 'a' twice"),
         ("0,0,x\n1,2,y\n", None, "^, line 1: expected different column names, got '0' twice; name the columns in"),
         ("a,b\n1,2\n1\n", "forecast", "^, line 3: expected 2 fields, got 1"),
         ("a,b\n1,2\n", "forecast", "^: expected at least 6 time steps for train and validation and test, got 1"),

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tcnca import load
+from tcnca.cli import app
 from tcnca.errors import format_score
 from tcnca.training import evaluate_run
 from tests.inference.models import assert_near, saved
@@ -42,7 +44,9 @@ def numbers(text: str, names: list[str], delimiter: str = ",") -> list[list[floa
 def test_a_trained_run_forecasts_a_table(tmp_path: Path) -> None:
     data = write_csv(tmp_path / "series.csv", series_rows())
     np.save(tmp_path / "series.npy", SERIES)
-    run = train(tmp_path / "run", "forecast", f"data={data}")
+    run, small = tmp_path / "run", ["max_steps=2", "num_layers=1", "d_model=8"]
+    output = CliRunner().invoke(app, ["train", "forecast", f"data={data}", *small, "--out", str(run), "--device=cpu"])
+    assert "columns of values: 'rain', 'heat'; not used: 'when', 'note'\n" in output.output
     assert load(run).preprocessing.value_columns == ("rain", "heat")
     got = predicted(run, data, "--steps", 3)
     assert list(read_csv(got)[0]) == ["step", "rain", "heat"]

@@ -278,7 +278,8 @@ class RowReader(Reader):
         """Return the columns of the inputs, and those of the label or the true values if there are any."""
         if self.format == "text":
             return tuple(columns), ()
-        if self._numbered and len(columns) == len(self._trained_columns) and self.options.values is None:
+        chosen = self.options.values is not None or self.options.label
+        if self._numbered and len(columns) == len(self._trained_columns) and not chosen:
             # Without a header and without the label: as many columns as there are values.
             self._set_parser(columns)
             return tuple(columns), ()

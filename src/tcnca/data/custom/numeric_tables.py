@@ -81,12 +81,8 @@ class NumericTable:
             delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
             blank, lines, self.numbered = add_header(delimiter, blank, lines)
             self._rows, self.decimal_commas = csv_fields(path, lines, delimiter, blank), delimiter != ","
-        line, header = next(self._rows, (0, []))
+        _, header = next(self._rows, (0, []))
         self.columns = [name.strip() for name in header]
-        if twice := _first_twice(self.columns):
-            raise DataError(
-                f"{path}, line {line}: expected different column names, got {shown(twice)} twice; rename one of them"
-            )
 
     @functools.cached_property
     def head(self) -> list[Fields]:
@@ -245,6 +241,8 @@ def _memory(table: NumericTable, roles: _Roles, size: int) -> int:
 def _find_roles(table: NumericTable, options: CustomOptions) -> _Roles:
     """Determine the columns from the options, or else from their names and their first fields."""
     kind, path = _find_kind(options, table.path), table.path
+    if twice := _first_twice(table.columns):
+        raise DataError(f"{path}: expected different column names, got {shown(twice)} twice; rename one of them")
     for name in (options.label, options.split):
         if name is not None and name not in table.columns:
             raise unknown_name(name, "column", table.columns, path)
@@ -297,10 +295,10 @@ def _find_target(table: NumericTable, candidates: Sequence[str], known: Collecti
         return found[0]
     what = "the class" if option == "label" else "the value to predict"
     state = f"columns {list_names(found)} could each be" if found else "no column is obviously"
-    series = ", values to predict with --targets, or give --kind forecast if each row is a time step"
+    others = "values to predict with --targets, or give --kind forecast if each row is a time step, or --kind language"
     raise DataError(
         f"{table.path}: {state} {what} of each row; choose one of {list_names(table.columns)}{table.origin} with "
-        f"--{option}{series if kind == 'classification' else ''}"
+        f"--{option}{f', {others} for its bytes' if kind == 'classification' else ''}"
     )
 
 
