@@ -175,10 +175,14 @@ def test_rows_with_values_to_predict(tmp_path: Path) -> None:
     assert list(read_csv(result.stdout)[0]) == [*rows[0], "prediction_y", "prediction_z"]
     assert_near(numbers(result.stdout, ["prediction_y", "prediction_z"]), values, rtol=1e-5)
     assert f"mean squared error {(8 + 7 * 9) / 15:.4f} (of 15)" in result.stderr
-    commas = [{key: str(value).replace(".", ",") for key, value in row.items()} for row in rows]
-    other = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "commas.csv", commas, ";"), "--label", "y,z")
+    commas: list[dict[str, Any]] = [
+        {f" {key}": str(value).replace(".", ",") for key, value in row.items()} for row in rows
+    ]
+    other = tcnca_predict(tmp_path / "model", write_csv(tmp_path / "commas.csv", commas, ";"))
     assert other.stderr == result.stderr
     assert_near(numbers(other.stdout, ["prediction_y", "prediction_z"], ";"), values, rtol=1e-5)
+    data = write_csv(tmp_path / "swapped.csv", [{"u": row["z"], "v": row["y"], **row} for row in rows])
+    assert tcnca_predict(tmp_path / "model", data, "--label", "v,u").stderr == result.stderr
     assert tcnca_predict(tmp_path / "model", write_csv(tmp_path / "new.csv", sequence_rows())).stderr == ""
 
 

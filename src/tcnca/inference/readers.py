@@ -198,9 +198,8 @@ class RowReader(Reader):
     def __iter__(self) -> Generator[Example, None, None]:
         """Yield an example for each row."""
         targets: tuple[str, ...] = ()
-        rows = self._read()
+        rows = self._counted_rows()
         for line, row in rows:
-            self._rows += 1
             if not self.columns:
                 self.columns, targets = self._find_columns(list(row))
                 if self._parser is not None and self.kind == "forecast":
@@ -235,12 +234,15 @@ class RowReader(Reader):
                 first = {name: [field_text(row.get(name)).strip() for _, row in block] for name in block[0][1]}
                 check_order(self.name, first, parser.decimal_commas)
             parts.append(self._parse(parser, block))
-            self._rows += len(block)
             if len(parts) % _CHECKED_PARTS == 0:
                 with array_errors(self.name, "give a part of the series"):
                     check_memory(2 * len(parts) * parts[0].nbytes)
-        self._rows -= 1  # the first was counted before
         return np.concatenate(parts)
+
+    def _counted_rows(self) -> Iterator[Row]:
+        for row in self._read():
+            self._rows += 1
+            yield row
 
     def _counted(self, lines: Iterable[str]) -> Iterator[str]:
         for line in lines:
@@ -288,17 +290,20 @@ class RowReader(Reader):
         else:
             find = self._find_values if self._reads_values else self._find_text
             found = tuple(find(role, columns) for role in self._text_columns)
-        if self.options.label:
-            several = self.kind == "regression" and self.options.label not in columns
-            names = [self.options.label]
-            if several:
-                names = split_names(self.options.label, columns, Path(self.name))
-            elif self.options.label not in columns:
-                raise unknown_name(self.options.label, "column", columns, Path(self.name))
-            return found, tuple(names)
-        trained = self.facts.columns.get("label")
-        known = (self.facts.target_columns or ()) if trained is None else (trained,)
-        return found, () if self.options.label == "" else known
+        return found, self._find_targets(columns)
+
+    def _find_targets(self, columns: Sequence[str]) -> tuple[str, ...]:
+        label = self.options.label
+        if label is None:
+            trained = self.facts.columns.get("label")
+            known = (self.facts.target_columns or ()) if trained is None else (trained,)
+            stripped = {name.strip(): name for name in columns} if self._trained_columns else {}
+            return tuple(stripped.get(name, name) for name in known)
+        if label and self.kind == "regression":
+            return tuple(split_names(label, columns, Path(self.name)))
+        if label and label not in columns:
+            raise unknown_name(label, "column", columns, Path(self.name))
+        return (label,) if label else ()
 
     def _has_lists(self, columns: Sequence[str]) -> bool:
         """Whether a column has a list of numbers in each row, and not all columns of training are there."""
@@ -402,7 +407,7 @@ class RowReader(Reader):
     def _true_values(self, value: Any, cell: str) -> NDArray[np.float64]:
         if value in (None, ""):
             return np.array([np.nan])
-        if self._parser is not None and self.decimal == "," and isinstance(value, str):
+        if self._parser is not None and self._parser.decimal_commas and isinstance(value, str):
             value = value.replace(",", ".")
         return parse_numbers(value, cell).reshape(-1)
 

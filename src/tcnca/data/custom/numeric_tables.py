@@ -10,6 +10,7 @@ import itertools
 import json
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,14 +166,9 @@ def field_text(value: Any) -> str:
             return repr(value)
         except ValueError:  # thousands of digits
             return "a number that is too long"
-    # A list may be nested too deeply to be written.
-    return (
-        ""
-        if value is None
-        else f"a JSON {type(value).__name__}"
-        if isinstance(value, list | dict)
-        else json.dumps(value)
-    )
+    if isinstance(value, list | dict):
+        return f"a JSON {type(value).__name__}"  # which may be nested too deeply to be written
+    return "" if value is None else json.dumps(value)
 
 
 def _is_number(field: str, decimal_commas: bool) -> bool:
@@ -348,8 +344,7 @@ def split_names(names: str, columns: Sequence[str], path: Path) -> list[str]:
 
 
 def _first_twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 class NumberParser:
@@ -405,16 +400,15 @@ class NumberParser:
 
     def _check_marks(self, fields: Sequence[str], text: str, lines: Sequence[int]) -> None:
         """Raise a DataError if some numbers have decimal commas and others points, which may separate thousands."""
-        for mark in _MARKS:
-            if mark not in text:
-                continue
-            self.mark = self.mark or mark
-            if self.mark != mark:
-                place = next(place for place, field in enumerate(fields) if mark in field)
-                raise DataError(
-                    f"{self._place(place, lines)}: expected decimals with {_MARKS[self.mark]}, as before, got "
-                    f"{shown(fields[place])}; write all numbers alike, without separators of thousands"
-                )
+        if not self.mark:
+            self.mark = next((mark for mark in text if mark in _MARKS), "") if "," in text or "." in text else ""
+        other = "." if self.mark == "," else ","
+        if self.mark and other in text:
+            place = next(place for place, field in enumerate(fields) if other in field)
+            raise DataError(
+                f"{self._place(place, lines)}: expected decimals with {_MARKS[self.mark]}, as before, got "
+                f"{shown(fields[place])}; write all numbers alike, without separators of thousands"
+            )
 
     def _place(self, place: int, lines: Sequence[int]) -> str:
         row, column = divmod(place, len(self._columns))
