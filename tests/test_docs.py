@@ -54,6 +54,7 @@ RUNNING = [
         prints=(
             r"^a superb hour,good,",
             r"^far too long,bad,",
+            r"^step,visits,orders$",
             r"^job \d+ on node\d: done in \d s$",
             r"most surprising places[^$]*disk failure",
         ),
@@ -74,7 +75,13 @@ RUNNING = [
     ),
     Page(
         "docs/tutorials/signals.md",
-        prints=(r"^\['good', 'worn', 'good', 'worn'\] \[0 1 0 1\]$", r"^256 \['worn'\]", r"next 10 values 0\.[012]"),
+        # Commands print before Python, whose output is kept until it ends.
+        prints=(
+            r"^step,load$",
+            r"^\['good', 'worn', 'good', 'worn'\] \[0 1 0 1\]$",
+            r"^256 \['worn'\]",
+            r"next 10 values 0\.[012]",
+        ),
         writes=("next.csv",),
         slow=True,
     ),

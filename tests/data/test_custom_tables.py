@@ -316,7 +316,8 @@ def test_utf_16_is_named(tmp_path: Path, encoding: str, byte: str) -> None:
             {"kind": "classification", "second": "b"},
             "^: --second 'b' contradicts --kind classification",
         ),
-        ("text,label", {"values": "x"}, "^: --values 'x' does not apply to tables; remove it"),
+        ("text,label", {"values": "x"}, "^: expected one of the columns 'text', 'label', got 'x'"),
+        ("text,label", {"lengths": "x"}, "^: --lengths 'x' does not apply to tables; remove it"),
     ],
 )
 def test_invalid_columns(tmp_path: Path, header: str, options: dict[str, str], message: str) -> None:
@@ -324,11 +325,19 @@ def test_invalid_columns(tmp_path: Path, header: str, options: dict[str, str], m
     _refused(tmp_path / "a.csv", f"{header}\n{row}\n", message, CustomOptions(**options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "label"), [(None, "cat"), ("classification", "1")])
-def test_columns_of_numbers_are_not_texts(tmp_path: Path, kind: Kind | None, label: str) -> None:
-    message = r"^: expected a column of text, got numbers in 'a', 'b'; .* np\.savez\(.*labels=.* with --text$"
-    _refused(tmp_path / "a.csv", f"a,b,label\n1,-2.5e3,{label}\n,.5,{label}\n", message, CustomOptions(kind=kind))
-    _refused(tmp_path / "a.csv", f"a,b,label\n1,2,{label}\n3,four,{label}\n", "^: no column is obviously the text")
+@pytest.mark.parametrize("kind", [None, "classification"])
+def test_a_text_in_a_column_of_numbers_makes_a_table_of_texts(tmp_path: Path, kind: Kind | None) -> None:
+    message = (
+        r"^: no column is obviously the text; .* with --text, columns of numbers with --values and their class with"
+    )
+    _refused(tmp_path / "a.csv", "a,b,label\n1,2,cat\n3,four,cat\n", message, CustomOptions(kind=kind))
+
+
+def test_columns_of_numbers_can_be_texts(tmp_path: Path) -> None:
+    rows = [{"text": f"{n}", "other": f"{n / 7}", "label": n % 2} for n in range(20)]
+    path = _csv(tmp_path / "a.csv", rows)
+    assert set(_all_texts(read_custom(path))) == {row["text"] for row in rows}
+    assert set(_all_texts(read_custom(path, CustomOptions(text="other")))) == {row["other"] for row in rows}
 
 
 def test_unknown_split(tmp_path: Path) -> None:
@@ -343,9 +352,7 @@ def test_unknown_split(tmp_path: Path) -> None:
 
 def test_many_numbers_are_not_classes(tmp_path: Path) -> None:
     rows = "".join(f"text {n},{n / 7 - 9:.3f}\n" for n in range(150))
-    message = (
-        r"^: expected classes, got 150 different numbers in 150 examples, for example -.*; for a regression save arrays"
-    )
+    message = "^: expected classes, got 150 different numbers in 150 examples, for example -.*; for a regression from"
     _refused(tmp_path / "a.csv", "text,label\n" + rows, message)
 
 

@@ -55,6 +55,8 @@ def sources(tmp_path: Path) -> Path:
     np.savez(folder / "signals.npz", values=random.normal(size=(40, 9, 2)), labels=np.arange(40) % 4)
     np.savez(folder / "heights.npz", values=random.normal(size=(40, 9, 2)), targets=random.normal(size=40))
     np.save(folder / "series.npy", random.normal(size=(300, 2)))
+    table = "".join(f"{n}:00,{n / 7:.3f},{n % 5}\n" for n in range(300))
+    (folder / "weather.csv").write_text("time,heat,rain\n" + table)
     return folder
 
 
@@ -127,6 +129,14 @@ def test_prepare_a_generated_data_set(tmp_path: Path) -> None:
         ("signals.npz", ("--validation", "0.1"), "classification", "train: 0 "),
         ("heights.npz", ("--test", "0.2"), "regression", None),
         ("series.npy", (), "forecast", None),
+        ("weather.csv", ("--kind", "forecast"), "forecast", "columns of values: 'heat', 'rain'; not used: 'time'"),
+        (
+            "weather.csv",
+            ("--label", "rain", "--values", "heat"),
+            "classification",
+            "values: 'heat'; label: 'rain'; not",
+        ),
+        ("weather.csv", ("--targets", "rain"), "regression", "of values: 'heat'; targets: 'rain'; not used: 'time'"),
     ],
 )
 def test_prepare_and_show_custom_data(

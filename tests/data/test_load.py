@@ -232,8 +232,8 @@ def test_impossible_path(tmp_path: Path, name: str) -> None:
 def test_errors_name_the_keys_of_recipes(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("id,body,sentiment\n1,good,1\n")
-    message = r"choose one of 'id', .* with data\.custom\.text=…, or give data\.custom\.kind=language to model"
+    message = r"choose one of 'id', .* with data\.custom\.text=…, .* or give data\.custom\.kind=language to model"
     with pytest.raises(DataError, match=message):
         load_task(path)
-    with pytest.raises(DataError, match=r"data\.custom\.values='x' does not apply to tables; remove it$"):
-        load_task(path, custom=CustomOptions(values="x"))
+    with pytest.raises(DataError, match=r"data\.custom\.lengths='x' does not apply to tables; remove it$"):
+        load_task(path, custom=CustomOptions(lengths="x"))

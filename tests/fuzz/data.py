@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tcnca.cli.data import _rows
-from tcnca.data import Dataset, get_dataset, load_task, prepare_dataset
+from tcnca.data import CustomOptions, Dataset, get_dataset, load_task, prepare_dataset
 from tcnca.data.generate import generate
 from tcnca.data.show import render_example, summarize_data
 from tests.data.helpers import packed, tarred, zipped
@@ -71,7 +71,8 @@ def _use_dataset(name: str) -> None:
 
 
 def _use_file(name: str) -> None:
-    task = load_task(Path(name).absolute())
+    custom = CustomOptions(kind="forecast") if name == "series.csv" else None
+    task = load_task(Path(name).absolute(), custom=custom)
     task.preprocessing()
     task.batch(0, 1000 if task.kind == "language" else 2, 0)
 
@@ -98,6 +99,8 @@ _DATASETS: list[Attack] = [
     changed("image/manifest.json", entry("mean", "x")),
     changed("image/manifest.json", entry("std", 0)),
     changed("series/manifest.json", entry("std", [0, "@raw2@"])),
+    changed("series/manifest.json", entry("value_columns", ["", "\x1b[2J", 3])),
+    changed("series/manifest.json", entry("value_columns", ["x" * 10**5] * 99)),
     changed("stream/manifest.json", entry("symbols", {})),
     changed("recall-16-10/manifest.json", entry("symbols", 5)),
     written("table/train.tokens.npy", lambda: payloads.object_array(0)),
@@ -123,6 +126,9 @@ def _make_tables() -> None:
     write_table()
     lines = [json.dumps({"text": f"text {n}", "label": n % 3, "more": [n]}) for n in range(60)]
     Path("lines.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = [f"{n},{n / 7:.3f},{n % 5},{n % 3}\n" for n in range(60)]
+    Path("numbers.csv").write_text("id,a,b,label\n" + "".join(rows), encoding="utf-8")
+    Path("series.csv").write_text("date;heat;rain\n" + "".join(f"2024-01-{n};{n},5;{n}\n" for n in range(10, 30)))
 
 
 def _use_files() -> None:
@@ -173,7 +179,15 @@ _TABLES: list[Attack] = [
     written("lines.jsonl", b'{"text": "\\ud800", "label": "\\ud800"}\n' * 30),
     written("lines.jsonl", b'{"text": "a", "label": NaN}\n{"text": "b", "label": 1e999}\n' * 30),
     written("lines.jsonl", b"{" + b",".join(b'"c%d": 1' % n for n in range(20_000)) + b', "text": "a", "label": 1}\n'),
+    written("numbers.csv", (",".join(f"{n}.5" for n in range(20_000)) + "\n").encode() * 3),
+    written("numbers.csv", b"a,label\n" + b"9" * 10**6 + b",1\n"),
+    written("numbers.csv", b"a,label\n" + b"1,b\n" * 9 + b"1e999,c\n1_0,c\n" + "٣,c\n".encode()),
+    written("numbers.csv", b"a,label\n" + b"1,b\n" * 9 + b"2," + b"c" * 10**6 + b"\n"),
+    written("series.csv", b'a;b\n"1\n2";3\n' * 9),
+    written("series.csv", b"1,5;" * 5_000 + b"1\n"),
+    written("series.csv", b"time;a\n" + b"2024-01-01" + b"-" * 10**5 + b";1\n" * 9),
     linked("data.csv", "zeros without end"),
+    linked("series.csv", "zeros without end"),
     fifo("data.csv"),
 ]
 
@@ -314,7 +328,7 @@ _LIST = command("data", "list", "--data", ".")
 SUBJECTS = {
     "datasets": Subject(base="datasets", use=_use_datasets, attacks=_DATASETS, independent=True, share=18),
     "arrays": Subject(base="arrays", use=_use_files, attacks=_ARRAYS, independent=True, share=14),
-    "tables": Subject(base="tables", use=_use_files, attacks=_TABLES, independent=True, share=10),
+    "tables": Subject(base="tables", use=_use_files, attacks=_TABLES, independent=True, share=20),
     "archives": Subject(base="archives", use=_use_archives, attacks=_ARCHIVES, independent=True, share=14),
     "shards": Subject(base="shards", use=_use_shards, attacks=_SHARDS, share=5),
     "cli-data": Subject(base="datasets", use=_LIST, attacks=_DATASETS, targets=r"manifest\.json$", share=2),

@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,19 @@ _KINDS = {
     "numbers.jsonl": "regression",
     "signals.npz": "signals",
     "series.npy": "forecast",
+    "series.csv": "forecast",
+    "sequences.csv": "regression",
+}
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "forecast": {"value_columns": ("heat", "rain")},
+    "regression": {"value_columns": ("a", "b", "c")},
 }
 
 
 @functools.cache
 def _model(kind: str) -> SequenceModel:
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        return saved(kind, Path(folder))
+        return saved(kind, Path(folder), **_COLUMNS.get(kind, {}))
 
 
 def _make_inputs() -> None:
@@ -45,11 +52,13 @@ def _make_inputs() -> None:
     arrays = {"x": rng.normal(size=(9, 6, 2)), "y": np.arange(9) % 2, "n": np.full(9, 5)}
     np.savez("signals.npz", allow_pickle=False, **arrays)
     np.save("series.npy", rng.normal(size=(50, 2)))
+    Path("series.csv").write_text("date;rain;heat\n" + "".join(f"{n}:00;{n},5;{n}\n" for n in range(50)))
+    Path("sequences.csv").write_text("id,a,b,c\n" + "#1,1,2.5,-3e4\n" * 9)
 
 
 def _predict(name: str) -> None:
     if name in _KINDS:
-        suffix = ".npz" if name.startswith("s") else ".jsonl"
+        suffix = ".npz" if name.startswith("s") and name.endswith(("npy", "npz")) else ".jsonl"
         predict_inputs(_model(_KINDS[name]), [name], PredictOptions(out=Path(f"out-{name}{suffix}")))
 
 
@@ -69,6 +78,12 @@ _INPUTS: list[Attack] = [
     written("numbers.jsonl", b'{"values": [1e999, NaN]}\n'),
     written("numbers.jsonl", b'{"values": ' + b"9" * 5_000 + b"}\n"),
     written("numbers.jsonl", b'{"values": {"a": 1}}\n{"values": null}\n'),
+    written("series.csv", b"heat,rain\n" + b"1,2\n" * 10**5 + b"1,1e999\n"),
+    written("series.csv", b"1,2\n" * 9 + b"1\0,2\n"),
+    written("series.csv", b"heat;rain\n1,5;2\n1.5;2\n"),
+    written("sequences.csv", b"a,b,c\n1,2," + b"9" * 10**6),
+    written("sequences.csv", b"a,b,c\n1,2,3\n\n1_0,2,3\n"),
+    written("sequences.csv", b'"a\n",b,c\n1,2,3\n'),
     written("lines.txt", b"\n" * 10**4),
     written("lines.txt", b"a\0b\x85c\xe2\x80\xa8d\n"),
     written("pairs.tsv", b"one\ttwo\n" + b"\t" * 10**5),
@@ -88,17 +103,17 @@ _INPUTS: list[Attack] = [
 
 def _make_uses() -> None:
     saved("classification", Path("classifier"), max_length=50)
-    saved("forecast", Path("forecast"))
+    saved("forecast", Path("forecast"), **_COLUMNS["forecast"])
     saved("language", Path("language"))
     _make_inputs()
-    for name in set(_KINDS) - {"rows.csv", "series.npy"}:
+    for name in set(_KINDS) - {"rows.csv", "series.csv"}:
         Path(name).unlink()
     Path("text.txt").write_text("A text.\nIts second line, with a é.\n" * 20, encoding="utf-8")
 
 
 _CPU = ("--device", "cpu")
 _PREDICT = command("predict", "classifier", "rows.csv", "-o", "out.csv", *_CPU)
-_FORECAST = command("predict", "forecast", "series.npy", "--steps", "3", "-o", "out.npy", *_CPU)
+_FORECAST = command("predict", "forecast", "series.csv", "--steps", "3", "-o", "out.csv", *_CPU)
 _GENERATE = command(
     "generate", "language", "--prompt-file", "text.txt", "--max-tokens", "9", "--num-samples", "2", *_CPU
 )
@@ -126,6 +141,7 @@ _CLASSIFIER = _facts(
 _SERIES = _facts(
     "forecast",
     input_std=[[1e-300, 1e300], [1.0]],
+    value_columns=[["heat", "heat"], ["heat"], ["\x1b[2J", "rain"], [], None],
     target_mean=[[1e308, 1e308], None],
     max_length=1,
     image_size=[[5, 10]],
@@ -142,9 +158,9 @@ _LANGUAGE = [
 
 BASES: dict[str, Callable[[], None]] = {"inputs": _make_inputs, "uses": _make_uses}
 SUBJECTS = {
-    "predict": Subject(base="inputs", use=_predict_all, attacks=_INPUTS, independent=True, share=28),
+    "predict": Subject(base="inputs", use=_predict_all, attacks=_INPUTS, independent=True, share=34),
     "cli-predict": Subject(base="uses", use=_PREDICT, attacks=_CLASSIFIER, targets="^classifier/config", share=8),
-    "cli-forecast": Subject(base="uses", use=_FORECAST, attacks=_SERIES, targets="^forecast/config", share=3),
+    "cli-forecast": Subject(base="uses", use=_FORECAST, attacks=_SERIES, targets="^forecast/config", share=5),
     "cli-generate": Subject(base="uses", use=_GENERATE, attacks=_LANGUAGE, targets="^language/config", share=6),
     "cli-score": Subject(base="uses", use=_SCORE, attacks=_LANGUAGE, targets="^language/config", share=6),
 }

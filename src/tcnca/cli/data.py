@@ -58,11 +58,17 @@ def prepare(
     ] = None,
     text: Annotated[str | None, typer.Option(help="Your table: column of the (first) text.")] = None,
     second: Annotated[str | None, typer.Option(help="Your table: column of the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Your table: column of the class.")] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Your table: column of the class of a text or of a row of numbers.")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Your table: column with train, validation or test.")] = None,
-    values: Annotated[str | None, typer.Option(help="Your .npz: array of the sequences.")] = None,
+    values: Annotated[
+        str | None, typer.Option(help="Your .npz: array of the sequences; your table: columns of numbers, as a,b,c.")
+    ] = None,
     labels: Annotated[str | None, typer.Option(help="Your .npz: array of the classes.")] = None,
-    targets: Annotated[str | None, typer.Option(help="Your .npz: array of the values to predict.")] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Your .npz: array of the values to predict; your table: columns.")
+    ] = None,
     lengths: Annotated[str | None, typer.Option(help="Your .npz: array of the lengths.")] = None,
     validation: Annotated[float, typer.Option(help="Your data: fraction for validation, if not given.")] = 0.05,
     test: Annotated[float, typer.Option(help="Your data: fraction for testing, if not given.")] = 0.05,
@@ -70,7 +76,8 @@ def prepare(
     """Download, read or generate a data set, check it, and store it for training.
 
     `tcnca data prepare listops`, `tcnca data prepare text --from aclImdb_v1.tar.gz`, or for your own data
-    `tcnca data prepare reviews --from reviews.csv --text body --label stars`.
+    `tcnca data prepare reviews --from reviews.csv --text body --label stars` or
+    `tcnca data prepare weather --from weather.csv --kind forecast`.
     """
     options = locals()
     console = Console(emoji=False, highlight=False)
@@ -217,6 +224,7 @@ def show(
 
 def _print_summary(console: Console, data: Dataset) -> None:
     from tcnca.data import summarize_data
+    from tcnca.data.custom.options import describe_columns
     from tcnca.data.schema import shape_warning, value_shape
     from tcnca.data.show import plain_text
 
@@ -244,6 +252,8 @@ def _print_summary(console: Console, data: Dataset) -> None:
     train = data.columns("train")
     if (shape := value_shape(train)) is not None:
         typer.echo(f"{plural(shape[0], 'time step')} of {plural(shape[1], 'feature')}")
+    if columns := describe_columns(manifest):
+        typer.echo(columns)
     if warning := shape_warning(train):
         typer.echo(f"warning: {warning}")
     for split, summary in summaries.items():

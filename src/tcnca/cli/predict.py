@@ -22,8 +22,8 @@ def predict(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="A table (.csv, .tsv, .jsonl), lines (.txt), arrays (.npy, .npz), - for lines of standard input, or "
-            "texts.",
+            help="A table of texts or numbers (.csv, .tsv, .jsonl), lines (.txt), arrays (.npy, .npz), - for lines of "
+            "standard input, or texts.",
         ),
     ],
     out: Annotated[
@@ -49,7 +49,12 @@ def predict(
     ] = None,
     text: Annotated[str | None, typer.Option(help="Column of the text. (default: as in training)")] = None,
     second: Annotated[str | None, typer.Option(help="Column of the second text of a pair.")] = None,
-    values: Annotated[str | None, typer.Option(help="Column or array with the sequences of numbers.")] = None,
+    values: Annotated[
+        str | None,
+        typer.Option(
+            help="Column or array with the sequences, or columns of numbers as a,b,c. (default: as in training)"
+        ),
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(

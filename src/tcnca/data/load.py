@@ -79,7 +79,7 @@ def load_task(
         options["stream"] = spec.stream()
     else:
         if kind in ("regression", "forecast") and (custom is None or custom.kind is None):
-            # Say that arrays are needed, not that a table has no column of texts.
+            # Tables have texts or numbers, which can be used in several ways.
             custom = dataclasses.replace(custom or CustomOptions(), kind=kind)
         data = _open(source, folder, custom)
     if given and data.folder is not None:

@@ -74,6 +74,9 @@ class Manifest:
     mean: float | list[float] = 0.0
     std: float | list[float] = 1.0
     columns: dict[Role, str] = dataclasses.field(default_factory=dict)
+    value_columns: list[str] = dataclasses.field(default_factory=list)
+    target_columns: list[str] = dataclasses.field(default_factory=list)
+    unused_columns: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tcnca.inference.readers import (
     Reader,
     RowReader,
     TextsReader,
+    value_columns,
 )
 from tcnca.inference.writers import ArrayWriter, JSONWriter, TableWriter, Writer
 from tcnca.models import Predictions, SequenceModel
@@ -296,7 +297,7 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
     if options.out is None:
         # In the format of the input.
         json = reader.format == "jsonl"
-        yield _row_writer(stdout, None if json else reader.delimiter, options)
+        yield _row_writer(stdout, None if json else reader.delimiter, options, reader)
         return
     suffix = options.out.suffix.lower()
     with atomic_path(options.out) as temporary, contextlib.ExitStack() as stack:
@@ -307,7 +308,7 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
         else:
             file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline=""))
             same = reader.format == "csv" and suffix == ".csv"
-            writer = _row_writer(file, reader.delimiter if same else _TABLES.get(suffix), options)
+            writer = _row_writer(file, reader.delimiter if same else _TABLES.get(suffix), options, reader)
         try:
             yield writer
             writer.close()
@@ -324,10 +325,15 @@ def _open_writer(options: PredictOptions, reader: Reader, stdout: TextIO) -> Ite
     partial_path(options.out).unlink(missing_ok=True)
 
 
-def _row_writer(file: TextIO, delimiter: str | None, options: PredictOptions) -> Writer:
+def _row_writer(file: TextIO, delimiter: str | None, options: PredictOptions, reader: Reader) -> Writer:
     if delimiter is None:
         return JSONWriter(file, options.probabilities)
-    return TableWriter(file, delimiter, options.probabilities)
+    names = value_columns(reader.model) if reader.kind == "forecast" else ()
+    targets = reader.facts.target_columns or ()
+    if len(targets) > 1:
+        names = tuple(f"prediction_{name}" for name in targets)
+    decimal = "." if delimiter == "," else reader.decimal
+    return TableWriter(file, delimiter, options.probabilities, names, decimal)
 
 
 class _Score:

@@ -23,6 +23,14 @@ from numpy.typing import NDArray
 
 from tcnca.config import Config
 from tcnca.data.custom.arrays import VALUE_NAMES, NamedArray, label_names
+from tcnca.data.custom.numeric_tables import (
+    NumberParser,
+    add_header,
+    block_rows,
+    check_order,
+    field_text,
+    split_names,
+)
 from tcnca.data.custom.options import list_names, unknown_name
 from tcnca.data.custom.tables import (
     PAIR_NAMES,
@@ -55,6 +63,8 @@ Column = Literal["text", "second", "values"]
 _BLOCK = 2**24
 """Bytes of an array that are read at once."""
 _INDEX = "index"
+_CHECKED_PARTS = 1000
+"""Parts of a series between checks of the memory."""
 _SEPARATOR = re.compile(r"\s*[,;]\s*|\s+")
 """What is between the numbers of a text."""
 
@@ -67,11 +77,12 @@ class ColumnOptions(Config):
     second: str | None = None
     """Column with the second text of a pair."""
     values: str | None = None
-    """Column or array with the sequences of numbers."""
+    """Column or array with the sequences of numbers; for a model of a table of numbers, its columns in the order of
+    training, separated by commas."""
     lengths: str | None = None
     """Array with the number of time steps of each sequence; empty if no sequence has padding."""
     label: str | None = None
-    """Column or array with the true class, or array with the true values; empty not to compare."""
+    """Column or array with the true class, or array or columns with the true values; empty not to compare."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Example:
     """Columns of the row that the inputs come from."""
     size: int = 0
     """Characters of the row in the file."""
+    is_table: bool = False
+    """Whether it is a whole table, a series, and not a row."""
 
 
 class Reader(abc.ABC):
@@ -104,6 +117,7 @@ class Reader(abc.ABC):
         first_unknown: the first of them, and where it is.
         header: columns of a table, known when its rows are read.
         columns: those of them that the inputs come from.
+        decimal: mark of the decimals in these columns.
         warning: what may be wrong with the input.
     """
 
@@ -114,6 +128,7 @@ class Reader(abc.ABC):
     first_unknown = ""
     header: Sequence[str] = ()
     columns: tuple[str, ...] = ()
+    decimal = "."
     warning = ""
 
     def __init__(self, model: SequenceModel, options: ColumnOptions, name: str) -> None:
@@ -149,7 +164,8 @@ class RowReader(Reader):
     """Reads rows of a table, or lines of text or numbers.
 
     A line of numbers has commas or spaces between them, or is a JSON list. The two texts of a pair are separated by a
-    tab.
+    tab. If the model was trained on a table of numbers, the rows have them in the same columns: they are the time steps
+    of one series for a forecast, else sequences.
     """
 
     def __init__(
@@ -166,6 +182,9 @@ class RowReader(Reader):
         self.format, self.total = format, size
         self._lines, self._position, self._rows, self._size = self._counted(lines), position, 0, 0
         self._reads_values = isinstance(model.config.input, ValueInputConfig)
+        self._trained_columns = value_columns(model) if format != "text" else ()
+        self._numbered = False
+        self._parser: NumberParser | None = None
         one: Column = "values" if self._reads_values else "text"
         self._text_columns: tuple[Column, ...] = ("text", "second") if self.kind == "pairs" else (one,)
         target = () if self.kind == "forecast" else ("label",)
@@ -178,18 +197,52 @@ class RowReader(Reader):
 
     def __iter__(self) -> Generator[Example, None, None]:
         """Yield an example for each row."""
-        label: str | None = None
-        for line, row in self._read():
-            self._rows += 1
+        targets: tuple[str, ...] = ()
+        rows = self._counted_rows()
+        for line, row in rows:
             if not self.columns:
-                self.columns, label = self._find_columns(list(row))
+                self.columns, targets = self._find_columns(list(row))
+                if self._parser is not None and self.kind == "forecast":
+                    series = self._read_series(self._parser, itertools.chain([(line, row)], rows))
+                    yield Example(self.name, {}, (series,), columns=self.columns, is_table=True)
+                    return
             place = f"{self.name}, line {line}"
-            inputs = tuple(self._input(row, column, place) for column in self.columns)
-            target = None if label is None or label not in row else self._target(row, label, place)
+            if self._parser is None:
+                inputs = tuple(self._input(row, column, place) for column in self.columns)
+            else:
+                inputs = (self._parse(self._parser, [(line, row)])[0],)
+            target = self._target(row, targets, place) if targets and all(name in row for name in targets) else None
             size, self._size = self._size, 0
             yield Example(place, row, inputs, target, self.columns, size)
         if self.header and not self._rows:
-            self.columns, label = self._find_columns(self.header)
+            self.columns, targets = self._find_columns(self.header)
+            if self._parser is not None and self.kind == "forecast":
+                raise DataError(f"{self.name}: expected time steps of a series, got no rows; add some")
+
+    def _parse(self, parser: NumberParser, rows: Sequence[Row]) -> NDArray[np.float32]:
+        """Return the numbers of rows, `[rows, columns]`."""
+        fields = [[field_text(row.get(name)) for name in self.columns] for _, row in rows]
+        found = parser.parse(fields, [line for line, _ in rows])
+        self.decimal = parser.mark or self.decimal
+        return found
+
+    def _read_series(self, parser: NumberParser, rows: Iterator[Row]) -> NDArray[np.float32]:
+        """Return all rows as a series, `[time, features]`."""
+        parts: list[NDArray[np.float32]] = []
+        while block := list(itertools.islice(rows, block_rows(len(self.columns)))):
+            if not parts and self.options.values is None:
+                first = {name: [field_text(row.get(name)).strip() for _, row in block] for name in block[0][1]}
+                check_order(self.name, first, parser.decimal_commas)
+            parts.append(self._parse(parser, block))
+            if len(parts) % _CHECKED_PARTS == 0:
+                with array_errors(self.name, "give a part of the series"):
+                    check_memory(2 * len(parts) * parts[0].nbytes)
+        return np.concatenate(parts)
+
+    def _counted_rows(self) -> Iterator[Row]:
+        for row in self._read():
+            self._rows += 1
+            yield row
 
     def _counted(self, lines: Iterable[str]) -> Iterator[str]:
         for line in lines:
@@ -202,6 +255,8 @@ class RowReader(Reader):
         if self.format == "text":
             return self._text_rows()
         self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
+        if self._trained_columns:
+            blank, lines, self._numbered = add_header(self.delimiter, blank, lines)
         lines, copy = itertools.tee(lines)
         with contextlib.suppress(csv.Error):  # which `csv_rows` reports
             self.header = next(csv.reader(copy, delimiter=self.delimiter, strict=True), [])
@@ -221,16 +276,67 @@ class RowReader(Reader):
                 )
             yield number, dict(zip(self._text_columns, parts, strict=True))
 
-    def _find_columns(self, columns: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-        """Return the columns of the inputs, and that of the label if there is one."""
+    def _find_columns(self, columns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the columns of the inputs, and those of the label or the true values if there are any."""
         if self.format == "text":
-            return tuple(columns), None
-        find = self._find_values if self._reads_values else self._find_text
-        found = tuple(find(role, columns) for role in self._text_columns)
-        label = self.facts.columns.get("label") if self.options.label is None else self.options.label
-        if self.options.label and label not in columns:
-            raise unknown_name(self.options.label, "column", columns, Path(self.name))
-        return found, label or None
+            return tuple(columns), ()
+        chosen = self.options.values is not None or self.options.label
+        if self._numbered and len(columns) == len(self._trained_columns) and not chosen:
+            # Without a header and without the label: as many columns as there are values.
+            self._set_parser(columns)
+            return tuple(columns), ()
+        if self._trained_columns and not self._has_lists(columns):
+            found = self._find_numbers(columns)
+        else:
+            find = self._find_values if self._reads_values else self._find_text
+            found = tuple(find(role, columns) for role in self._text_columns)
+        return found, self._find_targets(columns)
+
+    def _find_targets(self, columns: Sequence[str]) -> tuple[str, ...]:
+        label = self.options.label
+        if label is None:
+            trained = self.facts.columns.get("label")
+            known = (self.facts.target_columns or ()) if trained is None else (trained,)
+            stripped = {name.strip(): name for name in columns} if self._trained_columns else {}
+            return tuple(stripped.get(name, name) for name in known)
+        if label and self.kind == "regression":
+            return tuple(split_names(label, columns, Path(self.name)))
+        if label and label not in columns:
+            raise unknown_name(label, "column", columns, Path(self.name))
+        return (label,) if label else ()
+
+    def _has_lists(self, columns: Sequence[str]) -> bool:
+        """Whether a column has a list of numbers in each row, and not all columns of training are there."""
+        if self.options.values is not None:
+            return self.options.values in columns and len(self._trained_columns) > 1
+        return "values" in columns and not set(self._trained_columns) <= {name.strip() for name in columns}
+
+    def _find_numbers(self, columns: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns with the numbers that the model was trained on."""
+        trained, names = self._trained_columns, {name.strip(): name for name in columns}
+        if self.options.values is not None:
+            chosen = split_names(self.options.values, list(names), Path(self.name))
+            if len(chosen) != len(trained):
+                raise DataError(
+                    f"{self.name}: expected {plural(len(trained), 'column')} with --values, as in training "
+                    f"({list_names(trained)}), got {len(chosen)}"
+                )
+            trained = tuple(chosen)
+        missing = [name for name in trained if name not in names]
+        if missing:
+            several = "the column" if len(missing) == 1 else "the columns"
+            numbered = " (numbered, since the first line has no names)" if self._numbered else ""
+            raise DataError(
+                f"{self.name}: expected {several} {list_names(missing)}, as in training, got "
+                f"{list_names(columns)}{numbered}; rename columns, or name {plural(len(trained), 'column')} in the "
+                "order of training with --values"
+            )
+        self._set_parser(trained)
+        return tuple(names[name] for name in trained)
+
+    def _set_parser(self, names: Sequence[str]) -> None:
+        commas = self.format != "jsonl" and self.delimiter != ","
+        self._parser = NumberParser(self.name, names, commas)
 
     def _find_values(self, role: Column, columns: Sequence[str]) -> str:
         name = self.options.values or self.facts.columns.get(role, role)
@@ -280,20 +386,30 @@ class RowReader(Reader):
             )
         return numbers
 
-    def _target(self, row: Mapping[str, Any], column: str, place: str) -> Any:
+    def _target(self, row: Mapping[str, Any], columns: Sequence[str], place: str) -> Any:
         """Return the true class or values; None if the field is empty."""
-        cell = f"{place}, column {shown(column)}"
+        cell = f"{place}, column {shown(columns[0])}"
         if self.kind != "regression":
-            label = label_field(row, column, place)
+            label = label_field(row, columns[0], place)
             if label:
                 self.check_class(label, cell)
             return label or None
-        if row[column] in (None, ""):
+        if all(row[column] in (None, "") for column in columns):
             return None
-        values, outputs = parse_numbers(row[column], cell).reshape(-1), getattr(self.model.config.head, "outputs", 1)
+        values = np.concatenate(
+            [self._true_values(row[column], f"{place}, column {shown(column)}") for column in columns]
+        )
+        outputs = getattr(self.model.config.head, "outputs", 1)
         if len(values) != outputs:
             raise DataError(f"{cell}: expected {plural(outputs, 'number')}, as in training, got {len(values)}")
         return values
+
+    def _true_values(self, value: Any, cell: str) -> NDArray[np.float64]:
+        if value in (None, ""):
+            return np.array([np.nan])
+        if self._parser is not None and self._parser.decimal_commas and isinstance(value, str):
+            value = value.replace(",", ".")
+        return parse_numbers(value, cell).reshape(-1)
 
 
 class TextsReader(RowReader):
@@ -308,6 +424,15 @@ class TextsReader(RowReader):
 
     def _read(self) -> Iterator[Row]:
         return iter(enumerate(self._texts, 1))
+
+
+def value_columns(model: SequenceModel) -> tuple[str, ...]:
+    """Return the columns of the table of numbers that a model was trained on; none for other models."""
+    input, columns = model.config.input, model.preprocessing.value_columns or ()
+    if not isinstance(input, ValueInputConfig):
+        return ()
+    features = len(columns) if prediction_kind(model) == "forecast" else 1
+    return columns if input.features == features and len(set(columns)) == len(columns) else ()
 
 
 def parse_numbers(value: Any, place: str) -> NDArray[np.float64]:

@@ -102,12 +102,22 @@ class _RowWriter(Writer):
 class TableWriter(_RowWriter):
     """Writes CSV: the columns of the input, then the predicted class and the probability of each class, or the values.
 
-    A forecast has a row for each step of each series: `index`, the other columns of the input, `step` and the values.
+    A forecast has a row for each step of each series: `index`, the other columns of the input, `step` and the values. A
+    table that is one series has no index.
+
+    Args:
+        file: is written.
+        delimiter: of the columns.
+        probabilities: whether to write the probability of each class.
+        names: columns of the values; empty for `prediction`, with numbers if there are several.
+        decimal: mark of the decimals of predictions.
     """
 
-    def __init__(self, file: TextIO, delimiter: str, probabilities: bool) -> None:
+    def __init__(
+        self, file: TextIO, delimiter: str, probabilities: bool, names: Sequence[str] = (), decimal: str = "."
+    ) -> None:
         super().__init__(file, probabilities)
-        self._delimiter = delimiter
+        self._delimiter, self._names, self._decimal = delimiter, names, decimal
         self._columns: list[str] = []
 
     def _write_row(self, example: Example, predictions: Predictions, number: int) -> None:
@@ -115,7 +125,8 @@ class TableWriter(_RowWriter):
         row = example.row
         if forecast:
             # The series itself would be repeated for each step.
-            row = {"index": self.count + number, **{name: row[name] for name in row if name not in example.columns}}
+            others = {name: row[name] for name in row if name not in example.columns}
+            row = others if example.is_table else {"index": self.count + number, **others}
         if not self._columns:
             self._write_header(list(row), predictions)
         kept = list(self._kept(row, example.place))
@@ -138,6 +149,8 @@ class TableWriter(_RowWriter):
         self._write_fields([*columns, *self._new_columns(predictions)])
 
     def _write_fields(self, fields: Sequence[Any]) -> None:
+        if self._decimal != ".":
+            fields = [str(each).replace(".", self._decimal) if isinstance(each, float) else each for each in fields]
         # Before Python 3.13, a carriage return is not quoted by default.
         returns = any(isinstance(each, str) and "\r" in each for each in fields)
         quoting: Literal[0, 1] = csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL
@@ -149,8 +162,9 @@ class TableWriter(_RowWriter):
             chances = [f"probability_{name}" for name in predictions.classes] if self._probabilities else []
             new = ["prediction", *chances]
         else:
-            new = numbered("prediction", predictions.values.shape[-1])
-            new = ["step", *new] if predictions.values.ndim == 3 else new
+            count = predictions.values.shape[-1]
+            new = list(self._names) if len(self._names) == count else numbered("prediction", count)
+            new = [*unused_names(["step"], new), *new] if predictions.values.ndim == 3 else new
         return unused_names(new, self._columns)
 
     def _kept(self, row: Mapping[str, Any], place: str) -> Iterator[Any]:

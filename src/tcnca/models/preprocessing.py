@@ -47,6 +47,10 @@ class Preprocessing(Config):
     """Symbol of each token, for models of words separated by spaces, such as ListOps."""
     columns: dict[Role, str] = dataclasses.field(default_factory=dict)
     """Names of the columns or arrays of the training data, by their role."""
+    value_columns: tuple[str, ...] | None = None
+    """Columns of a table of numbers: the features of a series, or the time steps of sequences in rows."""
+    target_columns: tuple[str, ...] | None = None
+    """Columns with the values to predict from sequences in rows."""
     max_length: PositiveInt | None = None
     """Tokens or time steps to which sequences were cut."""
     image_size: tuple[PositiveInt, PositiveInt] | None = None

@@ -12,6 +12,7 @@ import yaml
 from tcnca import pretrained
 from tcnca.config import Config, KeysOf, OwnKeys, apply, canonical, check_choice, prefixed
 from tcnca.data import CustomOptions, Task, get_dataset, load_task
+from tcnca.data.custom.options import ARRAY_OPTIONS, TABLE_OPTIONS
 from tcnca.data.load import find_source
 from tcnca.errors import CheckpointError, ConfigError
 from tcnca.models import (
@@ -176,7 +177,12 @@ class Recipe(Config):
     def _custom_options(self) -> CustomOptions | None:
         for key in self.data.custom:
             check_choice(f"data.custom.{key}", key, [field.name for field in dataclasses.fields(CustomOptions)])
-        return prefixed("data.custom.", lambda: CustomOptions(**self.data.custom)) if self.data.custom else None
+        chosen: dict[str, Any] = {
+            # The columns of a table without names have numbers.
+            key: str(value) if key in (*TABLE_OPTIONS, *ARRAY_OPTIONS) and type(value) is int else value
+            for key, value in self.data.custom.items()
+        }
+        return prefixed("data.custom.", lambda: CustomOptions(**chosen)) if chosen else None
 
     def model_config(self, task: Task | None = None) -> ModelConfig:
         """Return the model for a task, which decides what a recipe without a preset does not say of input and head."""

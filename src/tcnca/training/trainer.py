@@ -536,6 +536,8 @@ class Trainer:
         dist.barrier()
         for note in self.task.notes():
             self.logger.print(f"warning: {note}")
+        if self.task.used_columns:
+            self.logger.print(self.task.used_columns)
         for extra, what in (("plots", f"{report.CURVES} is not drawn"), ("tensorboard", "no files for TensorBoard")):
             if reason := missing(extra):
                 self.logger.print(f"{what}: {reason}")

@@ -91,11 +91,8 @@ class Selection:
     lengths: NamedArray | None
     target: NamedArray | None
     """Labels or targets."""
-
-    @property
-    def is_series(self) -> bool:
-        """Whether the values are one long series."""
-        return self.values.path.suffix.lower() == ".npy" and self.values.array.ndim in (1, 2)
+    is_series: bool
+    """Whether the values are one long series, `[time]` or `[time, features]`."""
 
 
 def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
@@ -114,9 +111,16 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
     missing_splits(groups, options, origin)
     selected = {split: _select(arrays, options) for split, arrays in groups.items()}
     _check_unused(sources, selected, options)
+    return build_content(origin, selected, options, {"columns": _roles(groups["train"], selected["train"])})
+
+
+def build_content(
+    origin: Path, selected: Mapping[str, Selection], options: CustomOptions, metadata: Mapping[str, Any]
+) -> Content:
+    """Return the content of the arrays of each split; the splits that are not given are taken from training."""
     parts: dict[str, dict[str, Column]] = {split: {"values": _inputs(one)} for split, one in selected.items()}
     _check_splits(origin, selected, parts)
-    metadata = _add_targets(origin, parts, selected)
+    classes = _add_targets(origin, parts, selected)
     series = selected["train"].is_series
     splits = _cut_series(parts, options, origin) if series else complete_splits(parts, options, origin)
     return Content(
@@ -124,11 +128,7 @@ def read_arrays(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
         splits={split: [columns] for split, columns in splits.items()},
         origin=origin.resolve().name,
         verified=False,
-        metadata={
-            **metadata,
-            **_statistics(splits["train"]["values"]),
-            "columns": _roles(groups["train"], selected["train"]),
-        },
+        metadata={**classes, **_statistics(splits["train"]["values"]), **metadata},
     )
 
 
@@ -197,11 +197,13 @@ def _select(arrays: Arrays, options: CustomOptions) -> Selection:
             raise DataError(f"{arrays.path}: {state} the values; choose one of {names} with --values")
         values = found[0]
     lengths = options.lengths or ("lengths" if "lengths" in arrays.names else None)
+    sequences = arrays.read(values)
     return Selection(
         kind=kind,
-        values=arrays.read(values),
+        values=sequences,
         lengths=None if lengths is None else arrays.read(lengths),
         target=target,
+        is_series=arrays.path.suffix.lower() == ".npy" and sequences.array.ndim in (1, 2),
     )
 
 
@@ -338,9 +340,12 @@ def _check_count(named: NamedArray, values: NamedArray) -> None:
 
 
 def label_names(labels: NamedArray, advice: str) -> list[str]:
-    """Return labels `[examples]` or `[examples, 1]` as text; `advice` says what to do with other arrays."""
+    """Return labels `[examples]` or `[examples, 1]` as text; `advice` says what to do with other arrays.
+
+    The labels of a table are objects, so that a long one does not make all others need as much memory.
+    """
     array = labels.array
-    if array.ndim == 0 or array.shape[1:] not in ((), (1,)) or array.dtype.kind not in "iubUS":
+    if array.ndim == 0 or array.shape[1:] not in ((), (1,)) or array.dtype.kind not in "iubUSO":
         raise DataError(
             f"{labels}: expected integers, booleans or strings of shape [examples] as labels, got {labels.form}; "
             f"{advice}"

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,8 @@ _MIN_STREAM = 2
 _MAX_CLASSES = 100
 _MAX_NAMES = 20
 """Names that a message lists."""
+_MAX_LISTED = 8
+"""Columns that are listed one by one."""
 # At most 18 digits, so that parsing is always cheap.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -60,8 +62,9 @@ class CustomOptions(Config):
     """How to read the user's own files; everything that is not given is inferred from the files."""
 
     kind: Kind | None = None
-    """What a model does with the data. None: tables are classified (as pairs if they hold pairs), arrays are used
-    according to their names, and every other file is bytes for a language model."""
+    """What a model does with the data. None: tables are classified (as pairs if they hold pairs), or used for a
+    regression if `targets` are given, arrays are used according to their names, and every other file is bytes for a
+    language model."""
     text: str | None = None
     """Column of a table with the text; the first text of a pair."""
     second: str | None = None
@@ -69,11 +72,12 @@ class CustomOptions(Config):
     label: str | None = None
     """Column of a table with the class."""
     values: str | None = None
-    """Array with the sequences."""
+    """Array with the sequences, or columns of a table, separated by commas: the features of a series, or the time
+    steps of the sequences."""
     labels: str | None = None
     """Array with the class of each sequence."""
     targets: str | None = None
-    """Array with the real values to predict from each sequence."""
+    """Array with the real values to predict from each sequence, or columns of a table, separated by commas."""
     lengths: str | None = None
     """Array with the length of each sequence, if they are padded to the longest."""
     split: str | None = None
@@ -109,18 +113,27 @@ def refuse_options(options: CustomOptions, names: Collection[str], path: Path, f
             raise DataError(f"{path}: --{name} {value!r} does not apply to {form}; remove it")
 
 
-def numbers_advice(kind: Kind | None) -> str:
-    """Return how to save the numbers of a table as arrays."""
-    arrays = {"forecast": 'save("data.npy", t)', "regression": 'savez("data.npz", values=t[:, :-1], targets=t[:, -1])'}
-    classes = 'savez("data.npz", values=t[:, :-1], labels=t[:, -1].astype(int))'
-    save = arrays.get(kind or "", classes)
-    return f't = np.loadtxt(FILE, delimiter=",", skiprows=1); np.{save} converts a table of numbers'
-
-
 def list_names(names: Sequence[str]) -> str:
     """Return names in quotes, separated by commas; long ones, of a table without a header, and long lists are cut."""
     listed = ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}…") for name in names[:_MAX_NAMES]) or "none"
     return listed if len(names) <= _MAX_NAMES else f"{listed} and {len(names) - _MAX_NAMES:,} more"
+
+
+def describe_columns(manifest: Mapping[str, Any]) -> str:
+    """Return which columns of a table of numbers are used; nothing for other data."""
+    values, unused = manifest.get("value_columns", ()), manifest.get("unused_columns", ())
+    if not values:
+        return ""
+    targets = [*manifest.get("columns", {}).values(), *manifest.get("target_columns", ())]
+    listed = {"values": values, "label" if manifest["kind"] == "classification" else "targets": targets}
+    used = "; ".join(f"{what}: {_list_columns(names)}" for what, names in listed.items() if names)
+    return f"columns of {used}" + (f"; not used: {_list_columns(unused)}" if unused else "")
+
+
+def _list_columns(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_LISTED:
+        return list_names(names)
+    return f"{len(names):,} from {list_names(names[:1])} to {list_names(names[-1:])}"
 
 
 def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
@@ -136,7 +149,8 @@ def find_classes(labels: Sequence[str], path: Path) -> list[str]:
     if len(distinct) > max(_MAX_CLASSES, len(labels) / 2) and all(NUMBER.fullmatch(label) for label in distinct):
         raise DataError(
             f"{path}: expected classes, got {len(distinct):,} different numbers in {len(labels):,} examples, for "
-            f"example {shown(min(distinct))[1:-1]}; for a regression save arrays `values` and `targets` as .npz"
+            f"example {shown(min(distinct))[1:-1]}; for a regression from sequences of numbers, name the values to "
+            "predict with --targets"
         )
     if len(distinct) < 2:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Tables of texts and their classes: separated by commas, semicolons or tabs, or JSON Lines."""
+"""Tables: separated by commas, semicolons or tabs, or JSON Lines; texts and their classes from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, TextIO
 from tcnca.data.archives import MAX_LINE
 from tcnca.data.custom.options import (
     ARRAY_OPTIONS,
-    NUMBER,
     SPLIT_NAMES,
     CustomOptions,
     complete_splits,
@@ -24,7 +23,6 @@ from tcnca.data.custom.options import (
     find_classes,
     list_names,
     missing_splits,
-    numbers_advice,
     refuse_options,
     unknown_name,
 )
@@ -41,8 +39,11 @@ TABLE_SUFFIXES = (".csv", ".tsv", *JSON_LINES)
 Row = tuple[int, Mapping[str, Any]]
 """The line on which a row begins, and its fields by column."""
 
+Fields = tuple[int, list[str]]
+"""The line on which a row begins, and its fields."""
+
 TEXT_NAMES = ("text", "sentence", "content", "review", "document", "input")
-_LABEL_NAMES = ("label", "class", "target", "category", "sentiment", "y")
+LABEL_NAMES = ("label", "class", "target", "category", "sentiment", "y")
 PAIR_NAMES = (
     ("text1", "text2"),
     ("first", "second"),
@@ -53,12 +54,12 @@ PAIR_NAMES = (
 )
 # Texts, labels and their splits are in memory at the same time.
 _COPIES = 3
-_PEEKED_ROWS = 100
-"""Rows that tell whether a table consists of numbers."""
 # What bytes that are not UTF-8 are read as.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _UTF16_MARKS = ("\udcff\udcfe", "\udcfe\udcff")
 _LINE_END = re.compile(r"\r\n|\r|\n")
+# A line of numbers and times.
+_NUMERIC = re.compile(r"[-+0-9.,:;/TeE \r\n]*")
 _QUOTED = re.compile(r'"[^"]*("|$)')
 
 
@@ -99,12 +100,12 @@ def read_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: Cust
             for line, row in read_rows(path):
                 roles = roles or find_roles(list(row), options, path)
                 place = f"{path}, line {line}"
-                into = split if roles.split is None else _split(row, roles.split, place)
+                into = split if roles.split is None else split_name(_field(row, roles.split, place), roles.split, place)
                 examples = found.setdefault(into, _Examples())
                 examples.texts.append(text_field(row, roles.text, place))
                 if roles.second is not None:
                     examples.seconds.append(text_field(row, roles.second, place))
-                examples.labels.append(_label(row, roles.label, place))
+                examples.labels.append(given_label(label_field(row, roles.label, place), roles.label, place))
                 examples.places.append(place)
     if roles is None:
         raise DataError(f"{origin}: expected rows, got none; add some")
@@ -122,15 +123,15 @@ def read_rows(path: Path) -> Iterator[Row]:
     The fields of a .tsv are separated by tabs. Those of a .csv are separated by commas, or by semicolons if its header
     has semicolons and no comma outside quotes, as spreadsheets write it where the comma is the decimal separator.
     """
-    lines = _lines(path)
+    lines = table_lines(path)
     if path.suffix.lower() in JSON_LINES:
         return json_rows(path, lines)
     delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
     return csv_rows(path, lines, delimiter, blank)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file with their ends."""
+def table_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a table with their ends."""
     with read_errors(path), open_lines(path.open("rb")) as file:
         yield from read_lines(file, path, ", or give --kind language to model the bytes of the file")
 
@@ -146,6 +147,9 @@ def read_lines(file: TextIO, name: Path | str, advice: str = "") -> Iterator[str
     with read_errors(Path(name)):
         while line := file.readline(MAX_LINE):
             number += 1
+            if len(line) < MAX_LINE and line.isascii():
+                yield line
+                continue
             place = f"{name}, line {number}"
             if len(line) == MAX_LINE:
                 raise DataError(f"{place}: expected fewer than {MAX_LINE:,} characters, got more; cut the text{advice}")
@@ -161,18 +165,28 @@ def read_lines(file: TextIO, name: Path | str, advice: str = "") -> Iterator[str
 def find_delimiter(lines: Iterator[str], tabs: bool) -> tuple[str, int, Iterator[str]]:
     """Return the delimiter of a table, the number of blank lines before its header, and its lines from there.
 
-    Without `tabs`, columns are separated by semicolons if the header has semicolons and no comma outside quotes.
+    Without `tabs`, columns are separated by semicolons if the header has semicolons and no comma outside quotes, or
+    consists of numbers with decimal commas.
     """
     blank = 0
     while (first := next(lines, "")) and not first.strip("\r\n"):
         blank += 1
     bare = _QUOTED.sub("", first)
-    delimiter = "\t" if tabs else ";" if ";" in bare and "," not in bare else ","
+    semicolons = ";" in bare and ("," not in bare or _NUMERIC.fullmatch(bare) is not None)
+    delimiter = "\t" if tabs else ";" if semicolons else ","
     return delimiter, blank, itertools.chain([first], lines)
 
 
 def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int) -> Iterator[Row]:
     """Return the rows of a table from its header on, after `blank` lines; `path` is named in errors."""
+    rows = csv_fields(path, lines, delimiter, blank)
+    _, header = next(rows, (0, []))
+    for line, fields in rows:
+        yield line, dict(zip(header, fields, strict=True))
+
+
+def csv_fields(path: Path | str, lines: Iterator[str], delimiter: str, blank: int) -> Iterator[Fields]:
+    """Return the header of a table and its rows, all with as many fields."""
     # Strict, since otherwise an unclosed quote would silently swallow the rest of the file.
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -184,7 +198,11 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int)
                 header = fields
                 if len(set(header)) < len(header):
                     twice = Counter(header).most_common(1)[0][0]
-                    raise DataError(f"{path}, line {line}: expected different column names, got {shown(twice)} twice")
+                    raise DataError(
+                        f"{path}, line {line}: expected different column names, got {shown(twice)} twice; name the "
+                        "columns in the first line"
+                    )
+                yield line, header
             elif fields:
                 if len(fields) != len(header):
                     raise DataError(
@@ -197,7 +215,7 @@ def csv_rows(path: Path | str, lines: Iterator[str], delimiter: str, blank: int)
                         "rows; double the quotes inside the fields or remove them, and if a field has tabs and line "
                         "breaks, write .csv or .jsonl instead"
                     )
-                yield line, dict(zip(header, fields, strict=True))
+                yield line, fields
             line = blank + reader.line_num + 1
     except csv.Error as error:
         raise DataError(
@@ -237,7 +255,7 @@ def find_roles(columns: Sequence[str], options: CustomOptions, path: Path) -> Ro
             raise unknown_name(name, "column", columns, path)
     text, second = _find_texts(columns, options, path)
     others = [name for name in columns if name not in (text, second, options.split)]
-    label = options.label or _find_column(others, _LABEL_NAMES, "label", columns, path)
+    label = options.label or _find_column(others, LABEL_NAMES, "label", columns, path)
     roles = Roles(text=text, second=second, label=label, split=options.split)
     names = [name for name in dataclasses.astuple(roles) if name is not None]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -271,25 +289,13 @@ def _find_texts(columns: Sequence[str], options: CustomOptions, path: Path) -> t
 
 def _find_text(candidates: Sequence[str], options: CustomOptions, columns: Sequence[str], path: Path) -> str:
     others = [name for name in candidates if name not in (options.label, options.split)]
-    if not any(name.lower() in TEXT_NAMES for name in others):
-        _refuse_numbers(others, options, path)
-    return _find_column(others, TEXT_NAMES, "text", columns, path)
-
-
-def _refuse_numbers(candidates: Sequence[str], options: CustomOptions, path: Path) -> None:
-    """Raise a DataError if the first rows have only numbers in the columns that could be the text."""
-    inputs = [name for name in candidates if name.lower() not in _LABEL_NAMES]
-    rows = itertools.islice(read_rows(path), _PEEKED_ROWS)
-    values = [str(row.get(name, "")).strip() for _, row in rows for name in inputs]
-    if any(values) and all(NUMBER.fullmatch(value) for value in values if value):
-        raise DataError(
-            f"{path}: expected a column of text, got numbers in {list_names(inputs)}; numbers are read from arrays, "
-            f"not from tables: {numbers_advice(options.kind)}; or choose a column to read as text with --text"
-        )
+    return _find_column(
+        others, TEXT_NAMES, "text", columns, path, ", columns of numbers with --values and their class with --label"
+    )
 
 
 def _find_column(
-    candidates: Sequence[str], known: Collection[str], option: str, columns: Sequence[str], path: Path
+    candidates: Sequence[str], known: Collection[str], option: str, columns: Sequence[str], path: Path, more: str = ""
 ) -> str:
     found = [name for name in candidates if name.lower() in known]
     if len(found) == 1:
@@ -297,7 +303,7 @@ def _find_column(
     state = f"columns {list_names(found)} could each be" if found else "no column is obviously"
     origin = "" if path.suffix.lower() in JSON_LINES else " (named in the first line)"
     raise DataError(
-        f"{path}: {state} the {option}; choose one of {list_names(columns)}{origin} with --{option}, or give "
+        f"{path}: {state} the {option}; choose one of {list_names(columns)}{origin} with --{option}{more}, or give "
         "--kind language to model the bytes of the file"
     )
 
@@ -331,8 +337,8 @@ def label_field(row: Mapping[str, Any], name: str, place: str) -> str:
     return value.strip() if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
-def _label(row: Mapping[str, Any], name: str, place: str) -> str:
-    label = label_field(row, name, place)
+def given_label(label: str, name: str, place: str) -> str:
+    """Return the class in a column, or raise a DataError if there is none."""
     if not label:
         raise DataError(
             f"{place}, column {shown(name)}: expected a label, got an empty field; add it, or remove the row"
@@ -340,8 +346,8 @@ def _label(row: Mapping[str, Any], name: str, place: str) -> str:
     return label
 
 
-def _split(row: Mapping[str, Any], name: str, place: str) -> str:
-    value = _field(row, name, place)
+def split_name(value: Any, name: str, place: str) -> str:
+    """Return the split that a column names."""
     word = value.strip().lower() if isinstance(value, str) else ""
     if word not in SPLIT_NAMES:
         raise DataError(f"{place}, column {shown(name)}: expected one of {', '.join(SPLIT_NAMES)}, got {shown(value)}")

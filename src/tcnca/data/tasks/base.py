@@ -6,13 +6,14 @@ import abc
 import functools
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tcnca.data.batch import IGNORE, Batch
+from tcnca.data.custom.options import describe_columns
 from tcnca.data.schema import Kind, num_examples, shape_warning, value_shape
 from tcnca.data.store import Dataset
 from tcnca.errors import DataError
@@ -83,6 +84,17 @@ class Task(abc.ABC):
     def value_shape(self) -> tuple[int, int] | None:
         """Time steps of the longest real-valued training sequence, and its features; None for tokens and pixels."""
         return value_shape(self.data.columns("train"))
+
+    @property
+    def used_columns(self) -> str:
+        """Which columns of a table of numbers are used; empty for other data."""
+        return describe_columns(self.data.manifest)
+
+    def column_names(self) -> dict[str, Any]:
+        """Return the names of columns and arrays that are saved with the model."""
+        manifest = self.data.manifest
+        names = {name: tuple(manifest.get(name, ())) or None for name in ("value_columns", "target_columns")}
+        return {"columns": manifest.get("columns", {}), **names}
 
     def notes(self) -> list[str]:
         """Return what a user should know about the data before training."""

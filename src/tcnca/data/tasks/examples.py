@@ -66,7 +66,7 @@ class ExampleTask(Task):
         """Return the normalization of real-valued inputs, or the meaning of the tokens, and the class names."""
         metadata = self.data.manifest
         found: dict[str, Any] = {"task": self.kind, "class_names": self.class_names or None}
-        found |= {"columns": metadata.get("columns", {}), "max_length": self.max_length}
+        found |= {**self.column_names(), "max_length": self.max_length}
         if self._column == "pixels":
             found["image_size"] = self.data.columns("train")["pixels"].shape[1:]  # type: ignore[union-attr]
         if isinstance(self.input, ValueInputConfig):

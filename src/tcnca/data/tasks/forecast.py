@@ -59,9 +59,8 @@ class ForecastTask(SquaredErrorMixin, Task):
     def preprocessing(self) -> Preprocessing:
         """Return the normalization, which is the same for inputs and targets."""
         mean, std = self._mean, self.target_std
-        columns = self.data.manifest.get("columns", {})
         return Preprocessing(
-            task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std, columns=columns
+            task=self.kind, input_mean=mean, input_std=std, target_mean=mean, target_std=std, **self.column_names()
         )
 
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
