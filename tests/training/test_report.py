@@ -95,9 +95,14 @@ def test_a_finished_run_is_not_continued(done: tuple[Path, str]) -> None:
     assert by_folder.exit_code == 0
     assert "the run is finished, after 12 steps" in by_folder.output
     assert ((folder / "result.json").stat().st_mtime_ns, (folder / "provenance.json").read_text()) == before
-    other = invoked(*arguments(folder, "--resume", "lr=0.5"))
-    assert other.exit_code == 1
-    assert "was started with another recipe, which differs in optimizer" in other.output
+    for change, refusal in (
+        (("max_steps=24",), "was started with another recipe, which differs in schedule.max_steps (it has 12, now 24)"),
+        (("--budget", "9s"), "--budget: expected the budget that"),
+    ):
+        longer = invoked(*arguments(folder, "--resume", *change))
+        assert longer.exit_code == 1
+        assert refusal in longer.output
+        assert f"; to train its model further, start a new run with init_from={folder} and" in longer.output
 
 
 def test_each_evaluation_has_its_own_file(done: tuple[Path, str]) -> None:
