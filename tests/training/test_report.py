@@ -9,6 +9,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +265,30 @@ def test_lines_without_values_can_be_drawn(tmp_path: Path, line: str) -> None:
     (tmp_path / "log.jsonl").write_text(f"{json.dumps(train_line(1))}\n{line}\n")
     assert draw_curves(tmp_path, "one", higher_is_better=True) is not None
     assert mean_speed(read_log(tmp_path)) is None
+
+
+def test_a_figure_has_the_same_bytes_at_any_time(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from matplotlib.figure import Figure
+from tcnca.training.report import save_figure
+
+def draw():
+    figure = Figure()
+    figure.subplots().plot([1, 3, 2], "o-", label="scores")
+    figure.legend()
+    return figure
+
+for suffix in ("svg", "pdf", "png"):
+    save_figure(draw, Path(sys.argv[1]) / f"figure.{suffix}")
+"""
+    for day in ("1", "2"):
+        (tmp_path / day).mkdir()
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": f"{day}00000", "PYTHONHASHSEED": day}
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / day)], env=environment, check=True)
+    for path in (tmp_path / "1").iterdir():
+        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes(), path.name
 
 
 def test_curves_leave_the_plots_of_others_alone(tmp_path: Path) -> None:

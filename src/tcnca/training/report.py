@@ -262,7 +262,7 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     # Not with the user's own settings of matplotlib.
     style = {**STYLE, "svg.hashsalt": path.stem, "svg.fonttype": "none"}
     suffix = path.suffix.lstrip(".").lower()
-    metadata = {"Date": None} if suffix == "svg" else None
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     with matplotlib.style.context(["default", style]), atomic_path(path) as temporary:
         draw().savefig(temporary, format=suffix, dpi=150, metadata=metadata)
 
