@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import ConfigError, Stopped, TrainingError, format_score
+from tcnca.errors import ConfigError, Stopped, TrainingError, format_interval, format_score
 from tcnca.files import disk_errors
 from tcnca.training import Score, Trainer, read_log
 from tcnca.training.provenance import Launch, add_launch
@@ -61,9 +61,10 @@ def test_a_run_writes_its_result_report_and_curves(done: tuple[Path, str]) -> No
     for split in ("validation", "test"):
         score = result["scores"][split]
         assert (score["metric"], score["count"]) == ("accuracy", 500)
-        assert f"| {split} | accuracy | {score['value']:.4f} | 500 |" in page
+        value = f"{score['value']:.4f}{format_interval('accuracy', score['value'], 500)}"
+        assert f"| {split} | accuracy | {value} | 500 |" in page
         row = next(line.split() for line in output.splitlines() if line.strip().startswith(f"{split} "))
-        assert row == [split, "accuracy", f"{score['value']:.4f}", "500"]
+        assert row == [split, "accuracy", *value.split(), "500"]
     validations = {line["step"]: line["value"] for line in read_log(folder) if line.get("split") == "validation"}
     assert list(validations) == [6, 12]
     assert validations[12] == result["scores"]["validation"]["value"]
@@ -347,6 +348,27 @@ def test_scores_have_four_digits_on_any_scale(value: float, text: str) -> None:
     result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1, count=1000))
     assert score_rows(result) == [("test", "mean squared error", text, "1")]
     assert cost_rows(result)[0] == ("best validation", f"{text} at step 1, on 1,000 answers")
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "text"),
+    [
+        (5, 6, ", 95 % interval 0.436 to 0.970"),
+        (0, 6, ", 95 % interval 0.000 to 0.390"),
+        (9, 9, ", 95 % interval 0.701 to 1.000"),
+        (500, 999, ", 95 % interval 0.470 to 0.531"),
+        (500, 1000, ""),
+    ],
+)
+def test_accuracies_of_few_answers_have_an_interval(right: int, count: int, text: str) -> None:
+    """The bounds p solve (p - accuracy)² = 1.96² p (1 - p) / count."""
+    assert format_interval("accuracy", right / count, count) == text
+    assert format_interval("mean squared error", right / count, count) == ""
+
+
+@pytest.mark.parametrize(("value", "count"), [(math.nan, 0), (math.nan, 5), (-1.0, 5), (1e9, 5), (0.5, 0), (0.5, -1)])
+def test_odd_scores_have_no_interval(value: float, count: int) -> None:
+    assert format_interval("accuracy", value, count) == ""
 
 
 def test_the_best_validation() -> None:
