@@ -374,8 +374,21 @@ def test_pad_to_bucket(time: int, width: int) -> None:
         assert torch.equal(inputs[:, :time], values)
         assert not inputs[:, time:].any()
     assert found.tokens == batch.tokens
-    full = Batch(inputs=torch.zeros(2, 100), targets=torch.tensor([0, 1]))
-    assert full.pad_to_bucket().inputs.shape == (2, 100)
+
+
+def test_full_rows_are_padded_to_buckets_unless_they_are_the_longest() -> None:
+    full = Batch(inputs=torch.ones(2, 100), targets=torch.tensor([0, 1]))
+    for longest in (0, 100):
+        assert full.pad_to_bucket(longest).inputs.shape == (2, 100)
+    padded = full.pad_to_bucket(101)
+    assert padded.inputs.shape == (2, 128)
+    assert (padded.lengths is not None, padded.tokens) == (True, full.tokens)
+    expected = {"texts": 30, "pairs": 30, "series": 30, "pixels": 0, "values": 0, "regression": 0, "recall": 0}
+    assert {name: task.longest for name, task in TASKS.items()} == expected
+    assert texts(max_length=10).longest == 10
+    task = ClassificationTask(data({"tokens": ragged(TEXTS * 40), "labels": np.tile(LABELS, 40)}), by_length=True)
+    shapes = {tuple(task.batch(step, 4).pad_to_bucket(task.longest).inputs.shape) for step in range(200)}
+    assert shapes == {(4, 64), (4, 30)}
 
 
 @pytest.mark.parametrize("name", ["pixels", "series", "regression"])

@@ -325,7 +325,7 @@ class Trainer:
             rank = self.dist.rank // processes * parts + part
             batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size // processes * parts)
             if pads and self.task.kind not in ("language", "forecast"):
-                batch = batch.pad_to_bucket()
+                batch = batch.pad_to_bucket(self.task.longest)
             if self.context is not None:
                 batch = batch.divide(self.context.rank, self.context.size)
             batches.append(batch.pin_memory() if on_gpu else batch)

@@ -84,6 +84,11 @@ class Task(abc.ABC):
         """Time steps of the longest real-valued training sequence, and its features; None for tokens and pixels."""
         return value_shape(self.data.columns("train"))
 
+    @property
+    def longest(self) -> int:
+        """Length of the longest training sequence; 0 if all are equally long."""
+        return 0
+
     def notes(self) -> list[str]:
         """Return what a user should know about the data before training."""
         warning = shape_warning(self.data.columns("train"))

@@ -109,6 +109,11 @@ class ExampleTask(Task):
             batch = self._collate(columns, shuffled_indices(seed, num_examples(columns), begin, end))
         return dataclasses.replace(batch, weight=(end - begin) * world_size / batch_size)
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Length of the longest training sequence; 0 if all are equally long."""
+        return int(self._lengths(self.data.columns("train")).max(initial=0))
+
     def _lengths(self, columns: Columns) -> NDArray[np.int64]:
         """Return the length of each example, that of the longer sequence for a pair; 0 if all are equally long."""
         found = [column.lengths for column in columns.values() if isinstance(column, Ragged)]
