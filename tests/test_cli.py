@@ -85,7 +85,9 @@ def test_models_lists_every_preset() -> None:
     assert list(rows) == list(presets())
     assert rows["mega-enwik8"]["parameters"] == 39_137_792
     assert rows["mega-enwik8"]["receptive_field"] is None
-    assert rows["tcnca-enwik8"]["receptive_field"] == 9361
+    assert rows["tcnca-enwik8"]["receptive_field"] == 9361 + 2048 - 1
+    assert rows["transformer-enwik8"]["receptive_field"] is None
+    assert rows["transformer-xl-enwik8"]["receptive_field"] == 2 * 512
     assert rows["tcnca-text"]["state_bytes"] is None
     # R - 1 inputs and the keys and values of a chunk in float32, and 8 bytes of position in mixer and attention.
     assert rows["tcnca-enwik8"]["state_bytes"] == 12 * (4 * (9360 * 512 + 2048 * (128 + 1024)) + 16)

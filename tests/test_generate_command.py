@@ -318,6 +318,8 @@ def test_a_terminal_shows_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--prompt", "a", "--temperature", "-1"), "--temperature: expected a number of at least 0, got -1.0"),
         (("--prompt", "a", "--repetition-penalty", "nan"), "--repetition-penalty: expected a number above 0"),
         (("--prompt", "a", "--stop", ""), "--stop: expected texts that are not empty"),
+        (("--prompt", "a", "--stop", "b\ud800"), "--stop: expected valid Unicode, got the unpaired surrogate"),
+        (("--prompt", "\ud800"), "--prompt: expected valid Unicode, got the unpaired surrogate '\\ud800'; remove it"),
     ],
 )
 def test_mistakes_are_answered(folder: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -190,6 +191,8 @@ def test_receptive_field_of_the_stack_is_what_outputs_depend_on(changes: dict[st
         seen = changed[:, output].nonzero()
         widths.append(int(seen.max() - seen.min()) + 1)
     assert max(widths) == field
+    layer = dataclasses.replace(model.config, num_layers=1)
+    assert summarize(layer, time).receptive_field == stack_receptive_field(SequenceModel(layer))
 
 
 def test_receptive_fields_without_a_limit() -> None:
@@ -472,6 +475,13 @@ def test_a_preset_has_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["weights"] == "random"
     assert found["influence"]["data"] == "random tokens"
     assert "coverage" not in found
+
+
+def test_a_model_without_a_mixer_has_no_receptive_field_of_one() -> None:
+    done = run("transformer-xl-enwik8", "--no-plots", "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["receptive_field"]) == ["stack"]
+    assert "mixer of a layer" not in done.stderr
 
 
 def test_tables_alone() -> None:

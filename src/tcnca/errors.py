@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from typing import Any
@@ -87,6 +88,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 _MAX_CHARACTERS = 300
+_MANY_ANSWERS = 1000
+"""Answers from which an accuracy is given without its interval, which is then at most 0.06 wide."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80
@@ -114,6 +117,16 @@ def plural(count: int, noun: str) -> str:
 def format_score(value: float) -> str:
     """Return a loss or a score with four decimals; outside of 0.01 to 10,000 with four significant digits."""
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+def format_interval(metric: str, value: float, count: int) -> str:
+    """Return Wilson's 95 % interval of an accuracy of few answers, after a comma; nothing for other scores."""
+    if metric != "accuracy" or not 0 <= value <= 1 or not 0 < count < _MANY_ANSWERS:
+        return ""
+    z = 1.96
+    center = (value + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(value * (1 - value) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
+    return f", 95 % interval {max(center - half, 0):.3f} to {center + half:.3f}"
 
 
 def plot_text(text: str) -> str:

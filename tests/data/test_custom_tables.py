@@ -302,6 +302,11 @@ def test_utf_16_is_named(tmp_path: Path, encoding: str, byte: str) -> None:
         ),
         ("text,label", {"label": "zzz"}, "^: expected one of the columns 'text', 'label', got 'zzz'"),
         ("text,label", {"split": "part"}, "^: expected one of the columns .*, got 'part'"),
+        (
+            "text,label",
+            {"text": "txt", "label": "lable", "split": "part"},
+            r"^: did you mean 'text' and 'label'\? expected one of the columns .*, got 'txt', 'lable', 'part'$",
+        ),
         ("text,label", {"label": "text"}, "^: no column is obviously the text"),
         ("text,label", {"text": "text", "label": "text"}, "^: column 'text' has two roles"),
         (

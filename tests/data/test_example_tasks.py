@@ -328,6 +328,24 @@ def test_an_empty_text_is_one_step_of_padding() -> None:
     assert batch.lengths.tolist() == [0, 0]
 
 
+def test_equal_inputs_are_noted() -> None:
+    """They can come about without a mistake, since equal inputs stay in one split."""
+    same, longer = np.array([1, 2, 3], np.uint8), np.array([1, 2, 3, 4], np.uint8)
+
+    def notes(*rows: NDArray[np.uint8], max_length: int | None = None) -> str:
+        columns: dict[str, Column] = {"tokens": ragged(list(rows)), "labels": np.arange(len(rows)) % 2}
+        return "".join(ClassificationTask(data(columns), max_length=max_length).notes())
+
+    assert "got 3 equal ones (empty), which teach nothing" in notes(*[same[:0]] * 3)
+    assert "got 3 equal ones, which" in notes(same, same, same)
+    assert "got 2 equal ones up to max_length=3, which" in notes(same, longer, max_length=3)
+    assert notes(same, longer) == notes(same, longer, max_length=4) == ""
+    pair: dict[str, Column] = {"first": ragged([same, same]), "second": ragged([same, longer]), "labels": np.arange(2)}
+    assert PairTask(data(pair)).notes() == []
+    assert not any(task.notes() for task in TASKS.values())
+    assert load_task("recall-64-10", stream=True).notes() == []
+
+
 def test_batches_by_length_are_a_function_of_seed_and_step() -> None:
     task = ClassificationTask(texts().data, by_length=True)
     whole = rows_of(task.batch(5, 4, 2))
@@ -356,8 +374,21 @@ def test_pad_to_bucket(time: int, width: int) -> None:
         assert torch.equal(inputs[:, :time], values)
         assert not inputs[:, time:].any()
     assert found.tokens == batch.tokens
-    full = Batch(inputs=torch.zeros(2, 100), targets=torch.tensor([0, 1]))
-    assert full.pad_to_bucket().inputs.shape == (2, 100)
+
+
+def test_full_rows_are_padded_to_buckets_unless_they_are_the_longest() -> None:
+    full = Batch(inputs=torch.ones(2, 100), targets=torch.tensor([0, 1]))
+    for longest in (0, 100):
+        assert full.pad_to_bucket(longest).inputs.shape == (2, 100)
+    padded = full.pad_to_bucket(101)
+    assert padded.inputs.shape == (2, 128)
+    assert (padded.lengths is not None, padded.tokens) == (True, full.tokens)
+    expected = {"texts": 30, "pairs": 30, "series": 30, "pixels": 0, "values": 0, "regression": 0, "recall": 0}
+    assert {name: task.longest for name, task in TASKS.items()} == expected
+    assert texts(max_length=10).longest == 10
+    task = ClassificationTask(data({"tokens": ragged(TEXTS * 40), "labels": np.tile(LABELS, 40)}), by_length=True)
+    shapes = {tuple(task.batch(step, 4).pad_to_bucket(task.longest).inputs.shape) for step in range(200)}
+    assert shapes == {(4, 64), (4, 30)}
 
 
 @pytest.mark.parametrize("name", ["pixels", "series", "regression"])

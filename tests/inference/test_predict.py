@@ -237,7 +237,7 @@ def test_unknown_classes_count_as_wrong(tmp_path: Path) -> None:
     assert len(read_csv(result.stdout)) == len(rows)
     assert result.stderr.startswith("warning: 2 labels outside the classes of the model, counted as wrong; the first: ")
     assert "rows.csv, line 4, column 'stars': expected one of 'bad', 'fair', 'good', got 'wow\\x1b'" in result.stderr
-    assert "accuracy 0.6667 (of 6)" in result.stderr
+    assert "accuracy 0.6667 (of 6), 95 % interval 0.300 to 0.903" in result.stderr
 
 
 def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

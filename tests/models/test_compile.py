@@ -127,9 +127,10 @@ def test_lengths_of_sequences_may_be_dynamic(family: str) -> None:
     assert len(graphs) <= (1 if family != "mega" else 2)
 
 
+@pytest.mark.parametrize("name", ["tcnca", "s4d"])
 @torch.no_grad()
-def test_lengths_of_continued_sequences_may_be_dynamic() -> None:
-    model = _model("tcnca")
+def test_lengths_of_continued_sequences_may_be_dynamic(name: str) -> None:
+    model = small_model(VARIANTS[name], num_layers=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled, state = torch.compile(model, fullgraph=True, backend=counter, dynamic=True), model(_tokens(9)).state
     for time in (9, 50, 64, 130):

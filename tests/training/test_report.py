@@ -9,6 +9,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 
 import tcnca
 from tcnca.cli import app
-from tcnca.errors import ConfigError, Stopped, TrainingError, format_score
+from tcnca.errors import ConfigError, Stopped, TrainingError, format_interval, format_score
 from tcnca.files import disk_errors
 from tcnca.training import Score, Trainer, read_log
 from tcnca.training.provenance import Launch, add_launch
@@ -59,9 +61,10 @@ def test_a_run_writes_its_result_report_and_curves(done: tuple[Path, str]) -> No
     for split in ("validation", "test"):
         score = result["scores"][split]
         assert (score["metric"], score["count"]) == ("accuracy", 500)
-        assert f"| {split} | accuracy | {score['value']:.4f} | 500 |" in page
+        value = f"{score['value']:.4f}{format_interval('accuracy', score['value'], 500)}"
+        assert f"| {split} | accuracy | {value} | 500 |" in page
         row = next(line.split() for line in output.splitlines() if line.strip().startswith(f"{split} "))
-        assert row == [split, "accuracy", f"{score['value']:.4f}", "500"]
+        assert row == [split, "accuracy", *value.split(), "500"]
     validations = {line["step"]: line["value"] for line in read_log(folder) if line.get("split") == "validation"}
     assert list(validations) == [6, 12]
     assert validations[12] == result["scores"]["validation"]["value"]
@@ -95,9 +98,14 @@ def test_a_finished_run_is_not_continued(done: tuple[Path, str]) -> None:
     assert by_folder.exit_code == 0
     assert "the run is finished, after 12 steps" in by_folder.output
     assert ((folder / "result.json").stat().st_mtime_ns, (folder / "provenance.json").read_text()) == before
-    other = invoked(*arguments(folder, "--resume", "lr=0.5"))
-    assert other.exit_code == 1
-    assert "was started with another recipe, which differs in optimizer" in other.output
+    for change, refusal in (
+        (("max_steps=24",), "was started with another recipe, which differs in schedule.max_steps (it has 12, now 24)"),
+        (("--budget", "9s"), "--budget: expected the budget that"),
+    ):
+        longer = invoked(*arguments(folder, "--resume", *change))
+        assert longer.exit_code == 1
+        assert refusal in longer.output
+        assert f"; to train its model further, start a new run with init_from={folder} and" in longer.output
 
 
 def test_each_evaluation_has_its_own_file(done: tuple[Path, str]) -> None:
@@ -260,6 +268,30 @@ def test_lines_without_values_can_be_drawn(tmp_path: Path, line: str) -> None:
     assert mean_speed(read_log(tmp_path)) is None
 
 
+def test_a_figure_has_the_same_bytes_at_any_time(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from matplotlib.figure import Figure
+from tcnca.training.report import save_figure
+
+def draw():
+    figure = Figure()
+    figure.subplots().plot([1, 3, 2], "o-", label="scores")
+    figure.legend()
+    return figure
+
+for suffix in ("svg", "pdf", "png"):
+    save_figure(draw, Path(sys.argv[1]) / f"figure.{suffix}")
+"""
+    for day in ("1", "2"):
+        (tmp_path / day).mkdir()
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": f"{day}00000", "PYTHONHASHSEED": day}
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / day)], env=environment, check=True)
+    for path in (tmp_path / "1").iterdir():
+        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes(), path.name
+
+
 def test_curves_leave_the_plots_of_others_alone(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(json.dumps(train_line(1)) + "\n")
     with matplotlib.rc_context({"font.size": 33.0}):
@@ -316,6 +348,27 @@ def test_scores_have_four_digits_on_any_scale(value: float, text: str) -> None:
     result = Result(step=1, seconds=1.0, scores={"test": score}, best=Best(value=value, step=1, count=1000))
     assert score_rows(result) == [("test", "mean squared error", text, "1")]
     assert cost_rows(result)[0] == ("best validation", f"{text} at step 1, on 1,000 answers")
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "text"),
+    [
+        (5, 6, ", 95 % interval 0.436 to 0.970"),
+        (0, 6, ", 95 % interval 0.000 to 0.390"),
+        (9, 9, ", 95 % interval 0.701 to 1.000"),
+        (500, 999, ", 95 % interval 0.470 to 0.531"),
+        (500, 1000, ""),
+    ],
+)
+def test_accuracies_of_few_answers_have_an_interval(right: int, count: int, text: str) -> None:
+    """The bounds p solve (p - accuracy)² = 1.96² p (1 - p) / count."""
+    assert format_interval("accuracy", right / count, count) == text
+    assert format_interval("mean squared error", right / count, count) == ""
+
+
+@pytest.mark.parametrize(("value", "count"), [(math.nan, 0), (math.nan, 5), (-1.0, 5), (1e9, 5), (0.5, 0), (0.5, -1)])
+def test_odd_scores_have_no_interval(value: float, count: int) -> None:
+    assert format_interval("accuracy", value, count) == ""
 
 
 def test_the_best_validation() -> None:

@@ -493,7 +493,7 @@ def test_train_and_eval_commands(tmp_path: Path) -> None:
     assert again.exit_code == 1
     assert "already holds a run; continue it with --resume" in again.output
     score = json.loads((tmp_path / "run" / "result.json").read_text())["scores"]["test"]["value"]
-    assert f"test: accuracy {score:.4f} (of 500)" in invoke("eval", run, "--device", "cpu").output
+    assert f"test: accuracy {score:.4f} (of 500), 95 % interval 0." in invoke("eval", run, "--device", "cpu").output
     for words, message in [
         (["eval", str(tmp_path)], "expected a run directory, as `tcnca train` writes it"),
         (["eval", run, "num_layers=4"], "model: is fixed by training; only keys of data, eval and runtime"),

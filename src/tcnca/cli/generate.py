@@ -133,8 +133,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             seed=seed,
             num_samples=num_samples,
-            # Bytes of a command line that are not UTF-8 are kept.
-            stop=[each.encode("utf-8", "surrogateescape") for each in stop or ()],
+            stop=[_encode(each, "--stop") for each in stop or ()],
             quantization="int8" if int8 else None,
             cache_dtype="float8" if float8_cache else None,
             on_piece=on_piece,
@@ -151,7 +150,7 @@ def _read_prompt(prompt: str | None, file: Path | None, model: Path | None) -> b
         hint = f"; {shown(str(model))} was taken for a model, a text needs --prompt" if text else ""
         raise InputError(f"--prompt, --prompt-file: expected one of them, got {got}{hint}")
     if prompt is not None:
-        data, name = prompt.encode("utf-8", "surrogateescape"), "--prompt"
+        data, name = _encode(prompt, "--prompt"), "--prompt"
     elif str(file) == "-":
         data, name = sys.stdin.buffer.read(), "standard input"
     else:
@@ -167,6 +166,16 @@ def _read_prompt(prompt: str | None, file: Path | None, model: Path | None) -> b
             "--prompt $'\\n'"
         )
     return data
+
+
+def _encode(text: str, option: str) -> bytes:
+    """Return an argument as UTF-8. Bytes of a command line that are not UTF-8 are kept."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:  # on Windows, whose arguments are UTF-16
+        raise InputError(
+            f"{option}: expected valid Unicode, got the unpaired surrogate {text[error.start]!a}; remove it"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -213,7 +213,8 @@ def _print_tables(console: Console, subject: _Subject, numbers: dict[str, Any]) 
     model = subject.model
     costs = model_costs(model, subject.length)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    fields = {"mixer": mixer_receptive_field(model), "stack": stack_receptive_field(model)}
+    fields = {} if model.config.mixer is None else {"mixer": mixer_receptive_field(model)}
+    fields["stack"] = stack_receptive_field(model)
     numbers |= {
         "model": subject.name,
         "weights": "trained" if subject.trained else "random",
@@ -373,7 +374,7 @@ def _draw_influence(subject: _Subject, folder: Path, sample: Sample, numbers: di
     attention, fields = subject.model.config.attention, numbers["receptive_field"]
     marks = {
         "chunk": None if attention is None else attention.chunk_size,
-        "receptive field of a mixer": None if subject.model.config.mixer is None else fields["mixer"],
+        "receptive field of a mixer": fields.get("mixer"),
         "receptive field": fields["stack"],
     }
     title = subject.title("Effective receptive field")

@@ -71,9 +71,9 @@ def models_table(rows: list[tuple[Preset, Summary]]) -> Table:
             f"{summary.macs / 1e6:.2f}",
         )
     table.caption = (
-        "Receptive field: tokens that the mixer of one layer sees; a truncated EMA has a limit. Streaming state: of "
-        "one sequence of the task's length in float32; bidirectional models (–) do not stream. Cost: million "
-        "multiply-adds to read one token of such a sequence, an EMA counted as its recurrence."
+        "Receptive field: tokens that one layer sees at most, by its mixer and its attention; a truncated EMA has a "
+        "limit. Streaming state: of one sequence of the task's length in float32; bidirectional models (–) do not "
+        "stream. Cost: million multiply-adds to read one token of such a sequence, an EMA counted as its recurrence."
     )
     table.caption_justify = "left"
     return table

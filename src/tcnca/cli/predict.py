@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tcnca.cli.reporting import Device, Run, Threads, open_stdout, progress_bar
-from tcnca.errors import format_score, plural
+from tcnca.errors import format_interval, format_score, plural
 
 if TYPE_CHECKING:
     from tcnca.inference import PredictSummary
@@ -111,6 +111,7 @@ def _print_summary(summary: PredictSummary, out: Path | None, max_length: int | 
     if summary.metric is not None:
         # Errors are in the units of the data, and can be of any size.
         score = format_score(summary.score)
-        typer.echo(f"{summary.metric} {score} (of {summary.compared:,})", err=True)
+        interval = format_interval(summary.metric, summary.score, summary.compared)
+        typer.echo(f"{summary.metric} {score} (of {summary.compared:,}){interval}", err=True)
     if out is not None:
         typer.echo(f"wrote {plural(summary.count, 'prediction')} to {out}", err=True)

@@ -130,15 +130,17 @@ class Batch:
             if name != "weight"
         )
 
-    def pad_to_bucket(self) -> Batch:
+    def pad_to_bucket(self, longest: int = 0) -> Batch:
         """Pad rows to the next of a few lengths: powers of two and the midpoints between them.
 
         Code that is compiled for each length is then compiled only a few times. Requires one target per row.
+        `longest` is the greatest length of all rows; 0 if all are equally long.
         """
-        inputs, second = _pad_to_bucket(self.inputs, self.lengths), self.second
-        if second is not None:
-            second = _pad_to_bucket(second, self.second_lengths)
-        return dataclasses.replace(self, inputs=inputs, second=second)
+        inputs, lengths = _pad_to_bucket(self.inputs, self.lengths, longest)
+        if self.second is None:
+            return dataclasses.replace(self, inputs=inputs, lengths=lengths)
+        second, second_lengths = _pad_to_bucket(self.second, self.second_lengths, longest)
+        return dataclasses.replace(self, inputs=inputs, lengths=lengths, second=second, second_lengths=second_lengths)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         changed: dict[str, Any] = {
@@ -160,16 +162,17 @@ def _divide(x: Tensor, rank: int, count: int, padding: float = 0) -> Tensor:
     return torch.cat([own, missing], 1) if missing.numel() else own
 
 
-def _pad_to_bucket(inputs: Tensor, lengths: Tensor | None) -> Tensor:
-    if lengths is None:
-        # Rows that are all full are most likely full in other batches too; padding would only cost time.
-        return inputs
+def _pad_to_bucket(inputs: Tensor, lengths: Tensor | None, longest: int) -> tuple[Tensor, Tensor | None]:
     rows, time = inputs.shape[:2]
+    if lengths is None and time >= longest:
+        # Rows of the greatest length are most likely full in other batches too; padding would only cost time.
+        return inputs, None
+    lengths = torch.full((rows,), time) if lengths is None else lengths
     power = 1 << (time - 1).bit_length()
     width = max(power // 4 * 3 if time <= power // 4 * 3 else power, _MIN_BUCKET)
     out = inputs.new_zeros(rows, width, *inputs.shape[2:])
     out[:, :time] = inputs
-    return out
+    return out, lengths
 
 
 def pad_sequences(

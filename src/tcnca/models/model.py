@@ -124,7 +124,7 @@ class Summary:
     parameters: int
     """Number of parameters."""
     receptive_field: int | None
-    """Inputs that one output of a layer's mixer depends on; None if there is no limit."""
+    """Inputs that an output of a layer depends on at most, by its mixer and its attention; None if without limit."""
     state_bytes: int | None
     """Bytes of the streaming state of one sequence; None if the model does not stream."""
     macs: int
@@ -461,6 +461,11 @@ def summarize(config: ModelConfig, length: int) -> Summary:
     with torch.device("meta"):
         model = SequenceModel(config)
     mixer, attention, state_bytes = model._layers()[0].block.mixer, config.attention, None
+    field = 1 if mixer is None else mixer.receptive_field
+    if attention is not None and field is not None:
+        # The last token of a chunk sees the most. A memory is one more chunk, a shifted key that of the token before.
+        chunk = attention.chunk_size
+        field = None if chunk is None else chunk * (1 + attention.memory) + attention.shift_keys + field - 1
     if model.streams:
         state_bytes = model.initial_state(1).nbytes
         if attention is not None and attention.chunk_size is None:
@@ -469,7 +474,7 @@ def summarize(config: ModelConfig, length: int) -> Summary:
             state_bytes += config.num_layers * length * (attention.d_key + attention.d_value) * size
     return Summary(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        receptive_field=1 if mixer is None else mixer.receptive_field,
+        receptive_field=field,
         state_bytes=state_bytes,
         macs=model.macs_per_token(length),
     )

@@ -18,7 +18,7 @@ from tcnca import pretrained
 from tcnca.config import check_choice
 from tcnca.data import Batch, Task
 from tcnca.data.schema import SPLITS
-from tcnca.errors import ConfigError, DataError, format_score
+from tcnca.errors import ConfigError, DataError, format_interval, format_score
 from tcnca.files import atomic_write, check_no_links, to_json
 from tcnca.models import ModelState, SequenceModel, evaluating, load
 from tcnca.models.serialization import CONFIG_FILE
@@ -273,7 +273,8 @@ def evaluate_run(
         with use_threads(threads if chosen and threads != "auto" else None), logger.evaluation(split) as progress:
             score = evaluate(model, task, split, recipe.eval, precision=precision, dist=dist, progress=progress)
         # Printed first: the score is not lost if the directory cannot be written.
-        logger.print(f"{name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,})")
+        interval = format_interval(score.metric, score.value, score.count)
+        logger.print(f"{name}, {split}: {score.metric} {format_score(score.value)} (of {score.count:,}){interval}")
         if dist.is_main and saves:
             file = re.sub(r"[^\w.=-]+", "_", "-".join(["eval", split, *(["best"] if best else []), *changes]))
             facts = {"split": split, "checkpoint": name, "device": dist.device.type, "changes": list(changes)}

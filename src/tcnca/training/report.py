@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcnca.config import NonNegativeInt, Seconds
-from tcnca.errors import TrainingError, escape_control, format_score, plural
+from tcnca.errors import TrainingError, escape_control, format_interval, format_score, plural
 from tcnca.extras import missing
 from tcnca.files import atomic_path, atomic_write, read_json, to_json
 from tcnca.training.evaluate import Score
@@ -163,7 +163,11 @@ def write_report(folder: Path, result: Result) -> None:
 
 def score_rows(result: Result) -> list[tuple[str, str, str, str]]:
     """Return split, metric, value and number of answers of each final score, as text."""
-    return [(split, each.metric, format_score(each.value), f"{each.count:,}") for split, each in result.scores.items()]
+    rows = []
+    for split, each in result.scores.items():
+        value = format_score(each.value) + format_interval(each.metric, each.value, each.count)
+        rows.append((split, each.metric, value, f"{each.count:,}"))
+    return rows
 
 
 def cost_rows(result: Result) -> list[tuple[str, str]]:
@@ -262,7 +266,7 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
     # Not with the user's own settings of matplotlib.
     style = {**STYLE, "svg.hashsalt": path.stem, "svg.fonttype": "none"}
     suffix = path.suffix.lstrip(".").lower()
-    metadata = {"Date": None} if suffix == "svg" else None
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     with matplotlib.style.context(["default", style]), atomic_path(path) as temporary:
         draw().savefig(temporary, format=suffix, dpi=150, metadata=metadata)
 

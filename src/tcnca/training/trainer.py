@@ -325,7 +325,7 @@ class Trainer:
             rank = self.dist.rank // processes * parts + part
             batch = self.task.batch(index, size, config.seed, rank, self.dist.world_size // processes * parts)
             if pads and self.task.kind not in ("language", "forecast"):
-                batch = batch.pad_to_bucket()
+                batch = batch.pad_to_bucket(self.task.longest)
             if self.context is not None:
                 batch = batch.divide(self.context.rank, self.context.size)
             batches.append(batch.pin_memory() if on_gpu else batch)
@@ -477,7 +477,7 @@ class Trainer:
             text = "no budget" if before is None else f"a budget of {before:g}s"
             raise ConfigError(
                 f"--budget: expected the budget that {self.out} was started with ({text}), which the learning rate "
-                f"follows, got {self.budget:g}s; leave it out"
+                f"follows, got {self.budget:g}s; {self._advice('leave it out')}"
             )
         self.budget = before
 
@@ -490,6 +490,12 @@ class Trainer:
         self.logger.print(f"{self.out}: the run is finished, after {plural(result.step, 'step')}; see {REPORT} in it")
         return result
 
+    def _advice(self, unfinished: str) -> str:
+        """Return what to do instead of resuming a run with changes."""
+        if report.read_result(self.out) is None:
+            return unfinished
+        return f"to train its model further, start a new run with init_from={self.out} and another --out"
+
     def _restore(self) -> bool:
         """Restore the last checkpoint, and return whether there is one."""
         place = self.checkpoints.latest()
@@ -501,7 +507,7 @@ class Trainer:
         if before != self.recipe:
             raise CheckpointError(
                 f"{self.out}: was started with another recipe, which differs in {differences(before, self.recipe)}; "
-                f"give the same changes again, or another --out"
+                + self._advice("give the same changes again, or another --out")
             )
         data = self.state.data
         self.state = self.checkpoints.load(place, self.model, self.optimizers)

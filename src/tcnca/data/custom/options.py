@@ -136,11 +136,11 @@ def _list_columns(names: Sequence[str]) -> str:
     return f"{len(names):,} from {list_names(names[:1])} to {list_names(names[-1:])}"
 
 
-def unknown_name(name: str, what: str, names: Sequence[str], path: Path) -> DataError:
-    """Return the error of a column or array that does not exist."""
-    close = closest(name, names)
-    hint = f"did you mean {close!r}? " if close else ""
-    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {name!r}")
+def unknown_name(name: str, what: str, names: Sequence[str], path: Path, *more: str) -> DataError:
+    """Return the error of a column or array that does not exist, or of several."""
+    close = [found for each in (name, *more) if (found := closest(each, names))]
+    hint = f"did you mean {' and '.join(map(repr, close))}? " if close else ""
+    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {list_names([name, *more])}")
 
 
 def find_classes(labels: Sequence[str], path: Path) -> list[str]:

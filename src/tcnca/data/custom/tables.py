@@ -250,9 +250,9 @@ def json_rows(path: Path | str, lines: Iterator[str]) -> Iterator[Row]:
 
 def find_roles(columns: Sequence[str], options: CustomOptions, path: Path) -> Roles:
     """Determine the columns from the options, or else from their names."""
-    for name in (options.text, options.second, options.label, options.split):
-        if name is not None and name not in columns:
-            raise unknown_name(name, "column", columns, path)
+    given = (options.text, options.second, options.label, options.split)
+    if unknown := [name for name in given if name is not None and name not in columns]:
+        raise unknown_name(unknown[0], "column", columns, path, *unknown[1:])
     text, second = _find_texts(columns, options, path)
     others = [name for name in columns if name not in (text, second, options.split)]
     label = options.label or _find_column(others, LABEL_NAMES, "label", columns, path)

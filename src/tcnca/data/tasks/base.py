@@ -96,6 +96,11 @@ class Task(abc.ABC):
         names = {name: tuple(manifest.get(name, ())) or None for name in ("value_columns", "target_columns")}
         return {"columns": manifest.get("columns", {}), **names}
 
+    @property
+    def longest(self) -> int:
+        """Length of the longest training sequence; 0 if all are equally long."""
+        return 0
+
     def notes(self) -> list[str]:
         """Return what a user should know about the data before training."""
         warning = shape_warning(self.data.columns("train"))

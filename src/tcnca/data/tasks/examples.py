@@ -79,6 +79,23 @@ class ExampleTask(Task):
             found["byte_map"] = tuple(range(256))
         return Preprocessing(**found)
 
+    def notes(self) -> list[str]:
+        """Return what a user should know about the data before training."""
+        columns, limit = self.data.columns("train"), self.max_length
+        total = num_examples(columns)
+        inputs = [column for name, column in columns.items() if name not in ("labels", "targets")]
+        places = ((column, place) for column in inputs for place in range(1, total))
+        # Ends at the first input that differs.
+        if not total or any(not np.array_equal(column[place][:limit], column[0][:limit]) for column, place in places):
+            return super().notes()
+        empty = "" if any(len(column[0]) for column in inputs) else " (empty)"
+        cut = "" if empty or limit is None else f" up to max_length={limit}"
+        return [
+            *super().notes(),
+            f"train: expected different inputs, got {total:,} equal ones{empty}{cut}, which teach nothing; "
+            "add other examples, or choose the splits yourself, as equal inputs stay in one",
+        ]
+
     def batch(self, step: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1) -> Batch:
         """Return `batch_size` examples, of similar lengths with `by_length`. A batch may span two epochs."""
         first, last = training_rank_range(batch_size, rank, world_size)
@@ -91,6 +108,11 @@ class ExampleTask(Task):
         else:
             batch = self._collate(columns, shuffled_indices(seed, num_examples(columns), begin, end))
         return dataclasses.replace(batch, weight=(end - begin) * world_size / batch_size)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Length of the longest training sequence; 0 if all are equally long."""
+        return int(self._lengths(self.data.columns("train")).max(initial=0))
 
     def _lengths(self, columns: Columns) -> NDArray[np.int64]:
         """Return the length of each example, that of the longer sequence for a pair; 0 if all are equally long."""

@@ -92,9 +92,11 @@ def split_powers(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return factors of the decay to all powers below `length`, and some more.
 
     As `[channels, d_state, blocks]` and `[channels, d_state, BLOCK]`: a power is the product of that of the first token
-    of its block and that of its place in the block. There is always more than `length`, for graphs of any length.
+    of its block and that of its place in the block. There is always more than `length`, and in a graph more than one
+    block: a graph would treat one block, or none too many, specially.
     """
     exact = log_decay.to(EXACT if log_decay.is_complex() else torch.float64).unsqueeze(-1)
-    blocks, places = (torch.arange(count, device=log_decay.device) for count in (length // BLOCK + 1, BLOCK))
+    count = length // BLOCK + (2 if torch.compiler.is_compiling() else 1)
+    blocks, places = (torch.arange(size, device=log_decay.device) for size in (count, BLOCK))
     coarse, fine = (torch.exp(exact * lags).to(log_decay.dtype) for lags in (blocks * BLOCK, places))
     return coarse, fine
