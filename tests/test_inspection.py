@@ -167,6 +167,8 @@ SEEN = {
     "no attention": {"attention": None, "gated": False, "mixer.depth": 2},
     "even kernel": {"kernel_size": 2},
     "residual": {"gated": False, "mixer.depth": 2},
+    "n-grams": {"ngram_sizes": [2, 4]},
+    "n-grams, no attention": {"ngram_sizes": [3], "attention": None, "gated": False, "mixer.depth": 2},
     "residual, shifted": {"gated": False, "shift_keys": True, "mixer.depth": 1},
 }
 

@@ -208,11 +208,11 @@ def stack_receptive_field(model: SequenceModel) -> int | None:
     Attention widens the receptive field to a whole chunk in every layer, so it depends on the place in the chunk: the
     largest is returned. A head that pools over time sees all outputs.
     """
-    config, field = model.config, mixer_receptive_field(model)
+    config, field, past = model.config, mixer_receptive_field(model), model.embedding.past
     if field is None:
         return None
     if config.attention is None:
-        return 1 + config.num_layers * (field - 1)
+        return 1 + config.num_layers * (field - 1) + past
     chunk = config.attention.chunk_size
     if chunk is None:
         return None
@@ -228,4 +228,4 @@ def stack_receptive_field(model: SequenceModel) -> int | None:
             # Of queries, keys and values. Those of a gated block are not mixed.
             latest = (last + lead, end - shift + lead, end + (0 if config.gated else lead))
             last = np.maximum.reduce(latest)
-    return int((last - first).max()) + 1
+    return int((last - first).max()) + 1 + past

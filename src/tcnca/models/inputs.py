@@ -82,6 +82,8 @@ class Embedding(nn.Module, abc.ABC):
 
     weight: nn.Parameter
     pad_token_id: int | None = None
+    past: int = 0
+    """Earlier tokens that the embedding of one depends on."""
     signature: str = ""
     """What two models must share for one to continue from a state of the other; empty if the input has no state."""
 
@@ -116,6 +118,7 @@ class TokenEmbedding(Embedding):
         self.ngram_weight: nn.Parameter | None = None
         if self.ngram_sizes:
             self.ngram_weight = nn.Parameter(torch.empty(len(self.ngram_sizes) * self.ngram_buckets, d_model))
+            self.past = max(self.ngram_sizes) - 1
             self.signature = f"n-grams of {', '.join(map(str, self.ngram_sizes))} tokens"
         self.reset_parameters()
 

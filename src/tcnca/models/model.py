@@ -466,6 +466,7 @@ def summarize(config: ModelConfig, length: int) -> Summary:
         # The last token of a chunk sees the most. A memory is one more chunk, a shifted key that of the token before.
         chunk = attention.chunk_size
         field = None if chunk is None else chunk * (1 + attention.memory) + attention.shift_keys + field - 1
+    field = None if field is None else field + model.embedding.past
     if model.streams:
         state_bytes = model.initial_state(1).nbytes
         if attention is not None and attention.chunk_size is None:
