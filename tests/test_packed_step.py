@@ -102,7 +102,7 @@ def test_many_steps_equal_the_parallel_forward_in_float32(name: str, tokens: int
     assert_close(found[:, -20:], expected[:, -20:])
 
 
-@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "rope-rms"])
+@pytest.mark.parametrize("name", ["tcnca", "mega", "tcnca-simple", "rotary-bias-batch", "rope-rms", "ngrams"])
 def test_a_row_can_be_replaced_by_a_sequence_at_another_position(name: str) -> None:
     model = small_model(MODELS[name], torch.float32)
     x, other = torch.randint(VOCABULARY, (3, 20)), torch.randint(VOCABULARY, (1, 27))

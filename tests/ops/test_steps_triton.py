@@ -203,7 +203,7 @@ def assert_rows_can_be_loaded(model: SequenceModel, count: int) -> None:
 
 @interpreted
 def test_rows_can_be_loaded_in_the_interpreter() -> None:
-    assert_rows_can_be_loaded(small_model(MODELS["tcnca"], torch.float32), 3)
+    assert_rows_can_be_loaded(small_model(MODELS["ngrams"], torch.float32), 3)
 
 
 @interpreted
