@@ -266,10 +266,10 @@ def test_influence_is_the_derivative_of_the_whole_model(kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     embedded: Tensor | None = None
 
-    def replace(_: Any, __: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    def replace(_: Any, __: Any, output: Tensor) -> Tensor:
         nonlocal embedded
-        embedded = output[0].detach().requires_grad_()
-        return embedded, None
+        embedded = output.detach().requires_grad_()
+        return embedded
 
     squares = []
     with model.embedding.register_forward_hook(replace):
@@ -301,7 +301,7 @@ def test_influence_estimates_the_norm_of_the_jacobian() -> None:
     model, x = small_model("tcn-mlp", num_layers=1), tokens(16)
     place = 8  # of the only output, the first of the second half
     found = [influence(model, x, positions=1, seed=seed).norms[0] ** 2 for seed in range(200)]
-    h = model.embedding(x, None)[0][:, : place + 1].detach()
+    h = model.embedding(x, None)[:, : place + 1].detach()
 
     def last_logits(embedded: Tensor) -> Tensor:
         features: Any = model.layers[0](torch.cat([h[:, :-1], embedded.view(1, 1, -1)], 1))[0]

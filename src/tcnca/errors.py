@@ -89,7 +89,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 _MAX_CHARACTERS = 300
 _MANY_ANSWERS = 1000
-"""Answers from which an accuracy is given without its interval, which is then at most 0.06 wide."""
+"""Answers from which an accuracy is given without its interval, which is then at most 0.062 wide."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple = 4, 16, 16, 16
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 200, 200, 80

@@ -21,7 +21,8 @@ from tests.models.gradients import assert_gradients_close, gradients
 
 TIME = 10
 LENGTHS = torch.tensor([6, 10])
-MODELS = {name: VARIANTS[name] for name in (*FAMILY, "half-rope", "rotary-relu2-scale-post", "transformer-full")}
+COMPILED = (*FAMILY, "half-rope", "rotary-relu2-scale-post", "transformer-full", "ngrams")
+MODELS = {name: VARIANTS[name] for name in COMPILED}
 CLASSIFIER = ClassifierHeadConfig(num_classes=3, hidden=4)
 
 
@@ -74,7 +75,7 @@ def test_bidirectional_classifier_trains(family: str) -> None:
     _assert_trains_alike(model, _compiled(model), _tokens(), lengths=LENGTHS)
 
 
-@_families("tcn-mlp", "half-rope")
+@_families("tcn-mlp", "half-rope", "ngrams")
 def test_states_go_in_and_come_out(family: str) -> None:
     model = _model(family)
     past, future, lengths = _tokens(), _tokens(6), torch.tensor([6, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -50,6 +51,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 HUGE = (10**6, 10**9, 2**31, 2**40, 2**62, 2**63, 10**30)
 MODELS: dict[str, ModelConfig] = {
     "gated": small_config(d_ff=12, pad_token_id=0, max_length=4),
+    "ngrams": small_config(ngram_sizes=[2, 4], ngram_buckets=13),
     "full": small_config("mega-full", truncation=4, position="rope"),
     "residual": small_config("tcn-mlp", head=RegressionHeadConfig(hidden=5), **{"mixer.norm": "batch"}),
     "classifier": small_config("ema-mlp", head=ClassifierHeadConfig(hidden=5), causal=False, truncation=3),
@@ -90,7 +92,7 @@ def tokens(batch: int = 1, time: int = 5) -> Tensor:
 def test_the_models_have_every_integer_field() -> None:
     found = {path for config in MODELS.values() for path in integer_fields(config)}
     assert {"num_layers", "d_ff", "mixer.depth", "mixer.truncation", "input.features", "head.hidden_layers"} <= found
-    assert len(found) == 24, sorted(found)
+    assert len(found) == 25, sorted(found)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -510,6 +512,18 @@ def test_states_with_other_parts_do_not_fit_the_model() -> None:
     for wrong in (far, state.map(lambda tensor: tensor if tensor.is_floating_point() else tensor - 9)):
         with pytest.raises(StateError, match=r"position: expected values from 0 to 2\^53"):
             model(tokens(2), state=wrong)
+
+
+def test_tokens_of_a_state_that_are_not_in_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Kernels compute with them which rows of a table they read."""
+    model = small_model(small_config("tcnca", ngram_sizes=[2, 4]), dtype=torch.float32)
+    state = model(tokens(2)).state
+    assert state is not None
+    for change in (VOCABULARY, 2**40, -VOCABULARY):
+        wrong = dataclasses.replace(state, input=state.input.map(lambda old, change=change: old + change))
+        wrong.save(tmp_path / "state")
+        with pytest.raises(StateError, match=rf"input\.tokens: expected values from 0 to {VOCABULARY}"):
+            model(tokens(2), state=ModelState.load(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("d_ff", [0, 12])

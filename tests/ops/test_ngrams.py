@@ -10,7 +10,7 @@ import torch
 
 from tcnca.errors import ConfigError, StateError
 from tcnca.models import SequenceModel, TokenInputConfig
-from tcnca.ops import hash_ngrams, initial_ngram_state
+from tcnca.ops import hash_ngrams, initial_ngram_state, next_ngram_state
 from tests.examples import VOCABULARY, small_config, small_model
 
 SIZES = (2, 3, 5)
@@ -31,31 +31,26 @@ def rows_by_definition(tokens: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("vocabulary", [3, 256, 2**24])
 def test_rows_are_those_of_the_definition(vocabulary: int) -> None:
     tokens = torch.randint(vocabulary, (2, 20))
-    rows, state = hash_ngrams(tokens, SIZES, BUCKETS)
+    rows = hash_ngrams(tokens, SIZES, BUCKETS)
     assert rows.tolist() == [rows_by_definition(each) for each in tokens.tolist()]
-    assert state is None
 
 
 @pytest.mark.parametrize("cuts", [[1, 2, 3, 19], [3], [10, 11], []])
 def test_any_pieces_give_the_rows_of_one_call(cuts: list[int]) -> None:
     tokens = torch.randint(256, (2, 20))
-    expected, after = hash_ngrams(tokens, SIZES, BUCKETS, return_state=True)
     state, pieces = initial_ngram_state(2, SIZES), []
     for begin, end in itertools.pairwise([0, *cuts, 20]):
-        rows, new = hash_ngrams(tokens[:, begin:end], SIZES, BUCKETS, state=state, return_state=True)
-        assert new is not None
-        state = new
-        pieces.append(rows)
-    assert torch.equal(torch.cat(pieces, 1), expected)
-    assert after is not None
-    assert torch.equal(state.tokens, after.tokens)
+        piece = tokens[:, begin:end]
+        pieces.append(hash_ngrams(piece, SIZES, BUCKETS, state))
+        state = next_ngram_state(piece, SIZES, state=state)
+    assert torch.equal(torch.cat(pieces, 1), hash_ngrams(tokens, SIZES, BUCKETS))
+    assert torch.equal(state.tokens, next_ngram_state(tokens, SIZES).tokens)
     assert torch.equal(state.tokens, tokens[:, -4:] + 1)
 
 
 def test_the_state_is_that_after_the_valid_tokens() -> None:
     tokens = torch.randint(256, (3, 9))
-    _, state = hash_ngrams(tokens, SIZES, BUCKETS, lengths=torch.tensor([0, 2, 9]), return_state=True)
-    assert state is not None
+    state = next_ngram_state(tokens, SIZES, torch.tensor([0, 2, 9]))
     assert state.tokens.tolist() == [
         [0, 0, 0, 0],
         [0, 0, *(tokens[1, :2] + 1).tolist()],
@@ -67,7 +62,7 @@ def test_the_state_is_that_after_the_valid_tokens() -> None:
 def test_different_ngrams_share_rows_as_rarely_as_random_ones(size: int, buckets: int) -> None:
     """N-grams of letters, which are few and near each other."""
     letters = torch.randint(97, 123, (1, 200_000))
-    rows = hash_ngrams(letters, (size,), buckets)[0][0, size - 1 :, 0]
+    rows = hash_ngrams(letters, (size,), buckets)[0, size - 1 :, 0]
     rows = rows[torch.unique(letters[0].unfold(0, size, 1), dim=0, return_inverse=True)[1].argsort()]
     distinct = len(torch.unique(letters[0].unfold(0, size, 1), dim=0))
     expected = buckets * (1 - (1 - 1 / buckets) ** distinct)
@@ -84,7 +79,7 @@ def test_ngrams_of_a_new_model_change_nothing() -> None:
     model(x).logits.square().sum().backward()
     embedding: Any = model.embedding
     learned = embedding.ngram_weight.grad.norm(dim=1) > 0
-    assert learned.nonzero().flatten().tolist() == hash_ngrams(x, (2, 3), 2**14)[0].unique().tolist()
+    assert learned.nonzero().flatten().tolist() == hash_ngrams(x, (2, 3), 2**14).unique().tolist()
 
 
 def test_states_of_other_ngrams_are_refused() -> None:

@@ -405,7 +405,7 @@ def test_changes_for_a_cpu() -> None:
         recipe.override(["cpu.d_modle=3"])
 
 
-def test_changes_for_tokens() -> None:
+def test_keys_for_tokens(tmp_path: Path) -> None:
     recipe, text = load_recipe("classify"), {"head": ClassifierHeadConfig(), "causal": False}
     values = text | {"input": ValueInputConfig()}
 
@@ -416,11 +416,15 @@ def test_changes_for_tokens() -> None:
 
     assert sizes(recipe) == (2, 3, 4, 5)
     assert recipe._model(values).input == ValueInputConfig()
-    # What a user sets, and the model of `init_from`, take their place.
-    assert sizes(recipe.override(["ngram_sizes=[2]", "ngram_buckets=100"])) == (2,)
+    # What a user sets comes before them; a preset and the model of `init_from` are taken as they are.
+    assert sizes(recipe.override(["ngram_sizes=[2]"])) == (2,)
     assert sizes(recipe.override(["ngram_sizes=[]"])) == ()
+    assert sizes(recipe.override(["ngram_buckets=100"])) == (2, 3, 4, 5)
     assert sizes(recipe.override(["tokens.ngram_sizes=[3, 4]"])) == (3, 4)
     assert sizes(recipe.override(["init_from=pretrained"])) == ()
+    assert sizes(recipe.override(["model=tcnca-text"])) == ()
+    (tmp_path / "own.yaml").write_text("extends: classify\nmodel: {ngram_sizes: [4]}")
+    assert sizes(load_recipe(str(tmp_path / "own.yaml"))) == (4,)
     with pytest.raises(ConfigError, match=r"tokens\.optimizer\.lr: expected a key of model"):
         recipe.override(["tokens.lr=1"])
     with pytest.raises(ConfigError, match="ngram_sizes"):

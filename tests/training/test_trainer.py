@@ -292,8 +292,8 @@ def skipping(folder: Path, poisoned: range, *changes: str) -> tuple[TinyTrainer,
     rare = ["log_every=12", "eval.every=0", "checkpoint.every=0"]
     one = TinyTrainer(folder, recipe("nonfinite=skip", *rare, *changes))
 
-    def hook(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-        return (output[0] * torch.nan, None) if one.model.training and one.state.step in poisoned else output
+    def hook(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * torch.nan if one.model.training and one.state.step in poisoned else output
 
     def register(one: TinyTrainer) -> None:
         one.model.embedding.register_forward_hook(hook)

@@ -106,7 +106,9 @@ def generate(
     with dist_context(device) as dist, contextlib.ExitStack() as stack, contextlib.ExitStack() as bar:
         language_model = load(model, dist.device, best=best)
         check_language_model(language_model, name)
-        size = sum(parameter.numel() for parameter in language_model.parameters())
+        # A step reads a few rows of the table of n-grams.
+        sizes = {name: parameter.numel() for name, parameter in language_model.named_parameters()}
+        size = sum(sizes.values()) - sizes.get("embedding.ngram_weight", 0)
         # Threads that wait for each other at every step are far slower than one on a busy machine.
         small = dist.device.type == "cpu" and size < _SMALL_MODEL
         stack.enter_context(use_threads(threads or (1 if small else None)))

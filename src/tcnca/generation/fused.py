@@ -239,7 +239,8 @@ class FusedStep(step.Step):
         sizes, buckets = embedding.ngram_sizes, embedding.ngram_buckets
         # Without n-grams these are never read.
         ngram_weight, tokens, factors, first = embedding.weight, self.token, self.token, self.token
-        if embedding.ngram_weight is not None and self._tokens is not None:
+        if embedding.ngram_weight is not None:
+            assert self._tokens is not None
             places = {size: index * buckets for index, size in enumerate(sizes)}
             ngram_weight, tokens = embedding.ngram_weight, self._tokens
             factors = torch.tensor(hash_factors(sizes), device=self.device)

@@ -86,9 +86,7 @@ class PackedStep(Step):
 
         self._x = self._empty(model.config.d_model)
         self._table = _array(model.embedding.weight * model.embedding.scale)
-        self._ngrams: _NGrams | None = None
-        if state.input is not None:
-            self._ngrams = _NGrams(model.embedding, state.input.tokens)
+        self._ngrams = None if state.input is None else _NGrams(model.embedding, state.input.tokens)
         for layer, parts in zip(model.layers, self._parts, strict=True):
             assert isinstance(layer, Layer)
             self._add_layer(layer, parts)
@@ -307,7 +305,7 @@ class _NGrams:
     def __init__(self, embedding: TokenEmbedding, tokens: Tensor) -> None:
         assert embedding.ngram_weight is not None
         self.tokens = tokens.numpy().copy()
-        self._weight = _array(embedding.ngram_weight * embedding.scale)
+        self._weight, self._scale = _array(embedding.ngram_weight), np.float32(embedding.scale)
         self._factors = np.array(hash_factors(embedding.ngram_sizes)[::-1])
         self._lags = np.array(embedding.ngram_sizes) - 1
         self._buckets = embedding.ngram_buckets
@@ -317,7 +315,7 @@ class _NGrams:
         window = np.concatenate([self.tokens, token[:, None] + 1], 1)
         self.tokens[:] = window[:, 1:]
         sums = (window * self._factors % HASH_PRIME)[:, ::-1].cumsum(1)[:, self._lags]
-        return self._weight[sums % HASH_PRIME % self._buckets + self._first].sum(1)
+        return self._weight[sums % HASH_PRIME % self._buckets + self._first].sum(1) * self._scale
 
 
 def _array(tensor: Tensor) -> Array:

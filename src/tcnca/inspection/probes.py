@@ -134,7 +134,7 @@ def influence(
     layers, generator = _layers(model), torch.Generator().manual_seed(seed)
     with evaluating(model), _frozen(model):
         with torch.no_grad():
-            inputs = [model.embedding(x, None)[0]]
+            inputs = [model.embedding(x, None)]
             for layer in layers:
                 inputs.append(layer(inputs[-1])[0])
         gradients = []
@@ -248,7 +248,7 @@ def attention_maps(model: SequenceModel, x: Tensor, layers: Sequence[int]) -> di
     """
     found: dict[int, Array] = {}
     with evaluating(model):
-        h = model.embedding(x, None)[0]
+        h = model.embedding(x, None)
         for number, layer in enumerate(_layers(model)[: max(layers, default=-1) + 1]):
             attention = layer.block.attention
             if attention is None:

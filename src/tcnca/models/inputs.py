@@ -14,7 +14,7 @@ from tcnca.errors import ConfigError, InputError, VocabularyError
 from tcnca.layers import check_features, make_norm
 from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
-from tcnca.ops import NGramState, check_tensor, check_values, hash_ngrams, initial_ngram_state
+from tcnca.ops import NGramState, check_tensor, check_values, hash_ngrams, initial_ngram_state, next_ngram_state
 
 _BUCKETS = 2**14
 
@@ -88,13 +88,15 @@ class Embedding(nn.Module, abc.ABC):
     """What two models must share for one to continue from a state of the other; empty if the input has no state."""
 
     @abc.abstractmethod
-    def forward(
-        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
-    ) -> tuple[Tensor, NGramState | None]:
-        """Map `x` to `[batch, time, d_model]`; also return the new state if it is requested and there is one."""
+    def forward(self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None) -> Tensor:
+        """Map `x` to `[batch, time, d_model]`."""
 
     def initial_state(self, batch: int) -> NGramState | None:
         """Return the state before the first token; None if the input has none."""
+        return None
+
+    def next_state(self, x: Tensor, lengths: Tensor | None, state: NGramState | None) -> NGramState | None:
+        """Return the state after `x`; None if the input has none."""
         return None
 
     @abc.abstractmethod
@@ -152,18 +154,18 @@ class TokenEmbedding(Embedding):
         """Return the state before the first token; None without n-grams."""
         return initial_ngram_state(batch, self.ngram_sizes, self.weight.device) if self.ngram_sizes else None
 
-    def forward(
-        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
-    ) -> tuple[Tensor, NGramState | None]:
+    def next_state(self, x: Tensor, lengths: Tensor | None, state: NGramState | None) -> NGramState | None:
+        """Return the last tokens; None without n-grams."""
+        return next_ngram_state(x, self.ngram_sizes, lengths, state) if self.ngram_sizes else None
+
+    def forward(self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None) -> Tensor:
         """Map tokens `[batch, time]` (int64) to `[batch, time, d_model]`."""
-        embedded, new = nn.functional.embedding(x, self.weight), None
+        embedded = nn.functional.embedding(x, self.weight)
         if self.ngram_weight is not None:
-            rows, new = hash_ngrams(
-                x, self.ngram_sizes, self.ngram_buckets, lengths=lengths, state=state, return_state=return_state
-            )
+            rows = hash_ngrams(x, self.ngram_sizes, self.ngram_buckets, state)
             embedded = embedded + nn.functional.embedding(rows, self.ngram_weight).sum(-2)
         embedded = embedded * self.scale
-        return embedded if self.norm is None else self.norm(embedded, lengths), new
+        return embedded if self.norm is None else self.norm(embedded, lengths)
 
 
 class ValueEmbedding(Embedding):
@@ -195,11 +197,9 @@ class ValueEmbedding(Embedding):
         wide = x.unsqueeze(-1) if x.dim() == 2 and features == 1 else x
         check_features(name, wide, features, None if raw else self.weight)
 
-    def forward(
-        self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None, return_state: bool = False
-    ) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, lengths: Tensor | None, state: NGramState | None = None) -> Tensor:
         """Map `[batch, time]` or `[batch, time, features]` to `[batch, time, d_model]`."""
         x = x if x.dim() == 3 else x.unsqueeze(-1)
         x = x if self.standardize is None else self.standardize(x)
         embedded = x.to(self.weight.dtype) @ self.weight + self.bias
-        return embedded if self.norm is None else self.norm(embedded, lengths), None
+        return embedded if self.norm is None else self.norm(embedded, lengths)

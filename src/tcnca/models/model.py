@@ -333,8 +333,9 @@ class SequenceModel(nn.Module):
             mask = length_mask(valid, rows.shape[1])
             rows = rows.masked_fill(~(mask if rows.dim() == 2 else mask.unsqueeze(-1)), 0)
         self.embedding.check_values(name, rows)
-        h, tokens = self.embedding(rows, valid, None if state is None else state.input, return_state)
-        h = zero_padding(self.dropout(h), valid)
+        last = None if state is None else state.input
+        h = zero_padding(self.dropout(self.embedding(rows, valid, last)), valid)
+        tokens = self.embedding.next_state(rows, valid, last) if return_state else None
         if inplace and state is not None and not torch.compiler.is_compiling():
             state.consume()  # before the layers: a failing call leaves it partly overwritten
         states = []
@@ -432,7 +433,11 @@ class SequenceModel(nn.Module):
                 raise StateError(f"state.{name}: expected {like.dtype}, got {tensor.dtype}")
             if tensor.device != tensors[0].device:
                 raise StateError(f"state.{name}: expected one device for all tensors, got {tensor.device}")
-            if not like.is_floating_point():
+            if name == "input.tokens":
+                last = len(self.embedding.weight)
+                valid = (tensor >= 0) & (tensor <= last)
+                check_values(valid, f"state.{name}: expected values from 0 to {last}", tensor, StateError)
+            elif not like.is_floating_point():
                 valid = (tensor >= 0) & (tensor < MAX_POSITION)
                 check_values(valid, f"state.{name}: expected values from 0 to 2^53", tensor, StateError)
 

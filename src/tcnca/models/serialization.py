@@ -127,14 +127,14 @@ def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool
                 "data.task.all_bytes decides whether EnWik8 has a token for every byte"
             )
     same_head = _same_head(model, source)
-    weights, source_weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
-    _check_weights(weights, source_weights, name)
     structure = _structure(model.config)
     for field, value in _structure(source.config).items():
         if structure.get(field) != value:
             raise CheckpointError(
                 f"{name}: {field}: expected {structure.get(field)!r}, as the model has, got {value!r}"
             )
+    weights, source_weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
+    _check_weights(weights, source_weights, name)
     for path, tensor in weights.items():
         tensor.copy_(source_weights[path])
     return same_head

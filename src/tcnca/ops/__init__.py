@@ -24,7 +24,7 @@ from tcnca.ops.dropout import dropout
 from tcnca.ops.ema.api import EMAActivation, EMABackend, EMAState, ema, initial_ema_state
 from tcnca.ops.ema.naive import ema_kernel
 from tcnca.ops.long_conv import LongConvState, fft_convolve, initial_long_conv_state, long_conv
-from tcnca.ops.ngrams import NGramState, hash_ngrams, initial_ngram_state
+from tcnca.ops.ngrams import NGramState, hash_ngrams, initial_ngram_state, next_ngram_state
 from tcnca.ops.padding import advance, length_mask, roll_time, take_time, zero_padding
 from tcnca.ops.ssm.api import ScanBackend, SSMBackend, SSMState, diagonal_scan, initial_ssm_state, ssm
 from tcnca.ops.ssm.naive import ssm_kernel
@@ -74,6 +74,7 @@ __all__ = [
     "lag_counts",
     "length_mask",
     "long_conv",
+    "next_ngram_state",
     "offset_bias",
     "receptive_field",
     "required_max_length",

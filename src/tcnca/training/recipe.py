@@ -90,8 +90,8 @@ class Recipe(Config):
     cpu: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
     """Changes to make where the run is on a CPU; see `for_device`."""
     tokens: Annotated[dict[str, Any], OwnKeys()] = dataclasses.field(default_factory=dict)
-    """Changes of `model` to make where it reads tokens, such as text, for recipes that take sequences of numbers as
-    well."""
+    """Keys of `model` for data of tokens, such as text, in recipes that take sequences of numbers as well. Those of
+    `model` come before them, and a preset or `init_from` in their place."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +101,7 @@ class Recipe(Config):
             raise ConfigError(f"tokens.{others[0]}: expected a key of model, such as tokens.model.ngram_sizes")
 
     def override(self, changes: Mapping[str, Any] | Iterable[str] = (), /, **fields: Any) -> Self:
-        """Return a copy with some keys changed, also where `cpu` and `tokens` change them.
+        """Return a copy with some keys changed, also where `cpu` changes them.
 
         A key is named in full (`optimizer.lr=1e-3`), or by its last name if no other has it (`lr=1e-3`,
         `num_layers=4`). `data=my.txt` and `model=mega-text` set `data.source` and `model.preset`. A model to start
@@ -116,12 +116,9 @@ class Recipe(Config):
         paths = canonical(type(self), {**changes, **fields})
         before = self
         if self.init_from is None and paths.get("init_from") is not None:
-            before = dataclasses.replace(self, model={}, cpu=_without_model(self.cpu), tokens={})
-        cpu, tokens = (
-            {key: value for key, value in section.items() if not any(_overlap(key, path) for path in paths)}
-            for section in (before.cpu, before.tokens)
-        )
-        return apply(dataclasses.replace(before, cpu=cpu, tokens=tokens), paths)
+            before = dataclasses.replace(self, model={}, cpu=_without_model(self.cpu))
+        kept = {key: value for key, value in before.cpu.items() if not any(_overlap(key, path) for path in paths)}
+        return apply(dataclasses.replace(before, cpu=kept), paths)
 
     def for_device(self, device: str) -> Recipe:
         """Return the recipe of a run on a kind of device: except on `cuda`, with the changes of its key `cpu` made."""
@@ -214,14 +211,12 @@ class Recipe(Config):
     def _model(self, from_task: Mapping[str, Any]) -> ModelConfig:
         changes = dict(self.model)
         name = changes.pop("preset", None)
-        for_tokens = {path.removeprefix("model."): value for path, value in self.tokens.items()}
-
-        def changed(config: ModelConfig) -> ModelConfig:
-            config = config.override(changes)
-            return config.override(for_tokens) if isinstance(config.input, TokenInputConfig) else config
-
         if self.init_from is None:
-            return prefixed("model.", lambda: changed(ModelConfig(**from_task) if name is None else preset(name).model))
+            if name is None:
+                start = ModelConfig(**from_task)
+                if isinstance(start.input, TokenInputConfig):
+                    start = start.override({path.removeprefix("model."): value for path, value in self.tokens.items()})
+            return prefixed("model.", lambda: (start if name is None else preset(name).model).override(changes))
         if name is not None:
             raise ConfigError(f"model.preset: expected none with init_from, whose structure the model has, got {name}")
         try:
@@ -233,7 +228,7 @@ class Recipe(Config):
         wanted: dict[str, Any] = {
             key: _resized(getattr(start, key), from_task[key]) for key in from_task if key != "causal"
         }
-        return prefixed("model.", lambda: changed(dataclasses.replace(start, **wanted)))
+        return prefixed("model.", lambda: dataclasses.replace(start, **wanted).override(changes))
 
 
 def _resized(start: Config, wanted: Config) -> Config:
@@ -246,12 +241,8 @@ def _resized(start: Config, wanted: Config) -> Config:
 
 
 def _without_model(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return canonical changes but those of the model, on a CPU and for tokens as well."""
-    return {
-        path: value
-        for path, value in changes.items()
-        if not _overlap(path.removeprefix("cpu.").removeprefix("tokens."), "model")
-    }
+    """Return canonical changes but those of the model, on a CPU as well."""
+    return {path: value for path, value in changes.items() if not _overlap(path.removeprefix("cpu."), "model")}
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -86,7 +86,7 @@ class ExampleTask(Task):
         inputs = [column for name, column in columns.items() if name not in ("labels", "targets")]
         places = ((column, place) for column in inputs for place in range(1, total))
         # Ends at the first input that differs.
-        if not total or any(not np.array_equal(column[place][:limit], column[0][:limit]) for column, place in places):
+        if total < 2 or any(not np.array_equal(column[place][:limit], column[0][:limit]) for column, place in places):
             return super().notes()
         empty = "" if any(len(column[0]) for column in inputs) else " (empty)"
         cut = "" if empty or limit is None else f" up to max_length={limit}"

@@ -92,8 +92,8 @@ def split_powers(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return factors of the decay to all powers below `length`, and some more.
 
     As `[channels, d_state, blocks]` and `[channels, d_state, BLOCK]`: a power is the product of that of the first token
-    of its block and that of its place in the block. There is always more than `length`, and in a graph more than one
-    block: a graph would treat one block, or none too many, specially.
+    of its block and that of its place in the block. There are always more powers than `length`. When compiling there is
+    one more block, since `torch.compile` makes a graph of its own for a dimension of size 1.
     """
     exact = log_decay.to(EXACT if log_decay.is_complex() else torch.float64).unsqueeze(-1)
     count = length // BLOCK + (2 if torch.compiler.is_compiling() else 1)
