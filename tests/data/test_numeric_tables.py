@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tcnca.data import load_task, npy
 from tcnca.data.custom import CustomOptions, read_custom
+from tcnca.data.custom.options import describe_columns
 from tcnca.data.schema import Content, Kind
 from tcnca.errors import DataError
 from tests.data.helpers import assert_refused, assert_same_columns, split
@@ -175,22 +176,38 @@ def test_columns_without_names_are_numbered(tmp_path: Path, delimiter: str) -> N
     assert_refused(path, message)
 
 
-@pytest.mark.parametrize("first", ["1", "0", "-1.5e3", "5,5"])
+@pytest.mark.parametrize("first", ["1", "0", "-1.5e3", "5,5", "1,2", "1,2,3", "0,1\n1,2", "0,1,2\n\n7,8,9", "0,2"])
 def test_first_lines_that_are_data(tmp_path: Path, first: str) -> None:
-    lines = [first, *(",".join([f"{n}"] * (first.count(",") + 1)) for n in range(30))]
+    given = first.split()
+    lines = [*first.split("\n"), *(",".join([f"{n}"] * (given[0].count(",") + 1)) for n in range(30))]
     (tmp_path / "a.csv").write_text("\n\n" + "\n".join(lines))
-    assert len(_series(read_custom(tmp_path / "a.csv", FORECAST))) == 31
+    content = read_custom(tmp_path / "a.csv", FORECAST)
+    assert len(_series(content)) == 30 + len(given)
+    np.testing.assert_array_equal(_series(content)[0], np.array(given[0].split(","), np.float32))
+    assert "first line" not in describe_columns(content.metadata | {"kind": "forecast"})
     (tmp_path / "a.csv").write_text("\n\n" + "\n".join([*lines, "x" + lines[-1]]))
-    assert_refused(tmp_path / "a.csv", "^, line 34, column '1': expected a number, got 'x", FORECAST)
+    assert_refused(tmp_path / "a.csv", f"^, line {len(lines) + 3}, column '1': expected a number, got 'x", FORECAST)
 
 
-@pytest.mark.parametrize("header", ["0,1", "1,2,3", "2019,2020,2021", ",0,1", "a"])
+def test_first_lines_that_are_numbers_in_several_files(tmp_path: Path) -> None:
+    """They have a header if the first file of training has one."""
+    rows = [f"{n}.5,{n},3" for n in range(20)]
+    for header in ("0,1,2", ""):
+        (tmp_path / "train.csv").write_text("\n".join([header, *rows] if header else rows))
+        (tmp_path / "test.csv").write_text("\n".join(["0,1,2", "1,2,3" if header else "5,5,5", *rows]))
+        content = read_custom(tmp_path, FORECAST)
+        assert np.asarray(split(content, "test")["values"]).shape == (1, 21 if header else 22, 3)
+
+
+@pytest.mark.parametrize("header", ["0,1", "0,1,2", ",0,1", "a"])
 def test_first_lines_that_are_names(tmp_path: Path, header: str) -> None:
-    """Whole numbers in order are names, as pandas writes them."""
+    """Whole numbers from 0 on are names, as pandas writes them."""
     names = header.split(",")
     content = read_custom(_table(tmp_path / "a.csv", names, [[f"{n}.5"] * len(names) for n in range(30)]), FORECAST)
     assert len(_series(content)) == 30
     assert content.metadata["value_columns"] == [name for name in names if name]
+    said = "; the first line, 0, 1, …, was read as names" in describe_columns(content.metadata | {"kind": "forecast"})
+    assert said == header.startswith("0")
 
 
 def test_dates_without_a_header(tmp_path: Path) -> None:

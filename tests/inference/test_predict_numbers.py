@@ -186,6 +186,41 @@ def test_rows_with_values_to_predict(tmp_path: Path) -> None:
     assert tcnca_predict(tmp_path / "model", write_csv(tmp_path / "new.csv", sequence_rows())).stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("columns", "first", "count", "warning"),
+    [
+        ("1,2,3,4", "1,2,3,4", 2, "the first line was read as data"),
+        ("1,2,3,4", "0,1,2,3", 2, "the first line was read as data"),
+        ("1,2,3,4", "4,3,2,1", 2, ""),
+        ("2,3,4,5", "2,3,4,5", 2, "the first line was read as data"),
+        ("0,1,2,3", "0,1,2,3", 1, "the first line was read as names"),
+        ("0,1,2,3", "1,2,3,4", 2, "the first line was read as data"),
+        ("2020,2021,2022,2023", "2020,2021,2022,2023", 1, "the first line was read as names"),
+        ("a,b,c,d", "0,1,2,3", 2, "the first line was read as data"),
+        ("a,b,c,d", "a,b,c,d", 1, ""),
+    ],
+)
+def test_first_lines_of_numbers(tmp_path: Path, columns: str, first: str, count: int, warning: str) -> None:
+    """No row is left out silently."""
+    saved("regression", tmp_path / "model", value_columns=tuple(columns.split(",")), target_columns=("y", "z"))
+    (tmp_path / "in.csv").write_text(f"{first}\n5,6,7,9\n")
+    result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv")
+    assert len(read_csv(result.stdout)) == count
+    assert (warning in result.stderr) if warning else not result.stderr
+
+
+def test_first_lines_of_numbers_with_chosen_columns(tmp_path: Path) -> None:
+    saved("regression", tmp_path / "model", value_columns=("a", "b", "c", "d"), target_columns=("y", "z"))
+    for first, options, count in (
+        ("9,0,1,2,3", "0,1,2,3", 1),
+        ("1,2,3,4,5", "1,2,3,4", 2),
+        ("5,1,0,0,0", "5,3,2,1", 2),
+    ):
+        (tmp_path / "in.csv").write_text(f"{first}\n5,6,7,9,1\n")
+        result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv", "--values", options)
+        assert len(read_csv(result.stdout)) == count, result.output
+
+
 # Errors.
 
 

@@ -24,11 +24,14 @@ from numpy.typing import NDArray
 from tcnca.config import Config
 from tcnca.data.custom.arrays import VALUE_NAMES, NamedArray, label_names
 from tcnca.data.custom.numeric_tables import (
+    NUMBERED,
     NumberParser,
     add_header,
     block_rows,
     check_order,
     field_text,
+    in_order,
+    split_line,
     split_names,
 )
 from tcnca.data.custom.options import list_names, unknown_name
@@ -202,6 +205,8 @@ class RowReader(Reader):
         for line, row in rows:
             if not self.columns:
                 self.columns, targets = self._find_columns(list(row))
+                if self._numbered and in_order(list(map(str.strip, row.values()))):
+                    self.warning = f"{self.name}: the first line was read as data, not as names, as in training"
                 if self._parser is not None and self.kind == "forecast":
                     series = self._read_series(self._parser, itertools.chain([(line, row)], rows))
                     yield Example(self.name, {}, (series,), columns=self.columns, is_table=True)
@@ -256,7 +261,11 @@ class RowReader(Reader):
             return self._text_rows()
         self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
         if self._trained_columns:
-            blank, lines, self._numbered = add_header(self.delimiter, blank, lines)
+            trained = self._trained_columns if self.options.values is None else split_line(self.options.values, ",")
+            blank, lines, header = add_header(self.delimiter, blank, lines, trained)
+            self._numbered = header == "added"
+            if header == "numbers":
+                self.warning = f"{self.name}: the first line was read as names, not as data"
         lines, copy = itertools.tee(lines)
         with contextlib.suppress(csv.Error):  # which `csv_rows` reports
             self.header = next(csv.reader(copy, delimiter=self.delimiter, strict=True), [])
@@ -325,7 +334,7 @@ class RowReader(Reader):
         missing = [name for name in trained if name not in names]
         if missing:
             several = "the column" if len(missing) == 1 else "the columns"
-            numbered = " (numbered, since the first line has no names)" if self._numbered else ""
+            numbered = NUMBERED if self._numbered else ""
             raise DataError(
                 f"{self.name}: expected {several} {list_names(missing)}, as in training, got "
                 f"{list_names(columns)}{numbered}; rename columns, or name {plural(len(trained), 'column')} in the "

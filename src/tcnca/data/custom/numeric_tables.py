@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,10 @@ _BLOCK_FIELDS = 2**16
 _NUMBER_BYTES = 20
 """Memory for each number: the values, their splits, and the deviations from their mean in double precision."""
 _MARKS = {",": "commas", ".": "points"}
+_MAX_DIGITS = 10
+NUMBERED = " (numbered, since the first line has no names)"
+Header = Literal["names", "numbers", "added"]
+"""Names, numbers that are taken as names, or numbers from 1 on that are not in the file."""
 
 
 class NumericTable:
@@ -70,17 +74,21 @@ class NumericTable:
         path: the file.
         columns: names of the columns, without surrounding spaces; from 1 on if the first line has numbers alone.
         decimal_commas: whether numbers may have commas in place of points.
-        numbered: whether the first line is not a header, so that columns have numbers as names.
+        header: what the names are.
+
+    Args:
+        path: the file.
+        trained: columns of the first file of training, see `add_header`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.decimal_commas, self.numbered = path, False, False
+    def __init__(self, path: Path, trained: Collection[str] | None = None) -> None:
+        self.path, self.decimal_commas, self.header = path, False, "names"
         lines = table_lines(path)
         if path.suffix.lower() in JSON_LINES:
             self._rows = _json_fields(path, lines)
         else:
             delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
-            blank, lines, self.numbered = add_header(delimiter, blank, lines)
+            blank, lines, self.header = add_header(delimiter, blank, lines, trained)
             self._rows, self.decimal_commas = csv_fields(path, lines, delimiter, blank), delimiter != ","
         _, header = next(self._rows, (0, []))
         self.columns = [name.strip() for name in header]
@@ -110,7 +118,7 @@ class NumericTable:
         """Where the names of the columns come from, for messages."""
         if self.path.suffix.lower() in JSON_LINES:
             return ""
-        return " (numbered, since the first line has no names)" if self.numbered else " (named in the first line)"
+        return NUMBERED if self.header == "added" else " (named in the first line)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,26 +133,54 @@ class _Roles:
     unused: list[str]
 
 
-def add_header(delimiter: str, blank: int, lines: Iterator[str]) -> tuple[int, Iterator[str], bool]:
+def add_header(
+    delimiter: str, blank: int, lines: Iterator[str], trained: Collection[str] | None = None
+) -> tuple[int, Iterator[str], Header]:
     """Put a header before lines that begin with numbers: the numbers of the columns from 1.
 
-    Returns the number of lines before the header, the lines from the header on, and whether it was added. Whole numbers
-    that increase by 1 are a header, as pandas writes it for columns without names.
+    Numbers in the first line are names if they are 0, 1, 2, …, as pandas writes them for columns without names, and the
+    next line does not have whole numbers in order, too. With the columns of training, they are names if these are among
+    them, unless training had no header, either.
+
+    Returns the number of lines before the header, the lines from the header on, and what the header is.
     """
     first = next(lines, "")
     lines = itertools.chain([first], lines)
-    fields: list[str] = []
-    with contextlib.suppress(csv.Error):  # which `csv_fields` reports
-        fields = [field.strip() for field in next(csv.reader([first], delimiter=delimiter, strict=True), [])]
-    numbers = [_is_number(field, delimiter != ",") for field in fields]
-    if not any(numbers) or not all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields))):
-        return blank, lines, False
-    if all(field.isdecimal() and len(field) < 10 for field in fields) and len(fields) > 1:
-        whole = list(map(int, fields))
-        if whole == list(range(whole[0], whole[0] + len(whole))) and (whole[0] == 0 or len(whole) > 2):
-            return blank, lines, False
+    fields = split_line(first, delimiter)
+    if not _are_numbers(fields, delimiter != ","):
+        return blank, lines, "names"
+    if trained is not None:
+        numbers = [int(name) for name in trained if name.isdecimal() and len(name) < _MAX_DIGITS]
+        numbered = len(numbers) == len(trained) and 1 <= min(numbers, default=0) <= len(fields)
+        are_names = bool(trained) and not numbered and set(fields) >= set(trained)
+    elif are_names := in_order(fields) and int(fields[0]) == 0:
+        next(lines)
+        peeked = []
+        for line in lines:
+            peeked.append(line)
+            if line.strip("\r\n"):
+                break
+        are_names = bool(peeked) and not in_order(split_line(peeked[-1], delimiter))
+        lines = itertools.chain([first], peeked, lines)
+    if are_names:
+        return blank, lines, "numbers"
     header = delimiter.join(str(number) for number in range(1, len(fields) + 1))
-    return blank - 1, itertools.chain([f"{header}\n"], lines), True
+    return blank - 1, itertools.chain([f"{header}\n"], lines), "added"
+
+
+def split_line(line: str, delimiter: str) -> list[str]:
+    """Return the fields of a line without surrounding spaces; none if it has quotes in wrong places."""
+    with contextlib.suppress(csv.Error):  # which `csv_fields` reports
+        return [field.strip() for field in next(csv.reader([line], delimiter=delimiter, strict=True), [])]
+    return []
+
+
+def in_order(fields: Sequence[str]) -> bool:
+    """Whether fields are whole numbers that increase by 1."""
+    if len(fields) < 2 or not all(field.isdecimal() and len(field) < _MAX_DIGITS for field in fields):
+        return False
+    whole = list(map(int, fields))
+    return whole == list(range(whole[0], whole[0] + len(whole)))
 
 
 def _json_fields(path: Path, lines: Iterator[str]) -> Iterator[Fields]:
@@ -175,6 +211,12 @@ def _is_number(field: str, decimal_commas: bool) -> bool:
     return NUMBER.fullmatch(field.replace(",", ".", 1) if decimal_commas else field) is not None
 
 
+def _are_numbers(fields: Sequence[str], decimal_commas: bool) -> bool:
+    """Whether fields are numbers, and perhaps dates and times."""
+    numbers = [_is_number(field, decimal_commas) for field in fields]
+    return any(numbers) and all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields)))
+
+
 def holds_numbers(path: Path, options: CustomOptions) -> bool:
     """Return whether a table is one of numbers: by the options, or because no column can be a text."""
     if options.kind in ("regression", "forecast"):
@@ -191,9 +233,7 @@ def holds_numbers(path: Path, options: CustomOptions) -> bool:
     if lower & set(TEXT_NAMES) or any(lower.issuperset(pair) for pair in PAIR_NAMES):
         return False
     inputs = [name for name in others if name.lower() not in LABEL_NAMES and not _counts_rows(name)]
-    fields = [field for name in inputs for field in table.peeked[name]]
-    numbers = [_is_number(field, table.decimal_commas) for field in fields]
-    return any(numbers) and all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields)))
+    return _are_numbers([field for name in inputs for field in table.peeked[name]], table.decimal_commas)
 
 
 def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
@@ -218,14 +258,15 @@ def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], optio
     found: dict[str, list[_Rows]] = {}
     for split, paths in files.items():
         for path in paths:
-            rows = _read(first if path == first.path else NumericTable(path), roles)
+            rows = _read(first if path == first.path else NumericTable(path, roles.values), roles)
             for name, part in ({split: rows} if rows.splits is None else rows.by_split()).items():
                 found.setdefault(name, []).append(part)
     missing_splits(found, options, origin)
     selected = {split: _select(parts, roles) for split, parts in found.items()}
     columns = {} if roles.label is None else {"label": roles.label}
     names = {"value_columns": roles.values, "target_columns": roles.targets, "unused_columns": roles.unused}
-    return build_content(origin, selected, options, {"columns": columns, **names})
+    numbers = {"numbers_as_names": True} if first.header == "numbers" else {}
+    return build_content(origin, selected, options, {"columns": columns, **names, **numbers})
 
 
 def _memory(table: NumericTable, roles: _Roles, size: int) -> int:

@@ -127,7 +127,8 @@ def describe_columns(manifest: Mapping[str, Any]) -> str:
     targets = [*manifest.get("columns", {}).values(), *manifest.get("target_columns", ())]
     listed = {"values": values, "label" if manifest["kind"] == "classification" else "targets": targets}
     used = "; ".join(f"{what}: {_list_columns(names)}" for what, names in listed.items() if names)
-    return f"columns of {used}" + (f"; not used: {_list_columns(unused)}" if unused else "")
+    header = "; the first line, 0, 1, …, was read as names" if manifest.get("numbers_as_names") else ""
+    return f"columns of {used}" + (f"; not used: {_list_columns(unused)}" if unused else "") + header
 
 
 def _list_columns(names: Sequence[str]) -> str:
