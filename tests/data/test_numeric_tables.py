@@ -270,6 +270,24 @@ def test_points_among_decimal_commas(tmp_path: Path) -> None:
     assert_refused(path, message, FORECAST)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_commas_that_may_separate_thousands(tmp_path: Path, name: str) -> None:
+    rows = [[n, "1,234" if n else "5"] for n in range(300)] + [[1, "-12,345"]]
+    path = _table(tmp_path / name, ["a", "b"], rows, ";" if name == "a.csv" else "\t")
+    message = (
+        r"^, line 3, column 'b': expected decimals, got '1,234', which is ambiguous, .*; write decimals with points, or"
+    )
+    assert_refused(path, message, FORECAST)
+
+
+@pytest.mark.parametrize("field", ["2,5", "0,125", "-,500", "1234,567", "1,234e3", "3,14159"])
+def test_commas_that_are_surely_decimals(tmp_path: Path, field: str) -> None:
+    path = _table(tmp_path / "a.csv", ["a", "b"], [["1,234", n] for n in range(300)] + [["7", field]], ";")
+    series = _series(read_custom(path, FORECAST))
+    assert series[0, 0] == np.float32(1.234)
+    assert series[-1, 1] == np.float32(float(field.replace(",", ".")))
+
+
 @pytest.mark.parametrize(
     ("value", "got"), [("null", "an empty field"), ('"x"', "'x'"), ("[1]", "'a JSON list'"), ("true", "'true'")]
 )

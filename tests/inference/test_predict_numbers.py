@@ -244,6 +244,13 @@ def test_first_lines_of_numbers_with_chosen_columns(tmp_path: Path) -> None:
         ("forecast", "a,b\n1,2\n", "--label a", "--label: expected none for in.csv, got 'a'; leave it out"),
         ("forecast", "heat,rain\n1,2\n3,\n", "", "line 3, column 'rain': expected a number, got an empty field; fill"),
         ("forecast", "heat,rain\n1,x\n", "", "line 2, column 'rain': expected a number, got 'x'; correct it, or remo"),
+        (
+            "forecast",
+            "heat;rain\n5;1,234\n1,234;2",
+            "",
+            "line 2, column 'rain': expected decimals, got '1,234', which is amb",
+        ),
+        ("regression", "a;b;c;d\n1;2,345;3;4\n", "", "line 2, column 'b': expected decimals, got '2,345', which is am"),
         ("forecast", "heat,rain\n", "", "expected time steps of a series, got no rows; add some"),
         ("forecast", "heat,rain,date\n1,2,9\n1,2,8\n1,2,7\n", "", "expected rows from the first time to the last, "),
         ("regression", "a,b,c\n1,2,3\n", "", "expected the column 'd', as in training, got 'a', 'b', 'c'"),

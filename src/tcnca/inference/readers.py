@@ -219,6 +219,8 @@ class RowReader(Reader):
             target = self._target(row, targets, place) if targets and all(name in row for name in targets) else None
             size, self._size = self._size, 0
             yield Example(place, row, inputs, target, self.columns, size)
+        if self._parser is not None:
+            self._parser.finish()
         if self.header and not self._rows:
             self.columns, targets = self._find_columns(self.header)
             if self._parser is not None and self.kind == "forecast":
@@ -242,6 +244,7 @@ class RowReader(Reader):
             if len(parts) % _CHECKED_PARTS == 0:
                 with array_errors(self.name, "give a part of the series"):
                     check_memory(2 * len(parts) * parts[0].nbytes)
+        parser.finish()
         return np.concatenate(parts)
 
     def _counted_rows(self) -> Iterator[Row]:

@@ -61,6 +61,7 @@ _BLOCK_FIELDS = 2**16
 _NUMBER_BYTES = 20
 """Memory for each number: the values, their splits, and the deviations from their mean in double precision."""
 _MARKS = {",": "commas", ".": "points"}
+_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*")
 _MAX_DIGITS = 10
 NUMBERED = " (numbered, since the first line has no names)"
 Header = Literal["names", "numbers", "added"]
@@ -392,7 +393,7 @@ class NumberParser:
     """Converts the fields of some columns to numbers.
 
     Numbers with decimal commas are read where commas do not separate the fields, if all numbers of the table with
-    decimals have them.
+    decimals have them. If all of these could be thousands, such as 1,234, `finish` raises an error.
 
     Args:
         name: the file, for messages.
@@ -409,6 +410,7 @@ class NumberParser:
         self.mark = ""
         self.decimal_commas = decimal_commas
         self._name, self._columns, self._advice = name, columns, advice
+        self._ambiguous, self._decided = "", not decimal_commas
 
     def parse(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> NDArray[np.float32]:
         """Return the numbers of rows as `[rows, columns]`; `lines` are their places."""
@@ -417,6 +419,8 @@ class NumberParser:
         if self.decimal_commas:
             self._check_marks(fields, text, lines)
             if "," in text:
+                if not self._decided:
+                    self._check_thousands(fields, lines)
                 fields = [field.replace(",", ".") for field in fields]
         try:
             if "_" in text or not text.isascii():  # Python reads 1_000 and numbers in other scripts
@@ -449,6 +453,25 @@ class NumberParser:
             raise DataError(
                 f"{self._place(place, lines)}: expected decimals with {_MARKS[self.mark]}, as before, got "
                 f"{shown(fields[place])}; write all numbers alike, without separators of thousands"
+            )
+
+    def _check_thousands(self, fields: Sequence[str], lines: Sequence[int]) -> None:
+        """Note the first number whose comma may separate thousands, until one surely has decimals."""
+        for place, field in enumerate(fields):
+            if "," in field:
+                if not _THOUSANDS.fullmatch(field):
+                    self._decided = True
+                    return
+                self._ambiguous = (
+                    self._ambiguous or f"{self._place(place, lines)}: expected decimals, got {shown(field)}"
+                )
+
+    def finish(self) -> None:
+        """Raise a DataError if the commas of all numbers so far may separate thousands."""
+        if self._ambiguous and not self._decided:
+            raise DataError(
+                f"{self._ambiguous}, which is ambiguous, since all numbers with commas have groups of three digits; "
+                "write decimals with points, or remove the separators of thousands"
             )
 
     def _place(self, place: int, lines: Sequence[int]) -> str:
@@ -535,6 +558,7 @@ def _read(table: NumericTable, roles: _Roles) -> _Rows:
             splits += [split_name(row[split], str(roles.split), f"{path}, line {n}") for n, row in block]
     if not numbers:
         raise DataError(f"{path}: expected rows, got none; add some, or remove the file")
+    parser.finish()
     return _Rows(
         path,
         np.concatenate(numbers),
