@@ -373,10 +373,22 @@ def test_keys_of_recipes_in_errors(tmp_path: Path) -> None:
 
 
 def test_a_table_of_numbers_that_does_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "available_memory", lambda: 10**6)
     path = _table(tmp_path / "a.csv", ["a", "b"], [[n, n] for n in range(20_000)])
     message = r"^: cannot be read \(it needs about .* GB of memory.*\); read fewer columns, or a part of the rows"
+    monkeypatch.setattr(npy, "available_memory", lambda: 10**6)
     assert_refused(path, message, FORECAST)
+    monkeypatch.setattr(npy, "available_memory", lambda: 5 * 10**6)
+    assert len(_series(read_custom(path, FORECAST))) == 20_000
+    assert_refused(path, message, CustomOptions(targets="b"))  # each row is a sequence
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_labels_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = _table(tmp_path / name, ["a", "label"], [[n, "xy"[n % 2]] for n in range(9_000)])
+    monkeypatch.setattr(npy, "available_memory", lambda: 10**7)
+    read_custom(path)
+    monkeypatch.setattr(npy, "available_memory", lambda: 3 * 10**6)
+    assert_refused(path, "^: cannot be read .it needs about", CustomOptions())
 
 
 def test_tables_are_read_in_linear_time(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ _BLOCK_FIELDS = 2**16
 """Rows, and fields, that are converted at once: few, so that the garbage collector does not look at them again."""
 _NUMBER_BYTES = 20
 """Memory for each number: the values, their splits, and the deviations from their mean in double precision."""
+_SEQUENCE_BYTES, _LABEL_BYTES, _SPLIT_BYTES = 300, 200, 50
+"""Memory for each row besides its numbers: the digest of a sequence to draw splits, its label and line, its split."""
 _MARKS = {",": "commas", ".": "points"}
 _THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*")
 _MAX_DIGITS = 10
@@ -273,7 +275,12 @@ def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], optio
 def _memory(table: NumericTable, roles: _Roles, size: int) -> int:
     """Return the bytes of memory that files of `size` bytes need, from the length of the first rows."""
     length = sum(len(field) + 1 for _, row in table.head for field in row) / len(table.head)
-    return int(_NUMBER_BYTES * len(roles.values + roles.targets) * size / max(length, 1))
+    if table.path.suffix.lower() in JSON_LINES:
+        length += sum(len(name) + 3 for name in table.columns)  # quotes and a colon
+    row = _NUMBER_BYTES * len(roles.values + roles.targets)
+    row += _SEQUENCE_BYTES * (roles.kind != "forecast")
+    row += _LABEL_BYTES * (roles.label is not None) + _SPLIT_BYTES * (roles.split is not None)
+    return int(row * size / max(length, 1))
 
 
 def _find_roles(table: NumericTable, options: CustomOptions) -> _Roles:
@@ -509,11 +516,11 @@ def pick_fields(indices: Sequence[int]) -> Callable[[Sequence[str]], Sequence[st
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of a table: the numbers of their values and targets, their labels and splits, and their lines."""
+    """Rows of a table: the numbers of their values and targets, their labels with their lines, and their splits."""
 
     path: Path
     numbers: NDArray[np.float32]
-    lines: NDArray[np.int64]
+    lines: NDArray[np.int64] | None
     labels: list[str] | None
     splits: list[str] | None
 
@@ -525,7 +532,8 @@ class _Rows:
         for split in dict.fromkeys(self.splits):
             places = np.flatnonzero(names == split)
             labels = None if self.labels is None else [self.labels[place] for place in places]
-            found[split] = _Rows(self.path, self.numbers[places], self.lines[places], labels, None)
+            lines = None if self.lines is None else self.lines[places]
+            found[split] = _Rows(self.path, self.numbers[places], lines, labels, None)
         return found
 
 
@@ -551,8 +559,8 @@ def _read(table: NumericTable, roles: _Roles) -> _Rows:
     while block := list(itertools.islice(rows, block_rows(len(table.columns)))):
         lines = [line for line, _ in block]
         numbers.append(parser.parse([pick(row) for _, row in block], lines))
-        all_lines.append(np.array(lines, np.int64))
         if label is not None:
+            all_lines.append(np.array(lines, np.int64))
             labels += [given_label(row[label].strip(), str(roles.label), f"{path}, line {n}") for n, row in block]
         if split is not None:
             splits += [split_name(row[split], str(roles.split), f"{path}, line {n}") for n, row in block]
@@ -562,7 +570,7 @@ def _read(table: NumericTable, roles: _Roles) -> _Rows:
     return _Rows(
         path,
         np.concatenate(numbers),
-        np.concatenate(all_lines),
+        None if label is None else np.concatenate(all_lines),
         None if label is None else labels,
         None if split is None else splits,
     )
@@ -578,6 +586,7 @@ class _ColumnArray(NamedArray):
         """Return the location of an element."""
         row = index[0]
         for part in self.rows:
+            assert part.lines is not None
             if row < len(part.lines):
                 return f"{part.path}, line {part.lines[row]}, column {shown(self.name)}"
             row -= len(part.lines)
