@@ -295,8 +295,21 @@ def test_fields_of_json_lines(tmp_path: Path, value: str, got: str) -> None:
     lines = ['{"a": 1, "b": "2.5"}'] * 9
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, f'{{"b": {value}, "a": 1}}']))
     assert_refused(tmp_path / "a.jsonl", f"^, line 10, column 'b': expected a number, got {got}", FORECAST)
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"a": 1}']))
-    assert_refused(tmp_path / "a.jsonl", "^, line 10, column 'b': expected a number, got an empty field", FORECAST)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"a": 1}', "expected a field 'b', as in the first row, got 'a'; add it"),
+        ("{}", "expected a field 'a', as in the first row, got none; add it"),
+        ('{"b": 1, "c": 2}', "expected a field 'a', as in the first row, got 'b', 'c'; add it"),
+        ('{"b": 1, "c": 2, "a": 1}', "expected the fields of the first row, got another, 'c'; remove it"),
+    ],
+)
+@pytest.mark.parametrize("count", [9, 500])
+def test_fields_of_json_lines_that_are_missing_or_unknown(tmp_path: Path, row: str, message: str, count: int) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"a": 1, "b": "2.5"}'] * count + [row]))
+    assert_refused(tmp_path / "a.jsonl", f"^, line {count + 1}: {message}$", FORECAST)
 
 
 @pytest.mark.parametrize("times", [["2024-02-01", "2024-01-31", "2024-01-30"], [30, 20.5, -1]])
@@ -389,6 +402,21 @@ def test_labels_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     read_custom(path)
     monkeypatch.setattr(npy, "available_memory", lambda: 3 * 10**6)
     assert_refused(path, "^: cannot be read .it needs about", CustomOptions())
+
+
+def test_first_rows_without_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" * 3)
+    assert_refused(tmp_path / "a.jsonl", "^: expected columns of numbers, got none", FORECAST)
+    (tmp_path / "a.jsonl").write_text('{}\n{"a": 1}')
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected the fields of the first row, got another, 'a'", FORECAST)
+
+
+def test_rows_without_fields_need_no_time(tmp_path: Path) -> None:
+    wide = "{" + ", ".join(f'"c{n}": 1' for n in range(200_000)) + "}\n"
+    (tmp_path / "a.jsonl").write_text(wide + "{}\n" * 99)
+    begin = time.process_time()
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected a field 'c0', as in the first row, got none", FORECAST)
+    assert time.process_time() - begin < 2
 
 
 def test_tables_are_read_in_linear_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,16 @@ def test_first_lines_of_numbers_with_chosen_columns(tmp_path: Path) -> None:
         (tmp_path / "in.csv").write_text(f"{first}\n5,6,7,9,1\n")
         result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv", "--values", options)
         assert len(read_csv(result.stdout)) == count, result.output
+
+
+def test_a_first_row_with_many_fields_needs_no_time(tmp_path: Path) -> None:
+    saved("forecast", tmp_path / "model", **FORECAST)
+    wide = {"heat": 1, "rain": 2, **{f"c{n}": n for n in range(100_000)}}
+    rows = [wide, *[{"heat": 1, "rain": 2}] * 255]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    begin = time.process_time()
+    predicted(tmp_path / "model", tmp_path / "in.jsonl")
+    assert time.process_time() - begin < 3
 
 
 # Errors.

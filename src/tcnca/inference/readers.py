@@ -238,7 +238,9 @@ class RowReader(Reader):
         parts: list[NDArray[np.float32]] = []
         while block := list(itertools.islice(rows, block_rows(len(self.columns)))):
             if not parts and self.options.values is None:
-                first = {name: [field_text(row.get(name)).strip() for _, row in block] for name in block[0][1]}
+                names = list(block[0][1])  # those of other rows may differ, in JSON Lines
+                rows_read = block[: block_rows(len(names))]
+                first = {name: [field_text(row.get(name)).strip() for _, row in rows_read] for name in names}
                 check_order(self.name, first, parser.decimal_commas)
             parts.append(self._parse(parser, block))
             if len(parts) % _CHECKED_PARTS == 0:

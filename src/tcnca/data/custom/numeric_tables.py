@@ -187,13 +187,24 @@ def in_order(fields: Sequence[str]) -> bool:
 
 
 def _json_fields(path: Path, lines: Iterator[str]) -> Iterator[Fields]:
-    """Return the names of the fields of the first row, and the rows."""
-    header: list[str] = []
+    """Return the names of the fields of the first row, and the rows, all with the same fields."""
+    header: Mapping[str, Any] | None = None
     for line, row in json_rows(path, lines):
-        if not header:
-            header = list(row)
-            yield line, header
-        yield line, [field_text(row.get(name)) for name in header]
+        if header is None:
+            header = row
+            yield line, list(header)
+        if row.keys() != header.keys():
+            place = f"{path}, line {line}"
+            missing = next((name for name in header if name not in row), None)
+            if missing is None:
+                other = next(name for name in row if name not in header)
+                raise DataError(
+                    f"{place}: expected the fields of the first row, got another, {shown(other)}; remove it"
+                )
+            raise DataError(
+                f"{place}: expected a field {shown(missing)}, as in the first row, got {list_names(list(row))}; add it"
+            )
+        yield line, [field_text(row[name]) for name in header]
 
 
 def field_text(value: Any) -> str:
