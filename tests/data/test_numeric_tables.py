@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -160,6 +161,29 @@ def test_spaces_around_names_and_numbers(tmp_path: Path) -> None:
     assert content.metadata["class_names"] == ["x", "y"]
 
 
+@pytest.mark.parametrize("field", ["NA", "nan", "?", "", "-"])
+def test_missing_values_are_named(tmp_path: Path, field: str) -> None:
+    rows = [[n, n / 2, "xy"[n % 2]] for n in range(40)]
+    path = _table(tmp_path / "a.csv", ["a", "b", "label"], [*rows[:20], [1, field, "x"], *rows[20:]])
+    got = f"'{field}'" if field.strip() else "an empty field"
+    assert_refused(path, rf"^, line 22, column 'b': expected a number, got {re.escape(got)}; fill it in")
+
+
+def test_a_column_of_categories_is_not_used(tmp_path: Path) -> None:
+    rows = [[f"sensor {n % 3}", n, n / 2, "xy"[n % 2]] for n in range(40)]
+    content = read_custom(_table(tmp_path / "a.csv", ["sensor", "a", "b", "label"], rows))
+    assert content.metadata["value_columns"] == ["a", "b"]
+    assert content.metadata["unused_columns"] == ["sensor"]
+    for header, more in ((["sensor", "a", "label"], ""), (["note", "a", "b", "label"], "unique")):
+        rows = [[f"{more}{n if more else n % 3}!", *[n] * (len(header) - 2), "xy"[n % 2]] for n in range(40)]
+        path = _table(tmp_path / "b.csv", header, rows)
+        assert_refused(path, "^: no column is obviously the text; .* columns of numbers with --values and their class")
+    # Where a column is named like a text, it is one.
+    rows = [[f"word {n % 3}", n, n / 2, "xy"[n % 2]] for n in range(40)]
+    path = _table(tmp_path / "c.csv", ["text", "a", "b", "label"], rows)
+    assert read_custom(path).metadata["columns"] == {"text": "text", "label": "label"}
+
+
 # Tables without a header.
 
 
@@ -184,7 +208,7 @@ def test_first_lines_that_are_data(tmp_path: Path, first: str) -> None:
     content = read_custom(tmp_path / "a.csv", FORECAST)
     assert len(_series(content)) == 30 + len(given)
     np.testing.assert_array_equal(_series(content)[0], np.array(given[0].split(","), np.float32))
-    assert "first line" not in describe_columns(content.metadata | {"kind": "forecast"})
+    assert "first line" not in describe_columns({**content.metadata, "kind": "forecast"})
     (tmp_path / "a.csv").write_text("\n\n" + "\n".join([*lines, "x" + lines[-1]]))
     assert_refused(tmp_path / "a.csv", f"^, line {len(lines) + 3}, column '1': expected a number, got 'x", FORECAST)
 
@@ -206,7 +230,7 @@ def test_first_lines_that_are_names(tmp_path: Path, header: str) -> None:
     content = read_custom(_table(tmp_path / "a.csv", names, [[f"{n}.5"] * len(names) for n in range(30)]), FORECAST)
     assert len(_series(content)) == 30
     assert content.metadata["value_columns"] == [name for name in names if name]
-    said = "; the first line, 0, 1, …, was read as names" in describe_columns(content.metadata | {"kind": "forecast"})
+    said = "; the first line, 0, 1, …, was read as names" in describe_columns({**content.metadata, "kind": "forecast"})
     assert said == header.startswith("0")
 
 
@@ -402,6 +426,13 @@ def test_labels_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     read_custom(path)
     monkeypatch.setattr(npy, "available_memory", lambda: 3 * 10**6)
     assert_refused(path, "^: cannot be read .it needs about", CustomOptions())
+
+
+def test_json_lines_with_other_fields_that_may_be_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a", "stars": 1}\n{"stars": 2}')
+    assert_refused(tmp_path / "a.jsonl", "^: no column is obviously the text; choose one of 'body', 'stars'")
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "label": 1}\n{"label": 2}')
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected a field 'a'")
 
 
 def test_first_rows_without_fields(tmp_path: Path) -> None:

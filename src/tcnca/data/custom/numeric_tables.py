@@ -82,10 +82,12 @@ class NumericTable:
     Args:
         path: the file.
         trained: columns of the first file of training, see `add_header`.
+        peek: number of the first rows.
     """
 
-    def __init__(self, path: Path, trained: Collection[str] | None = None) -> None:
-        self.path, self.decimal_commas, self.header = path, False, "names"
+    def __init__(self, path: Path, trained: Collection[str] | None = None, peek: int = _PEEKED_ROWS) -> None:
+        self.path, self.decimal_commas, self._peek = path, False, peek
+        self.header: Header = "names"
         lines = table_lines(path)
         if path.suffix.lower() in JSON_LINES:
             self._rows = _json_fields(path, lines)
@@ -99,7 +101,7 @@ class NumericTable:
     @functools.cached_property
     def head(self) -> list[Fields]:
         """The first rows."""
-        return list(itertools.islice(self._rows, _PEEKED_ROWS))
+        return list(itertools.islice(self._rows, self._peek))
 
     def rows(self) -> Iterator[Fields]:
         """Return all rows, once."""
@@ -232,7 +234,7 @@ def _are_numbers(fields: Sequence[str], decimal_commas: bool) -> bool:
 
 
 def holds_numbers(path: Path, options: CustomOptions) -> bool:
-    """Return whether a table is one of numbers: by the options, or because no column can be a text."""
+    """Return whether a table is one of numbers: by the options, or because most columns are, and none can be a text."""
     if options.kind in ("regression", "forecast"):
         return True
     if options.kind == "pairs":
@@ -247,7 +249,19 @@ def holds_numbers(path: Path, options: CustomOptions) -> bool:
     if lower & set(TEXT_NAMES) or any(lower.issuperset(pair) for pair in PAIR_NAMES):
         return False
     inputs = [name for name in others if name.lower() not in LABEL_NAMES and not _counts_rows(name)]
-    return _are_numbers([field for name in inputs for field in table.peeked[name]], table.decimal_commas)
+    try:
+        peeked = table.peeked
+    except DataError:  # for example of rows of texts whose fields differ
+        peeked = NumericTable(path, peek=1).peeked
+    # Columns with other names are never read as texts without being chosen, so that no text is lost here.
+    columns = [[field for field in peeked[name] if field.lower() not in _MISSING] for name in inputs]
+    numeric = [_are_numbers(fields, table.decimal_commas) for fields in columns]
+    words = [
+        fields
+        for fields, known in zip(columns, numeric, strict=True)
+        if not known and not all(map(_TIME.fullmatch, fields))
+    ]
+    return sum(numeric) > len(words) and all(2 * len(set(fields)) <= len(fields) for fields in words)
 
 
 def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
