@@ -139,6 +139,40 @@ def test_decimal_commas_are_written_as_they_are_read(tmp_path: Path) -> None:
     assert (tmp_path / "out.tsv").read_text() == want.replace(",", "\t").replace(".", ",")
 
 
+def test_decimals_are_written_alike_in_all_rows(tmp_path: Path) -> None:
+    saved("regression", tmp_path / "model", **REGRESSION)
+    options = ("-", "--format", "csv", "--batch-size", 1)
+    names = ["prediction_y", "prediction_z"]
+    for second, mark in (("1,5;2,5;3;4", ","), ("6;7;8;9", ",")):
+        result = tcnca_predict(tmp_path / "model", *options, input=f"a;b;c;d\n1;2;3;4\n{second}\n")
+        written = [row[name] for row in read_csv(result.stdout, ";") for name in names]
+        assert len(written) == 4
+        assert all(mark in each and "." not in each for each in written)
+    result = tcnca_predict(tmp_path / "model", *options, input="a;b;c;d\n1.5;2;3;4\n1;2;3;4\n")
+    assert all("." in row[name] for row in read_csv(result.stdout, ";") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("y", "z", "message"),
+    [
+        (
+            "1.5",
+            "2",
+            "line 2, column 'y': expected decimals with commas, as before, got '1.5'; write all numbers alike",
+        ),
+        ("1", "2_0", "line 2, column 'z': expected a number, got '2_0'"),
+        ("1", "inf", "line 2, column 'z': expected a finite float32 number, got 'inf'"),
+        ("1,5", "nan", "mean squared error"),
+        ("1,5", "", "mean squared error"),
+        ("", "", "mean squared error"),
+    ],
+)
+def test_true_values_are_read_like_the_others(tmp_path: Path, y: str, z: str, message: str) -> None:
+    saved("regression", tmp_path / "model", **REGRESSION)
+    (tmp_path / "in.csv").write_text(f"a;b;c;d;y;z\n1,5;2;3;4;{y};{z}\n1;2;3;4;1;2\n")
+    assert message in tcnca_predict(tmp_path / "model", tmp_path / "in.csv").stderr
+
+
 # Sequences in rows.
 
 

@@ -120,7 +120,8 @@ class Reader(abc.ABC):
         first_unknown: the first of them, and where it is.
         header: columns of a table, known when its rows are read.
         columns: those of them that the inputs come from.
-        decimal: mark of the decimals in these columns.
+        decimal: mark of the decimals in these columns, known when the first rows are read. If these have none, it is a
+            comma where semicolons separate the columns.
         warning: what may be wrong with the input.
     """
 
@@ -216,7 +217,7 @@ class RowReader(Reader):
                 inputs = tuple(self._input(row, column, place) for column in self.columns)
             else:
                 inputs = (self._parse(self._parser, [(line, row)])[0],)
-            target = self._target(row, targets, place) if targets and all(name in row for name in targets) else None
+            target = self._target(row, targets, line) if targets and all(name in row for name in targets) else None
             size, self._size = self._size, 0
             yield Example(place, row, inputs, target, self.columns, size)
         if self._parser is not None:
@@ -351,6 +352,7 @@ class RowReader(Reader):
     def _set_parser(self, names: Sequence[str]) -> None:
         commas = self.format != "jsonl" and self.delimiter != ","
         self._parser = NumberParser(self.name, names, commas)
+        self.decimal = "," if commas and self.delimiter == ";" else "."
 
     def _find_values(self, role: Column, columns: Sequence[str]) -> str:
         name = self.options.values or self.facts.columns.get(role, role)
@@ -400,8 +402,9 @@ class RowReader(Reader):
             )
         return numbers
 
-    def _target(self, row: Mapping[str, Any], columns: Sequence[str], place: str) -> Any:
+    def _target(self, row: Mapping[str, Any], columns: Sequence[str], line: int) -> Any:
         """Return the true class or values; None if the field is empty."""
+        place = f"{self.name}, line {line}"
         cell = f"{place}, column {shown(columns[0])}"
         if self.kind != "regression":
             label = label_field(row, columns[0], place)
@@ -410,20 +413,23 @@ class RowReader(Reader):
             return label or None
         if all(row[column] in (None, "") for column in columns):
             return None
+        outputs = getattr(self.model.config.head, "outputs", 1)
+        if self._parser is not None and len(columns) == outputs:
+            return np.array([self._true_value(self._parser, row[column], column, line) for column in columns])
         values = np.concatenate(
             [self._true_values(row[column], f"{place}, column {shown(column)}") for column in columns]
         )
-        outputs = getattr(self.model.config.head, "outputs", 1)
         if len(values) != outputs:
             raise DataError(f"{cell}: expected {plural(outputs, 'number')}, as in training, got {len(values)}")
         return values
 
+    def _true_value(self, parser: NumberParser, value: Any, column: str, line: int) -> float:
+        """Return a number of a table of numbers, NaN if there is none."""
+        text = field_text(value).strip()
+        return float(parser.parse([[text]], [line], [column])[0, 0]) if text.lower() not in ("", "nan") else math.nan
+
     def _true_values(self, value: Any, cell: str) -> NDArray[np.float64]:
-        if value in (None, ""):
-            return np.array([np.nan])
-        if self._parser is not None and self._parser.decimal_commas and isinstance(value, str):
-            value = value.replace(",", ".")
-        return parse_numbers(value, cell).reshape(-1)
+        return np.array([np.nan]) if value in (None, "") else parse_numbers(value, cell).reshape(-1)
 
 
 class TextsReader(RowReader):

@@ -441,11 +441,14 @@ class NumberParser:
     def __init__(self, name: Path | str, columns: Sequence[str], decimal_commas: bool, advice: str = "") -> None:
         self.mark = ""
         self.decimal_commas = decimal_commas
-        self._name, self._columns, self._advice = name, columns, advice
+        self._name, self._columns, self._all_columns, self._advice = name, columns, columns, advice
         self._ambiguous, self._decided = "", not decimal_commas
 
-    def parse(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> NDArray[np.float32]:
-        """Return the numbers of rows as `[rows, columns]`; `lines` are their places."""
+    def parse(
+        self, rows: Sequence[Sequence[str]], lines: Sequence[int], columns: Sequence[str] = ()
+    ) -> NDArray[np.float32]:
+        """Return the numbers of rows as `[rows, columns]`, by default of all columns; `lines` are their places."""
+        self._columns = columns or self._all_columns
         fields = list(itertools.chain.from_iterable(rows))
         text = "\n".join(fields)
         if self.decimal_commas:
