@@ -141,7 +141,8 @@ def unknown_name(name: str, what: str, names: Sequence[str], path: Path, *more: 
     """Return the error of a column or array that does not exist, or of several."""
     close = [found for each in (name, *more) if (found := closest(each, names))]
     hint = f"did you mean {' and '.join(map(repr, close))}? " if close else ""
-    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {list_names([name, *more])}")
+    expected = f"{what}s among" if more else f"one of the {what}s"
+    return DataError(f"{path}: {hint}expected {expected} {list_names(names)}, got {list_names([name, *more])}")
 
 
 def find_classes(labels: Sequence[str], path: Path) -> list[str]:
