@@ -403,6 +403,16 @@ def test_a_class_outside_training_is_named_with_its_place(tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{path}, {expected}")
 
 
+def test_values_to_predict_without_options(tmp_path: Path) -> None:
+    path = _table(tmp_path / "a.csv", ["a", "b", "y"], [[n, n / 2, n / 7] for n in range(40)])
+    message = (
+        "^: expected a class with at least 3 different examples .* yourself, or name values to predict with --targets$"
+    )
+    assert_refused(path, message)
+    words = _table(tmp_path / "b.csv", ["text", "label"], [[n, f"c{n}"] for n in range(40)])
+    assert_refused(words, "^: expected a class with .* give the splits yourself$")
+
+
 def test_keys_of_recipes_in_errors(tmp_path: Path) -> None:
     path = _table(tmp_path / "a.csv", ["a", "b"], [[n, n / 2] for n in range(20)])
     with pytest.raises(DataError, match=r"with data\.custom\.label=…, .* or give data\.custom\.kind=forecast if each"):

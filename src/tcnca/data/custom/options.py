@@ -212,7 +212,8 @@ def complete_splits(parts: Mapping[str, Columns], options: CustomOptions, path: 
     if fractions:
         train = parts["train"]
         labels = np.asarray(train["labels"]) if "labels" in train else None
-        chosen = draw_splits(input_digests(train), fractions, options.seed, path, labels)
+        advice = ", or name values to predict with --targets" if "values" in train else ""
+        chosen = draw_splits(input_digests(train), fractions, options.seed, path, labels, advice)
         splits |= {split: take(train, indices) for split, indices in chosen.items()}
     return in_order(splits)
 
@@ -243,6 +244,7 @@ def draw_splits(
     seed: int,
     path: Path,
     labels: NDArray[np.int64] | None = None,
+    advice: str = "",
 ) -> dict[str, NDArray[np.int64]]:
     """Draw the splits of `fractions` from examples; the others stay in training.
 
@@ -250,8 +252,9 @@ def draw_splits(
     together. With labels, each class contributes its fraction, rounded, and keeps at least one input in training; a
     class with fewer than three different inputs stays in training.
 
-    `inputs` holds bytes for each example that are equal if and only if the inputs are. Returns the indices of the
-    examples of each split, including training, in their original order.
+    `inputs` holds bytes for each example that are equal if and only if the inputs are; `advice` says what else to
+    do if all classes have too few. Returns the indices of the examples of each split, including training, in their
+    original order.
     """
     groups: dict[bytes, list[int]] = {}
     for index, key in enumerate(inputs):
@@ -270,7 +273,7 @@ def draw_splits(
     if splits is None:
         raise DataError(
             f"{path}: expected a class with at least {_MIN_EXAMPLES} different examples to draw {wanted} from, got "
-            "none; add examples, or give the splits yourself"
+            f"none; add examples, or give the splits yourself{advice}"
         )
     drawn: dict[str, list[int]] = {split: [] for split in ("train", *fractions)}
     for split, group in zip(splits, members, strict=True):
