@@ -305,7 +305,7 @@ def test_utf_16_is_named(tmp_path: Path, encoding: str, byte: str) -> None:
         (
             "text,label",
             {"text": "txt", "label": "lable", "split": "part"},
-            r"^: did you mean 'text' and 'label'\? expected one of the columns .*, got 'txt', 'lable', 'part'$",
+            r"^: did you mean 'text' and 'label'\? expected columns among 'text', 'label', got 'txt', 'lable', 'part'$",
         ),
         ("text,label", {"label": "text"}, "^: no column is obviously the text"),
         ("text,label", {"text": "text", "label": "text"}, "^: column 'text' has two roles"),

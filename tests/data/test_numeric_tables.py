@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from tcnca.data import load_task, npy
 from tcnca.data.custom import CustomOptions, read_custom
+from tcnca.data.custom.options import describe_columns
 from tcnca.data.schema import Content, Kind
 from tcnca.errors import DataError
 from tests.data.helpers import assert_refused, assert_same_columns, split
@@ -159,6 +161,29 @@ def test_spaces_around_names_and_numbers(tmp_path: Path) -> None:
     assert content.metadata["class_names"] == ["x", "y"]
 
 
+@pytest.mark.parametrize("field", ["NA", "nan", "?", "", "-"])
+def test_missing_values_are_named(tmp_path: Path, field: str) -> None:
+    rows = [[n, n / 2, "xy"[n % 2]] for n in range(40)]
+    path = _table(tmp_path / "a.csv", ["a", "b", "label"], [*rows[:20], [1, field, "x"], *rows[20:]])
+    got = f"'{field}'" if field.strip() else "an empty field"
+    assert_refused(path, rf"^, line 22, column 'b': expected a number, got {re.escape(got)}; fill it in")
+
+
+def test_a_column_of_categories_is_not_used(tmp_path: Path) -> None:
+    rows = [[f"sensor {n % 3}", n, n / 2, "xy"[n % 2]] for n in range(40)]
+    content = read_custom(_table(tmp_path / "a.csv", ["sensor", "a", "b", "label"], rows))
+    assert content.metadata["value_columns"] == ["a", "b"]
+    assert content.metadata["unused_columns"] == ["sensor"]
+    for header, more in ((["sensor", "a", "label"], ""), (["note", "a", "b", "label"], "unique")):
+        rows = [[f"{more}{n if more else n % 3}!", *[n] * (len(header) - 2), "xy"[n % 2]] for n in range(40)]
+        path = _table(tmp_path / "b.csv", header, rows)
+        assert_refused(path, "^: no column is obviously the text; .* columns of numbers with --values and their class")
+    # Where a column is named like a text, it is one.
+    rows = [[f"word {n % 3}", n, n / 2, "xy"[n % 2]] for n in range(40)]
+    path = _table(tmp_path / "c.csv", ["text", "a", "b", "label"], rows)
+    assert read_custom(path).metadata["columns"] == {"text": "text", "label": "label"}
+
+
 # Tables without a header.
 
 
@@ -175,22 +200,38 @@ def test_columns_without_names_are_numbered(tmp_path: Path, delimiter: str) -> N
     assert_refused(path, message)
 
 
-@pytest.mark.parametrize("first", ["1", "0", "-1.5e3", "5,5"])
+@pytest.mark.parametrize("first", ["1", "0", "-1.5e3", "5,5", "1,2", "1,2,3", "0,1\n1,2", "0,1,2\n\n7,8,9", "0,2"])
 def test_first_lines_that_are_data(tmp_path: Path, first: str) -> None:
-    lines = [first, *(",".join([f"{n}"] * (first.count(",") + 1)) for n in range(30))]
+    given = first.split()
+    lines = [*first.split("\n"), *(",".join([f"{n}"] * (given[0].count(",") + 1)) for n in range(30))]
     (tmp_path / "a.csv").write_text("\n\n" + "\n".join(lines))
-    assert len(_series(read_custom(tmp_path / "a.csv", FORECAST))) == 31
+    content = read_custom(tmp_path / "a.csv", FORECAST)
+    assert len(_series(content)) == 30 + len(given)
+    np.testing.assert_array_equal(_series(content)[0], np.array(given[0].split(","), np.float32))
+    assert "first line" not in describe_columns({**content.metadata, "kind": "forecast"})
     (tmp_path / "a.csv").write_text("\n\n" + "\n".join([*lines, "x" + lines[-1]]))
-    assert_refused(tmp_path / "a.csv", "^, line 34, column '1': expected a number, got 'x", FORECAST)
+    assert_refused(tmp_path / "a.csv", f"^, line {len(lines) + 3}, column '1': expected a number, got 'x", FORECAST)
 
 
-@pytest.mark.parametrize("header", ["0,1", "1,2,3", "2019,2020,2021", ",0,1", "a"])
+def test_first_lines_that_are_numbers_in_several_files(tmp_path: Path) -> None:
+    """They have a header if the first file of training has one."""
+    rows = [f"{n}.5,{n},3" for n in range(20)]
+    for header in ("0,1,2", ""):
+        (tmp_path / "train.csv").write_text("\n".join([header, *rows] if header else rows))
+        (tmp_path / "test.csv").write_text("\n".join(["0,1,2", "1,2,3" if header else "5,5,5", *rows]))
+        content = read_custom(tmp_path, FORECAST)
+        assert np.asarray(split(content, "test")["values"]).shape == (1, 21 if header else 22, 3)
+
+
+@pytest.mark.parametrize("header", ["0,1", "0,1,2", ",0,1", "a"])
 def test_first_lines_that_are_names(tmp_path: Path, header: str) -> None:
-    """Whole numbers in order are names, as pandas writes them."""
+    """Whole numbers from 0 on are names, as pandas writes them."""
     names = header.split(",")
     content = read_custom(_table(tmp_path / "a.csv", names, [[f"{n}.5"] * len(names) for n in range(30)]), FORECAST)
     assert len(_series(content)) == 30
     assert content.metadata["value_columns"] == [name for name in names if name]
+    said = "; the first line, 0, 1, …, was read as names" in describe_columns({**content.metadata, "kind": "forecast"})
+    assert said == header.startswith("0")
 
 
 def test_dates_without_a_header(tmp_path: Path) -> None:
@@ -253,6 +294,24 @@ def test_points_among_decimal_commas(tmp_path: Path) -> None:
     assert_refused(path, message, FORECAST)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_commas_that_may_separate_thousands(tmp_path: Path, name: str) -> None:
+    rows = [[n, "1,234" if n else "5"] for n in range(300)] + [[1, "-12,345"]]
+    path = _table(tmp_path / name, ["a", "b"], rows, ";" if name == "a.csv" else "\t")
+    message = (
+        r"^, line 3, column 'b': expected decimals, got '1,234', which is ambiguous, .*; write decimals with points, or"
+    )
+    assert_refused(path, message, FORECAST)
+
+
+@pytest.mark.parametrize("field", ["2,5", "0,125", "-,500", "1234,567", "1,234e3", "3,14159"])
+def test_commas_that_are_surely_decimals(tmp_path: Path, field: str) -> None:
+    path = _table(tmp_path / "a.csv", ["a", "b"], [["1,234", n] for n in range(300)] + [["7", field]], ";")
+    series = _series(read_custom(path, FORECAST))
+    assert series[0, 0] == np.float32(1.234)
+    assert series[-1, 1] == np.float32(float(field.replace(",", ".")))
+
+
 @pytest.mark.parametrize(
     ("value", "got"), [("null", "an empty field"), ('"x"', "'x'"), ("[1]", "'a JSON list'"), ("true", "'true'")]
 )
@@ -260,8 +319,21 @@ def test_fields_of_json_lines(tmp_path: Path, value: str, got: str) -> None:
     lines = ['{"a": 1, "b": "2.5"}'] * 9
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, f'{{"b": {value}, "a": 1}}']))
     assert_refused(tmp_path / "a.jsonl", f"^, line 10, column 'b': expected a number, got {got}", FORECAST)
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"a": 1}']))
-    assert_refused(tmp_path / "a.jsonl", "^, line 10, column 'b': expected a number, got an empty field", FORECAST)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"a": 1}', "expected a field 'b', as in the first row, got 'a'; add it"),
+        ("{}", "expected a field 'a', as in the first row, got none; add it"),
+        ('{"b": 1, "c": 2}', "expected a field 'a', as in the first row, got 'b', 'c'; add it"),
+        ('{"b": 1, "c": 2, "a": 1}', "expected the fields of the first row, got another, 'c'; remove it"),
+    ],
+)
+@pytest.mark.parametrize("count", [9, 500])
+def test_fields_of_json_lines_that_are_missing_or_unknown(tmp_path: Path, row: str, message: str, count: int) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"a": 1, "b": "2.5"}'] * count + [row]))
+    assert_refused(tmp_path / "a.jsonl", f"^, line {count + 1}: {message}$", FORECAST)
 
 
 @pytest.mark.parametrize("times", [["2024-02-01", "2024-01-31", "2024-01-30"], [30, 20.5, -1]])
@@ -331,6 +403,16 @@ def test_a_class_outside_training_is_named_with_its_place(tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{path}, {expected}")
 
 
+def test_values_to_predict_without_options(tmp_path: Path) -> None:
+    path = _table(tmp_path / "a.csv", ["a", "b", "y"], [[n, n / 2, n / 7] for n in range(40)])
+    message = (
+        "^: expected a class with at least 3 different examples .* yourself, or name values to predict with --targets$"
+    )
+    assert_refused(path, message)
+    words = _table(tmp_path / "b.csv", ["text", "label"], [[n, f"c{n}"] for n in range(40)])
+    assert_refused(words, "^: expected a class with .* give the splits yourself$")
+
+
 def test_keys_of_recipes_in_errors(tmp_path: Path) -> None:
     path = _table(tmp_path / "a.csv", ["a", "b"], [[n, n / 2] for n in range(20)])
     with pytest.raises(DataError, match=r"with data\.custom\.label=…, .* or give data\.custom\.kind=forecast if each"):
@@ -338,10 +420,44 @@ def test_keys_of_recipes_in_errors(tmp_path: Path) -> None:
 
 
 def test_a_table_of_numbers_that_does_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npy, "available_memory", lambda: 10**6)
     path = _table(tmp_path / "a.csv", ["a", "b"], [[n, n] for n in range(20_000)])
     message = r"^: cannot be read \(it needs about .* GB of memory.*\); read fewer columns, or a part of the rows"
+    monkeypatch.setattr(npy, "available_memory", lambda: 10**6)
     assert_refused(path, message, FORECAST)
+    monkeypatch.setattr(npy, "available_memory", lambda: 5 * 10**6)
+    assert len(_series(read_custom(path, FORECAST))) == 20_000
+    assert_refused(path, message, CustomOptions(targets="b"))  # each row is a sequence
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_labels_need_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = _table(tmp_path / name, ["a", "label"], [[n, "xy"[n % 2]] for n in range(9_000)])
+    monkeypatch.setattr(npy, "available_memory", lambda: 10**7)
+    read_custom(path)
+    monkeypatch.setattr(npy, "available_memory", lambda: 3 * 10**6)
+    assert_refused(path, "^: cannot be read .it needs about", CustomOptions())
+
+
+def test_json_lines_with_other_fields_that_may_be_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a", "stars": 1}\n{"stars": 2}')
+    assert_refused(tmp_path / "a.jsonl", "^: no column is obviously the text; choose one of 'body', 'stars'")
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "label": 1}\n{"label": 2}')
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected a field 'a'")
+
+
+def test_first_rows_without_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" * 3)
+    assert_refused(tmp_path / "a.jsonl", "^: expected columns of numbers, got none", FORECAST)
+    (tmp_path / "a.jsonl").write_text('{}\n{"a": 1}')
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected the fields of the first row, got another, 'a'", FORECAST)
+
+
+def test_rows_without_fields_need_no_time(tmp_path: Path) -> None:
+    wide = "{" + ", ".join(f'"c{n}": 1' for n in range(200_000)) + "}\n"
+    (tmp_path / "a.jsonl").write_text(wide + "{}\n" * 99)
+    begin = time.process_time()
+    assert_refused(tmp_path / "a.jsonl", "^, line 2: expected a field 'c0', as in the first row, got none", FORECAST)
+    assert time.process_time() - begin < 2
 
 
 def test_tables_are_read_in_linear_time(tmp_path: Path) -> None:

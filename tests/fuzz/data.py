@@ -179,6 +179,7 @@ _TABLES: list[Attack] = [
     written("lines.jsonl", b'{"text": "\\ud800", "label": "\\ud800"}\n' * 30),
     written("lines.jsonl", b'{"text": "a", "label": NaN}\n{"text": "b", "label": 1e999}\n' * 30),
     written("lines.jsonl", b"{" + b",".join(b'"c%d": 1' % n for n in range(20_000)) + b', "text": "a", "label": 1}\n'),
+    written("lines.jsonl", b"{" + b",".join(b'"c%d": 1' % n for n in range(200_000)) + b"}\n" + b"{}\n" * 99),
     written("numbers.csv", (",".join(f"{n}.5" for n in range(20_000)) + "\n").encode() * 3),
     written("numbers.csv", b"a,label\n" + b"9" * 10**6 + b",1\n"),
     written("numbers.csv", b"a,label\n" + b"1,b\n" * 9 + b"1e999,c\n1_0,c\n" + "٣,c\n".encode()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,40 @@ def test_decimal_commas_are_written_as_they_are_read(tmp_path: Path) -> None:
     assert (tmp_path / "out.tsv").read_text() == want.replace(",", "\t").replace(".", ",")
 
 
+def test_decimals_are_written_alike_in_all_rows(tmp_path: Path) -> None:
+    saved("regression", tmp_path / "model", **REGRESSION)
+    options = ("-", "--format", "csv", "--batch-size", 1)
+    names = ["prediction_y", "prediction_z"]
+    for second, mark in (("1,5;2,5;3;4", ","), ("6;7;8;9", ",")):
+        result = tcnca_predict(tmp_path / "model", *options, input=f"a;b;c;d\n1;2;3;4\n{second}\n")
+        written = [row[name] for row in read_csv(result.stdout, ";") for name in names]
+        assert len(written) == 4
+        assert all(mark in each and "." not in each for each in written)
+    result = tcnca_predict(tmp_path / "model", *options, input="a;b;c;d\n1.5;2;3;4\n1;2;3;4\n")
+    assert all("." in row[name] for row in read_csv(result.stdout, ";") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("y", "z", "message"),
+    [
+        (
+            "1.5",
+            "2",
+            "line 2, column 'y': expected decimals with commas, as before, got '1.5'; write all numbers alike",
+        ),
+        ("1", "2_0", "line 2, column 'z': expected a number, got '2_0'"),
+        ("1", "inf", "line 2, column 'z': expected a finite float32 number, got 'inf'"),
+        ("1,5", "nan", "mean squared error"),
+        ("1,5", "", "mean squared error"),
+        ("", "", "mean squared error"),
+    ],
+)
+def test_true_values_are_read_like_the_others(tmp_path: Path, y: str, z: str, message: str) -> None:
+    saved("regression", tmp_path / "model", **REGRESSION)
+    (tmp_path / "in.csv").write_text(f"a;b;c;d;y;z\n1,5;2;3;4;{y};{z}\n1;2;3;4;1;2\n")
+    assert message in tcnca_predict(tmp_path / "model", tmp_path / "in.csv").stderr
+
+
 # Sequences in rows.
 
 
@@ -186,6 +221,51 @@ def test_rows_with_values_to_predict(tmp_path: Path) -> None:
     assert tcnca_predict(tmp_path / "model", write_csv(tmp_path / "new.csv", sequence_rows())).stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("columns", "first", "count", "warning"),
+    [
+        ("1,2,3,4", "1,2,3,4", 2, "the first line was read as data"),
+        ("1,2,3,4", "0,1,2,3", 2, "the first line was read as data"),
+        ("1,2,3,4", "4,3,2,1", 2, ""),
+        ("2,3,4,5", "2,3,4,5", 2, "the first line was read as data"),
+        ("0,1,2,3", "0,1,2,3", 1, "the first line was read as names"),
+        ("0,1,2,3", "1,2,3,4", 2, "the first line was read as data"),
+        ("2020,2021,2022,2023", "2020,2021,2022,2023", 1, "the first line was read as names"),
+        ("a,b,c,d", "0,1,2,3", 2, "the first line was read as data"),
+        ("a,b,c,d", "a,b,c,d", 1, ""),
+    ],
+)
+def test_first_lines_of_numbers(tmp_path: Path, columns: str, first: str, count: int, warning: str) -> None:
+    """No row is left out silently."""
+    saved("regression", tmp_path / "model", value_columns=tuple(columns.split(",")), target_columns=("y", "z"))
+    (tmp_path / "in.csv").write_text(f"{first}\n5,6,7,9\n")
+    result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv")
+    assert len(read_csv(result.stdout)) == count
+    assert (warning in result.stderr) if warning else not result.stderr
+
+
+def test_first_lines_of_numbers_with_chosen_columns(tmp_path: Path) -> None:
+    saved("regression", tmp_path / "model", value_columns=("a", "b", "c", "d"), target_columns=("y", "z"))
+    for first, options, count in (
+        ("9,0,1,2,3", "0,1,2,3", 1),
+        ("1,2,3,4,5", "1,2,3,4", 2),
+        ("5,1,0,0,0", "5,3,2,1", 2),
+    ):
+        (tmp_path / "in.csv").write_text(f"{first}\n5,6,7,9,1\n")
+        result = tcnca_predict(tmp_path / "model", tmp_path / "in.csv", "--values", options)
+        assert len(read_csv(result.stdout)) == count, result.output
+
+
+def test_a_first_row_with_many_fields_needs_no_time(tmp_path: Path) -> None:
+    saved("forecast", tmp_path / "model", **FORECAST)
+    wide = {"heat": 1, "rain": 2, **{f"c{n}": n for n in range(100_000)}}
+    rows = [wide, *[{"heat": 1, "rain": 2}] * 255]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    begin = time.process_time()
+    predicted(tmp_path / "model", tmp_path / "in.jsonl")
+    assert time.process_time() - begin < 3
+
+
 # Errors.
 
 
@@ -209,6 +289,13 @@ def test_rows_with_values_to_predict(tmp_path: Path) -> None:
         ("forecast", "a,b\n1,2\n", "--label a", "--label: expected none for in.csv, got 'a'; leave it out"),
         ("forecast", "heat,rain\n1,2\n3,\n", "", "line 3, column 'rain': expected a number, got an empty field; fill"),
         ("forecast", "heat,rain\n1,x\n", "", "line 2, column 'rain': expected a number, got 'x'; correct it, or remo"),
+        (
+            "forecast",
+            "heat;rain\n5;1,234\n1,234;2",
+            "",
+            "line 2, column 'rain': expected decimals, got '1,234', which is amb",
+        ),
+        ("regression", "a;b;c;d\n1;2,345;3;4\n", "", "line 2, column 'b': expected decimals, got '2,345', which is am"),
         ("forecast", "heat,rain\n", "", "expected time steps of a series, got no rows; add some"),
         ("forecast", "heat,rain,date\n1,2,9\n1,2,8\n1,2,7\n", "", "expected rows from the first time to the last, "),
         ("regression", "a,b,c\n1,2,3\n", "", "expected the column 'd', as in training, got 'a', 'b', 'c'"),

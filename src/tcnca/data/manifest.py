@@ -77,6 +77,7 @@ class Manifest:
     value_columns: list[str] = dataclasses.field(default_factory=list)
     target_columns: list[str] = dataclasses.field(default_factory=list)
     unused_columns: list[str] = dataclasses.field(default_factory=list)
+    numbers_as_names: bool = False
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

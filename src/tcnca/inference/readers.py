@@ -24,11 +24,14 @@ from numpy.typing import NDArray
 from tcnca.config import Config
 from tcnca.data.custom.arrays import VALUE_NAMES, NamedArray, label_names
 from tcnca.data.custom.numeric_tables import (
+    NUMBERED,
     NumberParser,
     add_header,
     block_rows,
     check_order,
     field_text,
+    in_order,
+    split_line,
     split_names,
 )
 from tcnca.data.custom.options import list_names, unknown_name
@@ -117,7 +120,8 @@ class Reader(abc.ABC):
         first_unknown: the first of them, and where it is.
         header: columns of a table, known when its rows are read.
         columns: those of them that the inputs come from.
-        decimal: mark of the decimals in these columns.
+        decimal: mark of the decimals in these columns, known when the first rows are read. If these have none, it is a
+            comma where semicolons separate the columns.
         warning: what may be wrong with the input.
     """
 
@@ -202,6 +206,8 @@ class RowReader(Reader):
         for line, row in rows:
             if not self.columns:
                 self.columns, targets = self._find_columns(list(row))
+                if self._numbered and in_order(list(map(str.strip, row.values()))):
+                    self.warning = f"{self.name}: the first line was read as data, not as names, as in training"
                 if self._parser is not None and self.kind == "forecast":
                     series = self._read_series(self._parser, itertools.chain([(line, row)], rows))
                     yield Example(self.name, {}, (series,), columns=self.columns, is_table=True)
@@ -211,9 +217,11 @@ class RowReader(Reader):
                 inputs = tuple(self._input(row, column, place) for column in self.columns)
             else:
                 inputs = (self._parse(self._parser, [(line, row)])[0],)
-            target = self._target(row, targets, place) if targets and all(name in row for name in targets) else None
+            target = self._target(row, targets, line) if targets and all(name in row for name in targets) else None
             size, self._size = self._size, 0
             yield Example(place, row, inputs, target, self.columns, size)
+        if self._parser is not None:
+            self._parser.finish()
         if self.header and not self._rows:
             self.columns, targets = self._find_columns(self.header)
             if self._parser is not None and self.kind == "forecast":
@@ -231,12 +239,15 @@ class RowReader(Reader):
         parts: list[NDArray[np.float32]] = []
         while block := list(itertools.islice(rows, block_rows(len(self.columns)))):
             if not parts and self.options.values is None:
-                first = {name: [field_text(row.get(name)).strip() for _, row in block] for name in block[0][1]}
+                names = list(block[0][1])  # those of other rows may differ, in JSON Lines
+                rows_read = block[: block_rows(len(names))]
+                first = {name: [field_text(row.get(name)).strip() for _, row in rows_read] for name in names}
                 check_order(self.name, first, parser.decimal_commas)
             parts.append(self._parse(parser, block))
             if len(parts) % _CHECKED_PARTS == 0:
                 with array_errors(self.name, "give a part of the series"):
                     check_memory(2 * len(parts) * parts[0].nbytes)
+        parser.finish()
         return np.concatenate(parts)
 
     def _counted_rows(self) -> Iterator[Row]:
@@ -256,7 +267,11 @@ class RowReader(Reader):
             return self._text_rows()
         self.delimiter, blank, lines = find_delimiter(self._lines, tabs=self.format == "tsv")
         if self._trained_columns:
-            blank, lines, self._numbered = add_header(self.delimiter, blank, lines)
+            trained = self._trained_columns if self.options.values is None else split_line(self.options.values, ",")
+            blank, lines, header = add_header(self.delimiter, blank, lines, trained)
+            self._numbered = header == "added"
+            if header == "numbers":
+                self.warning = f"{self.name}: the first line was read as names, not as data"
         lines, copy = itertools.tee(lines)
         with contextlib.suppress(csv.Error):  # which `csv_rows` reports
             self.header = next(csv.reader(copy, delimiter=self.delimiter, strict=True), [])
@@ -325,7 +340,7 @@ class RowReader(Reader):
         missing = [name for name in trained if name not in names]
         if missing:
             several = "the column" if len(missing) == 1 else "the columns"
-            numbered = " (numbered, since the first line has no names)" if self._numbered else ""
+            numbered = NUMBERED if self._numbered else ""
             raise DataError(
                 f"{self.name}: expected {several} {list_names(missing)}, as in training, got "
                 f"{list_names(columns)}{numbered}; rename columns, or name {plural(len(trained), 'column')} in the "
@@ -337,6 +352,7 @@ class RowReader(Reader):
     def _set_parser(self, names: Sequence[str]) -> None:
         commas = self.format != "jsonl" and self.delimiter != ","
         self._parser = NumberParser(self.name, names, commas)
+        self.decimal = "," if commas and self.delimiter == ";" else "."
 
     def _find_values(self, role: Column, columns: Sequence[str]) -> str:
         name = self.options.values or self.facts.columns.get(role, role)
@@ -386,8 +402,9 @@ class RowReader(Reader):
             )
         return numbers
 
-    def _target(self, row: Mapping[str, Any], columns: Sequence[str], place: str) -> Any:
+    def _target(self, row: Mapping[str, Any], columns: Sequence[str], line: int) -> Any:
         """Return the true class or values; None if the field is empty."""
+        place = f"{self.name}, line {line}"
         cell = f"{place}, column {shown(columns[0])}"
         if self.kind != "regression":
             label = label_field(row, columns[0], place)
@@ -396,20 +413,23 @@ class RowReader(Reader):
             return label or None
         if all(row[column] in (None, "") for column in columns):
             return None
+        outputs = getattr(self.model.config.head, "outputs", 1)
+        if self._parser is not None and len(columns) == outputs:
+            return np.array([self._true_value(self._parser, row[column], column, line) for column in columns])
         values = np.concatenate(
             [self._true_values(row[column], f"{place}, column {shown(column)}") for column in columns]
         )
-        outputs = getattr(self.model.config.head, "outputs", 1)
         if len(values) != outputs:
             raise DataError(f"{cell}: expected {plural(outputs, 'number')}, as in training, got {len(values)}")
         return values
 
+    def _true_value(self, parser: NumberParser, value: Any, column: str, line: int) -> float:
+        """Return a number of a table of numbers, NaN if there is none."""
+        text = field_text(value).strip()
+        return float(parser.parse([[text]], [line], [column])[0, 0]) if text.lower() not in ("", "nan") else math.nan
+
     def _true_values(self, value: Any, cell: str) -> NDArray[np.float64]:
-        if value in (None, ""):
-            return np.array([np.nan])
-        if self._parser is not None and self._parser.decimal_commas and isinstance(value, str):
-            value = value.replace(",", ".")
-        return parse_numbers(value, cell).reshape(-1)
+        return np.array([np.nan]) if value in (None, "") else parse_numbers(value, cell).reshape(-1)
 
 
 class TextsReader(RowReader):

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,14 @@ _BLOCK_FIELDS = 2**16
 """Rows, and fields, that are converted at once: few, so that the garbage collector does not look at them again."""
 _NUMBER_BYTES = 20
 """Memory for each number: the values, their splits, and the deviations from their mean in double precision."""
+_SEQUENCE_BYTES, _LABEL_BYTES, _SPLIT_BYTES = 300, 200, 50
+"""Memory for each row besides its numbers: the digest of a sequence to draw splits, its label and line, its split."""
 _MARKS = {",": "commas", ".": "points"}
+_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*")
+_MAX_DIGITS = 10
+NUMBERED = " (numbered, since the first line has no names)"
+Header = Literal["names", "numbers", "added"]
+"""Names, numbers that are taken as names, or numbers from 1 on that are not in the file."""
 
 
 class NumericTable:
@@ -70,17 +77,23 @@ class NumericTable:
         path: the file.
         columns: names of the columns, without surrounding spaces; from 1 on if the first line has numbers alone.
         decimal_commas: whether numbers may have commas in place of points.
-        numbered: whether the first line is not a header, so that columns have numbers as names.
+        header: what the names are.
+
+    Args:
+        path: the file.
+        trained: columns of the first file of training, see `add_header`.
+        peek: number of the first rows.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.decimal_commas, self.numbered = path, False, False
+    def __init__(self, path: Path, trained: Collection[str] | None = None, peek: int = _PEEKED_ROWS) -> None:
+        self.path, self.decimal_commas, self._peek = path, False, peek
+        self.header: Header = "names"
         lines = table_lines(path)
         if path.suffix.lower() in JSON_LINES:
             self._rows = _json_fields(path, lines)
         else:
             delimiter, blank, lines = find_delimiter(lines, tabs=path.suffix.lower() == ".tsv")
-            blank, lines, self.numbered = add_header(delimiter, blank, lines)
+            blank, lines, self.header = add_header(delimiter, blank, lines, trained)
             self._rows, self.decimal_commas = csv_fields(path, lines, delimiter, blank), delimiter != ","
         _, header = next(self._rows, (0, []))
         self.columns = [name.strip() for name in header]
@@ -88,7 +101,7 @@ class NumericTable:
     @functools.cached_property
     def head(self) -> list[Fields]:
         """The first rows."""
-        return list(itertools.islice(self._rows, _PEEKED_ROWS))
+        return list(itertools.islice(self._rows, self._peek))
 
     def rows(self) -> Iterator[Fields]:
         """Return all rows, once."""
@@ -110,7 +123,7 @@ class NumericTable:
         """Where the names of the columns come from, for messages."""
         if self.path.suffix.lower() in JSON_LINES:
             return ""
-        return " (numbered, since the first line has no names)" if self.numbered else " (named in the first line)"
+        return NUMBERED if self.header == "added" else " (named in the first line)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,36 +138,75 @@ class _Roles:
     unused: list[str]
 
 
-def add_header(delimiter: str, blank: int, lines: Iterator[str]) -> tuple[int, Iterator[str], bool]:
+def add_header(
+    delimiter: str, blank: int, lines: Iterator[str], trained: Collection[str] | None = None
+) -> tuple[int, Iterator[str], Header]:
     """Put a header before lines that begin with numbers: the numbers of the columns from 1.
 
-    Returns the number of lines before the header, the lines from the header on, and whether it was added. Whole numbers
-    that increase by 1 are a header, as pandas writes it for columns without names.
+    Numbers in the first line are names if they are 0, 1, 2, …, as pandas writes them for columns without names, and the
+    next line does not have whole numbers in order, too. With the columns of training, they are names if these are among
+    them, unless training had no header, either.
+
+    Returns the number of lines before the header, the lines from the header on, and what the header is.
     """
     first = next(lines, "")
     lines = itertools.chain([first], lines)
-    fields: list[str] = []
-    with contextlib.suppress(csv.Error):  # which `csv_fields` reports
-        fields = [field.strip() for field in next(csv.reader([first], delimiter=delimiter, strict=True), [])]
-    numbers = [_is_number(field, delimiter != ",") for field in fields]
-    if not any(numbers) or not all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields))):
-        return blank, lines, False
-    if all(field.isdecimal() and len(field) < 10 for field in fields) and len(fields) > 1:
-        whole = list(map(int, fields))
-        if whole == list(range(whole[0], whole[0] + len(whole))) and (whole[0] == 0 or len(whole) > 2):
-            return blank, lines, False
+    fields = split_line(first, delimiter)
+    if not _are_numbers(fields, delimiter != ","):
+        return blank, lines, "names"
+    if trained is not None:
+        numbers = [int(name) for name in trained if name.isdecimal() and len(name) < _MAX_DIGITS]
+        numbered = len(numbers) == len(trained) and 1 <= min(numbers, default=0) <= len(fields)
+        are_names = bool(trained) and not numbered and set(fields) >= set(trained)
+    elif are_names := in_order(fields) and int(fields[0]) == 0:
+        next(lines)
+        peeked = []
+        for line in lines:
+            peeked.append(line)
+            if line.strip("\r\n"):
+                break
+        are_names = bool(peeked) and not in_order(split_line(peeked[-1], delimiter))
+        lines = itertools.chain([first], peeked, lines)
+    if are_names:
+        return blank, lines, "numbers"
     header = delimiter.join(str(number) for number in range(1, len(fields) + 1))
-    return blank - 1, itertools.chain([f"{header}\n"], lines), True
+    return blank - 1, itertools.chain([f"{header}\n"], lines), "added"
+
+
+def split_line(line: str, delimiter: str) -> list[str]:
+    """Return the fields of a line without surrounding spaces; none if it has quotes in wrong places."""
+    with contextlib.suppress(csv.Error):  # which `csv_fields` reports
+        return [field.strip() for field in next(csv.reader([line], delimiter=delimiter, strict=True), [])]
+    return []
+
+
+def in_order(fields: Sequence[str]) -> bool:
+    """Whether fields are whole numbers that increase by 1."""
+    if len(fields) < 2 or not all(field.isdecimal() and len(field) < _MAX_DIGITS for field in fields):
+        return False
+    whole = list(map(int, fields))
+    return whole == list(range(whole[0], whole[0] + len(whole)))
 
 
 def _json_fields(path: Path, lines: Iterator[str]) -> Iterator[Fields]:
-    """Return the names of the fields of the first row, and the rows."""
-    header: list[str] = []
+    """Return the names of the fields of the first row, and the rows, all with the same fields."""
+    header: Mapping[str, Any] | None = None
     for line, row in json_rows(path, lines):
-        if not header:
-            header = list(row)
-            yield line, header
-        yield line, [field_text(row.get(name)) for name in header]
+        if header is None:
+            header = row
+            yield line, list(header)
+        if row.keys() != header.keys():
+            place = f"{path}, line {line}"
+            missing = next((name for name in header if name not in row), None)
+            if missing is None:
+                other = next(name for name in row if name not in header)
+                raise DataError(
+                    f"{place}: expected the fields of the first row, got another, {shown(other)}; remove it"
+                )
+            raise DataError(
+                f"{place}: expected a field {shown(missing)}, as in the first row, got {list_names(list(row))}; add it"
+            )
+        yield line, [field_text(row[name]) for name in header]
 
 
 def field_text(value: Any) -> str:
@@ -175,8 +227,14 @@ def _is_number(field: str, decimal_commas: bool) -> bool:
     return NUMBER.fullmatch(field.replace(",", ".", 1) if decimal_commas else field) is not None
 
 
+def _are_numbers(fields: Sequence[str], decimal_commas: bool) -> bool:
+    """Whether fields are numbers, and perhaps dates and times."""
+    numbers = [_is_number(field, decimal_commas) for field in fields]
+    return any(numbers) and all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields)))
+
+
 def holds_numbers(path: Path, options: CustomOptions) -> bool:
-    """Return whether a table is one of numbers: by the options, or because no column can be a text."""
+    """Return whether a table is one of numbers: by the options, or because most columns are, and none can be a text."""
     if options.kind in ("regression", "forecast"):
         return True
     if options.kind == "pairs":
@@ -191,9 +249,19 @@ def holds_numbers(path: Path, options: CustomOptions) -> bool:
     if lower & set(TEXT_NAMES) or any(lower.issuperset(pair) for pair in PAIR_NAMES):
         return False
     inputs = [name for name in others if name.lower() not in LABEL_NAMES and not _counts_rows(name)]
-    fields = [field for name in inputs for field in table.peeked[name]]
-    numbers = [_is_number(field, table.decimal_commas) for field in fields]
-    return any(numbers) and all(map(operator.or_, numbers, (bool(_TIME.fullmatch(field)) for field in fields)))
+    try:
+        peeked = table.peeked
+    except DataError:  # for example of rows of texts whose fields differ
+        peeked = NumericTable(path, peek=1).peeked
+    # Columns with other names are never read as texts without being chosen, so that no text is lost here.
+    columns = [[field for field in peeked[name] if field.lower() not in _MISSING] for name in inputs]
+    numeric = [_are_numbers(fields, table.decimal_commas) for fields in columns]
+    words = [
+        fields
+        for fields, known in zip(columns, numeric, strict=True)
+        if not known and not all(map(_TIME.fullmatch, fields))
+    ]
+    return sum(numeric) > len(words) and all(2 * len(set(fields)) <= len(fields) for fields in words)
 
 
 def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], options: CustomOptions) -> Content:
@@ -218,20 +286,26 @@ def read_numeric_tables(origin: Path, files: Mapping[str, Sequence[Path]], optio
     found: dict[str, list[_Rows]] = {}
     for split, paths in files.items():
         for path in paths:
-            rows = _read(first if path == first.path else NumericTable(path), roles)
+            rows = _read(first if path == first.path else NumericTable(path, roles.values), roles)
             for name, part in ({split: rows} if rows.splits is None else rows.by_split()).items():
                 found.setdefault(name, []).append(part)
     missing_splits(found, options, origin)
     selected = {split: _select(parts, roles) for split, parts in found.items()}
     columns = {} if roles.label is None else {"label": roles.label}
     names = {"value_columns": roles.values, "target_columns": roles.targets, "unused_columns": roles.unused}
-    return build_content(origin, selected, options, {"columns": columns, **names})
+    numbers = {"numbers_as_names": True} if first.header == "numbers" else {}
+    return build_content(origin, selected, options, {"columns": columns, **names, **numbers})
 
 
 def _memory(table: NumericTable, roles: _Roles, size: int) -> int:
     """Return the bytes of memory that files of `size` bytes need, from the length of the first rows."""
     length = sum(len(field) + 1 for _, row in table.head for field in row) / len(table.head)
-    return int(_NUMBER_BYTES * len(roles.values + roles.targets) * size / max(length, 1))
+    if table.path.suffix.lower() in JSON_LINES:
+        length += sum(len(name) + 3 for name in table.columns)  # quotes and a colon
+    row = _NUMBER_BYTES * len(roles.values + roles.targets)
+    row += _SEQUENCE_BYTES * (roles.kind != "forecast")
+    row += _LABEL_BYTES * (roles.label is not None) + _SPLIT_BYTES * (roles.split is not None)
+    return int(row * size / max(length, 1))
 
 
 def _find_roles(table: NumericTable, options: CustomOptions) -> _Roles:
@@ -351,7 +425,7 @@ class NumberParser:
     """Converts the fields of some columns to numbers.
 
     Numbers with decimal commas are read where commas do not separate the fields, if all numbers of the table with
-    decimals have them.
+    decimals have them. If all of these could be thousands, such as 1,234, `finish` raises an error.
 
     Args:
         name: the file, for messages.
@@ -367,15 +441,21 @@ class NumberParser:
     def __init__(self, name: Path | str, columns: Sequence[str], decimal_commas: bool, advice: str = "") -> None:
         self.mark = ""
         self.decimal_commas = decimal_commas
-        self._name, self._columns, self._advice = name, columns, advice
+        self._name, self._columns, self._all_columns, self._advice = name, columns, columns, advice
+        self._ambiguous, self._decided = "", not decimal_commas
 
-    def parse(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> NDArray[np.float32]:
-        """Return the numbers of rows as `[rows, columns]`; `lines` are their places."""
+    def parse(
+        self, rows: Sequence[Sequence[str]], lines: Sequence[int], columns: Sequence[str] = ()
+    ) -> NDArray[np.float32]:
+        """Return the numbers of rows as `[rows, columns]`, by default of all columns; `lines` are their places."""
+        self._columns = columns or self._all_columns
         fields = list(itertools.chain.from_iterable(rows))
         text = "\n".join(fields)
         if self.decimal_commas:
             self._check_marks(fields, text, lines)
             if "," in text:
+                if not self._decided:
+                    self._check_thousands(fields, lines)
                 fields = [field.replace(",", ".") for field in fields]
         try:
             if "_" in text or not text.isascii():  # Python reads 1_000 and numbers in other scripts
@@ -408,6 +488,25 @@ class NumberParser:
             raise DataError(
                 f"{self._place(place, lines)}: expected decimals with {_MARKS[self.mark]}, as before, got "
                 f"{shown(fields[place])}; write all numbers alike, without separators of thousands"
+            )
+
+    def _check_thousands(self, fields: Sequence[str], lines: Sequence[int]) -> None:
+        """Note the first number whose comma may separate thousands, until one surely has decimals."""
+        for place, field in enumerate(fields):
+            if "," in field:
+                if not _THOUSANDS.fullmatch(field):
+                    self._decided = True
+                    return
+                self._ambiguous = (
+                    self._ambiguous or f"{self._place(place, lines)}: expected decimals, got {shown(field)}"
+                )
+
+    def finish(self) -> None:
+        """Raise a DataError if the commas of all numbers so far may separate thousands."""
+        if self._ambiguous and not self._decided:
+            raise DataError(
+                f"{self._ambiguous}, which is ambiguous, since all numbers with commas have groups of three digits; "
+                "write decimals with points, or remove the separators of thousands"
             )
 
     def _place(self, place: int, lines: Sequence[int]) -> str:
@@ -445,11 +544,11 @@ def pick_fields(indices: Sequence[int]) -> Callable[[Sequence[str]], Sequence[st
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of a table: the numbers of their values and targets, their labels and splits, and their lines."""
+    """Rows of a table: the numbers of their values and targets, their labels with their lines, and their splits."""
 
     path: Path
     numbers: NDArray[np.float32]
-    lines: NDArray[np.int64]
+    lines: NDArray[np.int64] | None
     labels: list[str] | None
     splits: list[str] | None
 
@@ -461,7 +560,8 @@ class _Rows:
         for split in dict.fromkeys(self.splits):
             places = np.flatnonzero(names == split)
             labels = None if self.labels is None else [self.labels[place] for place in places]
-            found[split] = _Rows(self.path, self.numbers[places], self.lines[places], labels, None)
+            lines = None if self.lines is None else self.lines[places]
+            found[split] = _Rows(self.path, self.numbers[places], lines, labels, None)
         return found
 
 
@@ -487,17 +587,18 @@ def _read(table: NumericTable, roles: _Roles) -> _Rows:
     while block := list(itertools.islice(rows, block_rows(len(table.columns)))):
         lines = [line for line, _ in block]
         numbers.append(parser.parse([pick(row) for _, row in block], lines))
-        all_lines.append(np.array(lines, np.int64))
         if label is not None:
+            all_lines.append(np.array(lines, np.int64))
             labels += [given_label(row[label].strip(), str(roles.label), f"{path}, line {n}") for n, row in block]
         if split is not None:
             splits += [split_name(row[split], str(roles.split), f"{path}, line {n}") for n, row in block]
     if not numbers:
         raise DataError(f"{path}: expected rows, got none; add some, or remove the file")
+    parser.finish()
     return _Rows(
         path,
         np.concatenate(numbers),
-        np.concatenate(all_lines),
+        None if label is None else np.concatenate(all_lines),
         None if label is None else labels,
         None if split is None else splits,
     )
@@ -513,6 +614,7 @@ class _ColumnArray(NamedArray):
         """Return the location of an element."""
         row = index[0]
         for part in self.rows:
+            assert part.lines is not None
             if row < len(part.lines):
                 return f"{part.path}, line {part.lines[row]}, column {shown(self.name)}"
             row -= len(part.lines)

@@ -127,7 +127,8 @@ def describe_columns(manifest: Mapping[str, Any]) -> str:
     targets = [*manifest.get("columns", {}).values(), *manifest.get("target_columns", ())]
     listed = {"values": values, "label" if manifest["kind"] == "classification" else "targets": targets}
     used = "; ".join(f"{what}: {_list_columns(names)}" for what, names in listed.items() if names)
-    return f"columns of {used}" + (f"; not used: {_list_columns(unused)}" if unused else "")
+    header = "; the first line, 0, 1, …, was read as names" if manifest.get("numbers_as_names") else ""
+    return f"columns of {used}" + (f"; not used: {_list_columns(unused)}" if unused else "") + header
 
 
 def _list_columns(names: Sequence[str]) -> str:
@@ -140,7 +141,8 @@ def unknown_name(name: str, what: str, names: Sequence[str], path: Path, *more: 
     """Return the error of a column or array that does not exist, or of several."""
     close = [found for each in (name, *more) if (found := closest(each, names))]
     hint = f"did you mean {' and '.join(map(repr, close))}? " if close else ""
-    return DataError(f"{path}: {hint}expected one of the {what}s {list_names(names)}, got {list_names([name, *more])}")
+    expected = f"{what}s among" if more else f"one of the {what}s"
+    return DataError(f"{path}: {hint}expected {expected} {list_names(names)}, got {list_names([name, *more])}")
 
 
 def find_classes(labels: Sequence[str], path: Path) -> list[str]:
@@ -210,7 +212,8 @@ def complete_splits(parts: Mapping[str, Columns], options: CustomOptions, path: 
     if fractions:
         train = parts["train"]
         labels = np.asarray(train["labels"]) if "labels" in train else None
-        chosen = draw_splits(input_digests(train), fractions, options.seed, path, labels)
+        advice = ", or name values to predict with --targets" if "values" in train else ""
+        chosen = draw_splits(input_digests(train), fractions, options.seed, path, labels, advice)
         splits |= {split: take(train, indices) for split, indices in chosen.items()}
     return in_order(splits)
 
@@ -241,6 +244,7 @@ def draw_splits(
     seed: int,
     path: Path,
     labels: NDArray[np.int64] | None = None,
+    advice: str = "",
 ) -> dict[str, NDArray[np.int64]]:
     """Draw the splits of `fractions` from examples; the others stay in training.
 
@@ -248,8 +252,9 @@ def draw_splits(
     together. With labels, each class contributes its fraction, rounded, and keeps at least one input in training; a
     class with fewer than three different inputs stays in training.
 
-    `inputs` holds bytes for each example that are equal if and only if the inputs are. Returns the indices of the
-    examples of each split, including training, in their original order.
+    `inputs` holds bytes for each example that are equal if and only if the inputs are; `advice` says what else to
+    do if all classes have too few. Returns the indices of the examples of each split, including training, in their
+    original order.
     """
     groups: dict[bytes, list[int]] = {}
     for index, key in enumerate(inputs):
@@ -268,7 +273,7 @@ def draw_splits(
     if splits is None:
         raise DataError(
             f"{path}: expected a class with at least {_MIN_EXAMPLES} different examples to draw {wanted} from, got "
-            "none; add examples, or give the splits yourself"
+            f"none; add examples, or give the splits yourself{advice}"
         )
     drawn: dict[str, list[int]] = {split: [] for split in ("train", *fractions)}
     for split, group in zip(splits, members, strict=True):
