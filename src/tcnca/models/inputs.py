@@ -41,7 +41,7 @@ class TokenInputConfig(InputConfig, kind="tokens"):
     """Token that means padding: it is masked where neither lengths nor a mask are given."""
     ngram_sizes: tuple[Annotated[int, Range(2, 32)], ...] = ()
     """Numbers of tokens of n-grams that have embeddings, such as `[2, 3, 4]`: at each token, those of the n-grams that
-    end there are added to its own. They take memory, but little time."""
+    end there are added to its own. See docs/fast-training.md."""
     ngram_buckets: Width = _BUCKETS
     """Rows of the table of embeddings of each size. A hash assigns n-grams to them; some share a row."""
 
