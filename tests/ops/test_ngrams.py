@@ -10,7 +10,10 @@ import torch
 
 from tcnca.errors import ConfigError, StateError
 from tcnca.models import SequenceModel, TokenInputConfig
+from tcnca.models.preprocessing import Preprocessing
 from tcnca.ops import hash_ngrams, initial_ngram_state, next_ngram_state
+from tcnca.training.config import OptimizerConfig
+from tcnca.training.optimizer import parameter_groups
 from tests.examples import VOCABULARY, small_config, small_model
 
 SIZES = (2, 3, 5)
@@ -73,13 +76,42 @@ def test_ngrams_of_a_new_model_change_nothing() -> None:
     torch.manual_seed(0)
     plain = SequenceModel(small_config("tcnca"))
     torch.manual_seed(0)
-    model = SequenceModel(small_config("tcnca", ngram_sizes=[2, 3]))
+    model = SequenceModel(small_config("tcnca", ngram_sizes=[2, 3], ngram_dropout=0.0))
     x = torch.randint(VOCABULARY, (2, 9))
     assert torch.equal(model(x).logits, plain(x).logits)
     model(x).logits.square().sum().backward()
     embedding: Any = model.embedding
     learned = embedding.ngram_weight.grad.norm(dim=1) > 0
     assert learned.nonzero().flatten().tolist() == hash_ngrams(x, (2, 3), 2**14).unique().tolist()
+
+
+def test_dropout_leaves_out_whole_ngrams_in_training() -> None:
+    torch.manual_seed(0)
+    config = TokenInputConfig(vocab_size=9, ngram_sizes=(2, 3), ngram_dropout=0.25)
+    embedding: Any = config.build(4, "none", Preprocessing())
+    with torch.no_grad():
+        embedding.weight.zero_()
+        embedding.ngram_weight[: 2**14] = 3.0
+        embedding.ngram_weight[2**14 :] = 30.0
+    x = torch.randint(9, (2, 5000))
+    assert (embedding.eval()(x, None) == 33.0).all()
+    found = embedding.train()(x, None)
+    assert (found == found[..., :1]).all()
+    values, counts = found[..., 0].unique(return_counts=True)
+    torch.testing.assert_close(values, torch.tensor([0.0, 4.0, 40.0, 44.0]))
+    shares = torch.tensor([1 / 16, 3 / 16, 3 / 16, 9 / 16])
+    torch.testing.assert_close(counts / x.numel(), shares, atol=0.02, rtol=0)
+    assert (found.mean() - 33.0).abs() < 0.5
+
+
+def test_ngrams_have_a_learning_rate_of_their_own() -> None:
+    model = SequenceModel(small_config("tcnca", ngram_sizes=[2, 3]))
+    embedding: Any = model.embedding
+    (group,) = (
+        each for each in parameter_groups(model, OptimizerConfig(ngram_lr_mult=0.2)) if each["name"] == "ngrams"
+    )
+    assert group["params"] == [embedding.ngram_weight]
+    assert group["lr_mult"] == 0.2
 
 
 def test_states_of_other_ngrams_are_refused() -> None:
@@ -96,5 +128,7 @@ def test_sizes_that_make_no_sense_are_refused() -> None:
             TokenInputConfig(ngram_sizes=sizes)
     with pytest.raises(ConfigError, match="ngram_buckets: expected ngram_sizes"):
         TokenInputConfig(ngram_buckets=100)
+    with pytest.raises(ConfigError, match="ngram_dropout: expected ngram_sizes"):
+        TokenInputConfig(ngram_dropout=0.1)
     with pytest.raises(ConfigError, match="ngram_sizes"):
         TokenInputConfig(ngram_sizes=(1, 2))

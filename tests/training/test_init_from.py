@@ -152,7 +152,7 @@ def test_a_bidirectional_source_of_a_language_model_is_named(tmp_path: Path) -> 
 def test_a_sweep_checks_the_source(tmp_path: Path, source: Path) -> None:
     text = [f"data={own_file(tmp_path, 'lm')}", "data.task.chunk_size=32", f"init_from={source}"]
     assert len(plan("finetune", [*text, "lr=1e-4,1e-3"], tmp_path / "rates").points) == 2
-    with pytest.raises(ConfigError, match=r"^d_ff=8: init_from: .*: d_ff: expected 8, as the model has, got"):
+    with pytest.raises(ConfigError, match=r"^d_ff=8: init_from: .*: d_ff: expected 8, as the new model has, got"):
         plan("finetune", [*text, "d_ff=8,16"], tmp_path / "sizes")
     with pytest.raises(ConfigError, match=r"^--train: expected a recipe without init_from"):
         recipe_model("finetune", text, "cpu")
@@ -250,13 +250,13 @@ def test_values_are_standardized_by_the_new_data(tmp_path: Path) -> None:
         (["init_from=nothing"], r"^init_from: nothing: expected a run directory or a saved model, got no such folder"),
         (
             ["num_layers=3"],
-            r"^init_from: .*source: num_layers: expected 3, as the model has, got 2; expected data of the kind",
+            r"^init_from: .*source: num_layers: expected 3, as the new model has, got 2; expected data of the kind",
         ),
         (
             ["d_ff=8"],
-            r"^init_from: .*: d_ff: expected 8, as the model has, got 16; expected data of the kind that it was",
+            r"^init_from: .*: d_ff: expected 8, as the new model has, got 16; expected data of the kind that it was",
         ),
-        (["ngram_sizes=[2]"], r"^init_from: .*: input\.ngram_sizes: expected \[2\], as the model has, got \[\];"),
+        (["ngram_sizes=[2]"], r"^init_from: .*: input\.ngram_sizes: expected \[2\], as the new model has, got \[\];"),
         (["model=mega-text"], r"^model\.preset: expected none with init_from, .*, got mega-text"),
         (["model.d_modle=3"], r"d_modle: did you mean model\.d_model\?"),
         (["model.dropout=2"], r"^model\.dropout: expected a number in \[0, 1"),

@@ -29,7 +29,7 @@ class ParamOptions(NamedTuple):
 
     group: str
     """Name of the parameter group. The group `kernels` is also scaled by the recipe's `optimizer.kernel_lr_mult` and
-    `optimizer.kernel_wd_mult`, the group `ssm` by `optimizer.ssm_lr_mult`."""
+    `optimizer.kernel_wd_mult`, the group `ssm` by `optimizer.ssm_lr_mult`, `ngrams` by `optimizer.ngram_lr_mult`."""
     lr_mult: float = 1.0
     """Factor of the learning rate."""
     wd_mult: float = 1.0

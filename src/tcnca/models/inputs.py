@@ -9,14 +9,23 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from tcnca.config import Config, NonNegativeInt, Range, Width
+from tcnca.config import Config, NonNegativeInt, Probability, Range, Width
 from tcnca.errors import ConfigError, InputError, VocabularyError
-from tcnca.layers import check_features, make_norm
+from tcnca.layers import ParamOptions, check_features, make_norm
 from tcnca.layers.linear import init_normal
 from tcnca.models.preprocessing import Preprocessing, Standardization
-from tcnca.ops import NGramState, check_tensor, check_values, hash_ngrams, initial_ngram_state, next_ngram_state
+from tcnca.ops import (
+    NGramState,
+    check_tensor,
+    check_values,
+    dropout,
+    hash_ngrams,
+    initial_ngram_state,
+    next_ngram_state,
+)
 
 _BUCKETS = 2**14
+_NGRAM_DROPOUT = 0.5
 
 
 class InputConfig(Config, abc.ABC):
@@ -44,13 +53,17 @@ class TokenInputConfig(InputConfig, kind="tokens"):
     end there are added to its own. See docs/fast-training.md."""
     ngram_buckets: Width = _BUCKETS
     """Rows of the table of embeddings of each size. A hash assigns n-grams to them; some share a row."""
+    ngram_dropout: Probability = _NGRAM_DROPOUT
+    """Probability with which the embedding of an n-gram is left out in training. Without it, models memorize texts that
+    they read more than once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if list(self.ngram_sizes) != sorted(set(self.ngram_sizes)):
             raise ConfigError(f"ngram_sizes: expected increasing numbers, got {list(self.ngram_sizes)}")
-        if self.ngram_buckets != _BUCKETS and not self.ngram_sizes:
-            raise ConfigError("ngram_buckets: expected ngram_sizes, such as [2, 3, 4], got none")
+        for name, default in (("ngram_buckets", _BUCKETS), ("ngram_dropout", _NGRAM_DROPOUT)):
+            if getattr(self, name) != default and not self.ngram_sizes:
+                raise ConfigError(f"{name}: expected ngram_sizes, such as [2, 3, 4], got none")
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ConfigError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
 
@@ -117,6 +130,7 @@ class TokenEmbedding(Embedding):
         self.norm = make_norm(norm, d_model) if config.norm else None
         self.pad_token_id = config.pad_token_id
         self.ngram_sizes, self.ngram_buckets = config.ngram_sizes, config.ngram_buckets
+        self.ngram_dropout = config.ngram_dropout
         self.ngram_weight: nn.Parameter | None = None
         if self.ngram_sizes:
             self.ngram_weight = nn.Parameter(torch.empty(len(self.ngram_sizes) * self.ngram_buckets, d_model))
@@ -150,6 +164,10 @@ class TokenEmbedding(Embedding):
             VocabularyError,
         )
 
+    def param_options(self) -> dict[str, ParamOptions]:
+        """Put the embeddings of n-grams into their own group, whose factor is in the recipe."""
+        return {"ngram_weight": ParamOptions("ngrams")}
+
     def initial_state(self, batch: int) -> NGramState | None:
         """Return the state before the first token; None without n-grams."""
         return initial_ngram_state(batch, self.ngram_sizes, self.weight.device) if self.ngram_sizes else None
@@ -163,7 +181,10 @@ class TokenEmbedding(Embedding):
         embedded = nn.functional.embedding(x, self.weight)
         if self.ngram_weight is not None:
             rows = hash_ngrams(x, self.ngram_sizes, self.ngram_buckets, state)
-            embedded = embedded + nn.functional.embedding(rows, self.ngram_weight).sum(-2)
+            ngrams = nn.functional.embedding(rows, self.ngram_weight)
+            if self.training and self.ngram_dropout:
+                ngrams = ngrams * dropout(ngrams.new_ones(rows.shape), self.ngram_dropout).unsqueeze(-1)
+            embedded = embedded + ngrams.sum(-2)
         embedded = embedded * self.scale
         return embedded if self.norm is None else self.norm(embedded, lengths)
 

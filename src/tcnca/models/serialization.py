@@ -131,7 +131,7 @@ def copy_weights(model: SequenceModel, source: SequenceModel, name: str) -> bool
     for field, value in _structure(source.config).items():
         if structure.get(field) != value:
             raise CheckpointError(
-                f"{name}: {field}: expected {structure.get(field)!r}, as the model has, got {value!r}"
+                f"{name}: {field}: expected {structure.get(field)!r}, as the new model has, got {value!r}"
             )
     weights, source_weights = _shared_weights(model, same_head), _shared_weights(source, same_head)
     _check_weights(weights, source_weights, name)

@@ -114,6 +114,8 @@ class OptimizerConfig(Config, shorthand="name"):
     ssm_lr_mult: NonNegativeFloat = 1.0
     """Factor of the learning rate of state-space parameters, besides their own: 0.1 in S4D, 0.25 in S5, 0.5 in the
     LRU. They are not decayed."""
+    ngram_lr_mult: NonNegativeFloat = 1.0
+    """Factor of the learning rate of embeddings of n-grams."""
     nonfinite: NonFinite = "stop"
     """What to do when the loss or the gradient is not finite: `stop` the run, or `skip` the step."""
 

@@ -30,7 +30,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         decayed = name.endswith("weight") and parameter.ndim > 1
         default = ParamOptions("matrices") if decayed else ParamOptions("rest", wd_mult=0.0)
         groups.setdefault(options.get(name, default), []).append(parameter)
-    recipe = {"kernels": (config.kernel_lr_mult, config.kernel_wd_mult), "ssm": (config.ssm_lr_mult, 1.0)}
+    recipe = {
+        "kernels": (config.kernel_lr_mult, config.kernel_wd_mult),
+        "ssm": (config.ssm_lr_mult, 1.0),
+        "ngrams": (config.ngram_lr_mult, 1.0),
+    }
     result = []
     for option, parameters in groups.items():
         lr_mult, wd_mult = recipe.get(option.group, (1.0, 1.0))
