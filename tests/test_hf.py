@@ -34,7 +34,7 @@ def language_model(preset: str = FAMILIES[0], seed: int = 0) -> SequenceModel:
     torch.manual_seed(seed)
     sizes = {"d_key": 8, "d_value": 16, "chunk_size": 8}
     facts = Preprocessing(byte_map=tuple(range(256)))
-    ngrams = {"ngram_sizes": [2, 3], "ngram_buckets": 50}
+    ngrams = {"ngram_sizes": [2, 3], "ngram_buckets": 50, "ngram_dropout": 0.0}
     model = tcnca.build(preset, preprocessing=facts, vocab_size=256, **SIZES, **sizes, **ngrams).eval()
     torch.nn.init.normal_(model.state_dict()["embedding.ngram_weight"], std=0.1)
     return model

@@ -57,6 +57,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Annotated:
         low = hint.__metadata__[0].low
         return st.integers(low, 9) if hint.__origin__ is int else st.floats(low, low + 0.9)
+    if get_origin(hint) is tuple:
+        return st.lists(values(get_args(hint)[0]), max_size=2, unique=True).map(sorted).map(tuple)
     if _kinds(hint):
         return st.one_of(*map(parts, _kinds(hint).values()))
     return {type(None): st.none(), bool: st.booleans()}.get(hint, st.floats(0.0, 0.9))
@@ -66,6 +68,8 @@ def parts(cls: type[Config]) -> st.SearchStrategy[Any]:
     """Return a strategy for the configurations of a class that can be built."""
 
     def build(fields: dict[str, Any]) -> Config | None:
+        if not fields.get("ngram_sizes", True):
+            fields = {name: value for name, value in fields.items() if not name.startswith("ngram_")}
         try:
             return cls(**fields)
         except ConfigError:

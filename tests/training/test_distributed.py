@@ -50,6 +50,7 @@ PLAIN = ["model.dropout=0", "log_every=1", "checkpoint.keep=9", "eval.batch_size
 BYTES = [
     *("max_steps=12", "warmup_steps=4", "log_every=1", "eval.every=6", "checkpoint.every=4", "checkpoint.keep=9"),
     *("num_layers=1", "d_model=8", "d_ff=8", "d_key=4", "d_value=8", "model.chunk_size=16", "model.dropout=0"),
+    "ngram_dropout=0",
     # Five rows of the longest length, of which one process has three.
     *("data.task.chunk_size=16", "data.task.segments=5", "data.task.eval_length=32", "batch.size=320"),
     "eval.batch_size=3",
