@@ -104,6 +104,7 @@ FAMILIES: dict[str, tuple[MixerConfig | None, AttentionConfig | None, dict[str, 
     "chunks over borders": (LINEAR, attention(chunk_size=7, shift_keys=True, position="rope"), {"gated": True}),
 }
 XL = model(None, attention(num_heads=2, memory=True, position="rope", chunk_size=5, d_key=8, d_value=8))
+NGRAMS = TokenInputConfig(vocab_size=9, ngram_sizes=(2, 9), ngram_buckets=20, ngram_dropout=0.0)
 CDIL = model(CDILConfig(depth=3), causal=False, num_layers=1, d_ff=0, norm="none")
 
 
@@ -126,7 +127,7 @@ def _cases() -> dict[str, Case]:
         "first": pooled("first"),
         "last": pooled("last"),
         # N-grams that reach over two parts.
-        "ngrams": model(LINEAR, input=TokenInputConfig(vocab_size=9, ngram_sizes=(2, 9), ngram_buckets=20)),
+        "ngrams": model(LINEAR, input=NGRAMS),
     }.items():
         cases[name] = Case(config)
         cases[f"{name}, state"] = Case(config, state=True)
